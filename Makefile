@@ -1,0 +1,32 @@
+# Everything starts from a bare checkout: `make probe` and `make test` make their own environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: probe test lint bench clean
+
+probe: $(INSTALLED)
+	$(BIN)/fsdp-doctor probe --format table
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/startup.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# torch first and by its exact version: an index may hold a build without CUDA under that name,
+# and nothing that is installed later replaces it.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lora]'
+	touch $@

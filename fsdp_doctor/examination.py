@@ -1,0 +1,309 @@
+"""One case on one rank: bring the scenario to its state, run the path, verify, train on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_doctor import reference, verify
+from fsdp_doctor.cases import Case, Scenario
+from fsdp_doctor.fsdp.fsdp2 import local_tensor
+from fsdp_doctor.fsdp.functions import FUNCTIONS, PathFunction, load_user_path
+from fsdp_doctor.fsdp.subject import Subject
+from fsdp_doctor.paths import Path, find_path, is_user_path
+from fsdp_doctor.records import Failure, Problem, Record, Stage
+from fsdp_doctor.runtime import Runtime
+from fsdp_doctor.trainer import COMPUTE_DTYPE, Trainer, Unsupported
+
+Report = Callable[[Record], None]
+_TRACEBACK_FRAMES = 30
+_MESSAGE_CHARACTERS = 4000
+
+
+class Examiner:
+    """Runs cases one after the other on this rank, and keeps a scenario while it stays whole.
+
+    report: called with the record each time the case reaches another stage.
+    """
+
+    def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: Report) -> None:
+        self._runtime = runtime
+        self._user_paths = {name: load_user_path(name) for name in user_paths}
+        self._report = report
+        self._trainer: Trainer | None = None
+
+    def examine(self, case: Case) -> Record:
+        """Runs one case. Every rank must call it with the same case; it does not raise Exception."""
+        path, function = self._path(case)
+        examination = _Examination(case, path, function, self._runtime, self._report)
+        self._trainer = examination.run(self._kept_for(case.scenario, path))
+        return examination.record
+
+    def _kept_for(self, scenario: Scenario, path: Path) -> Trainer | None:
+        """The trainer of the last case if it is of this scenario and still in its state."""
+        kept, self._trainer = self._trainer, None
+        if kept is not None and (kept.scenario, kept.with_mesh) == (scenario, not path.without_mesh):
+            return kept
+        del kept
+        self._release()
+        return None
+
+    def _path(self, case: Case) -> tuple[Path, PathFunction]:
+        version = case.scenario.version
+        path = find_path(case.path, version)
+        if is_user_path(case.path):
+            function, contract = self._user_paths[case.path]
+            return dataclasses.replace(path, contract=contract), function
+        return path, FUNCTIONS[version][case.path]
+
+    def _release(self) -> None:
+        """Gives a dropped scenario's memory back, so that it is not counted against the next."""
+        gc.collect()
+        if self._runtime.has_accelerator:
+            torch.get_device_module(self._runtime.device).empty_cache()
+
+
+class _Examination:
+    """The state of one case while it runs: the record so far, reported at each stage."""
+
+    def __init__(self, case: Case, path: Path, function: PathFunction, runtime: Runtime, report: Report) -> None:
+        self._case = case
+        self._path = path
+        self._contract = path.contract
+        self._runtime = runtime
+        self._report = report
+        self._function = function
+        self.record = Record(case_id=case.id, stage="build")
+
+    def run(self, kept: Trainer | None) -> Trainer | None:
+        """Returns the trainer, in the state between two steps, if it may be used again."""
+        trainer = kept
+        with self._catching():
+            trainer = trainer or self._build()
+            self._extract(trainer)
+        if not self.record.unsupported and self._agree() and trainer is not None and self._unbroken:
+            with self._catching():
+                self._enter("next step")
+                trainer.resume(undo_staging=self._path.undoes_staging)
+                trainer.step()
+                self._runtime.synchronize()
+            self._agree()
+        self._add(done=True)
+        self._report(self.record)
+        changed = any(problem.kind == "poisoned" for problem in self.record.problems)
+        reusable = self._unbroken and not changed and self._case.scenario.phase == "trained"
+        return trainer if reusable else None
+
+    @property
+    def _unbroken(self) -> bool:
+        return self.record.failure is None and not self.record.unsupported
+
+    def _build(self) -> Trainer:
+        self._enter("build")
+        reason = _why_not(self._case, self._path, self._runtime)
+        if reason:
+            raise Unsupported(reason)
+        trainer = Trainer(self._case.scenario, self._runtime, with_mesh=not self._path.without_mesh)
+        if self._case.scenario.phase == "trained":
+            trainer.step()
+            # A second step: the first one allocates what stays (Adam's state, cuBLAS workspaces).
+            trainer.step()
+        return trainer
+
+    def _extract(self, trainer: Trainer) -> None:
+        scenario: Scenario = self._case.scenario
+        self._enter("reference")
+        wants_optimizer = self._contract.form == "optimizer"
+        truth = reference.take(trainer.model, trainer.optimizer if wants_optimizer else None, self._runtime)
+        self._enter("offload")
+        trainer.offload()
+        if scenario.staging == "staged":
+            self._enter("staging")
+            trainer.stage()
+        # A non-blocking offload or staging is left in flight: that is what is under test.
+        if scenario.transfer == "blocking":
+            self._runtime.synchronize()
+        self._enter("extract")
+        verifier = verify.Verifier(
+            self._contract,
+            truth,
+            rank=self._runtime.rank,
+            compute_device=self._runtime.device,
+            compute_dtype=COMPUTE_DTYPE,
+            parameter_devices=verify.parameter_devices(trainer.model),
+        )
+        self._drain(trainer, verifier)
+        self._add(problems=verifier.problems())
+
+    def _drain(self, trainer: Trainer, verifier: verify.Verifier) -> None:
+        """Runs the path, reads and checks each entry, then looks at what is left behind."""
+        # Reading the model for its fingerprint would wait for copies that are in flight,
+        # and so hide the race that a non-blocking scenario is there to show.
+        watch_state = self._case.scenario.transfer == "blocking"
+        before = verify.state_of(trainer.model, trainer.optimizer) if watch_state else {}
+        allocated = self._runtime.allocated_bytes() if watch_state else None
+        self._runtime.reset_peak()
+        subject = Subject(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            device=self._runtime.device,
+            scratch=self._runtime.scratch / self._case.id.replace("/", "-"),
+            control=self._runtime.control,
+        )
+        timed = _Timed(self._runtime, watch_state)
+        alive: list[weakref.ref[torch.Tensor]] = []
+        own = trainer.tensor_ids()
+        num_tensors = 0
+        entries = timed.over(lambda: self._function(subject))
+        for name, value in entries:
+            num_tensors += 1
+            entry = verifier.read(name, value)
+            if isinstance(value, torch.Tensor) and id(value) not in own:
+                alive.append(weakref.ref(value))
+            del value
+            self._stay("verify")
+            verifier.check(entry)
+            self._stay("extract")
+        peak = self._runtime.peak_bytes()
+        del entries
+        self._add(
+            seconds=timed.seconds,
+            num_tensors=num_tensors,
+            peak_extra_bytes=peak - allocated if peak is not None and allocated is not None else None,
+        )
+        if watch_state:
+            self._add(problems=verify.changes(before, verify.state_of(trainer.model, trainer.optimizer)))
+        self._look_for_leak(allocated, alive)
+
+    def _look_for_leak(self, allocated: int | None, alive: list[weakref.ref[torch.Tensor]]) -> None:
+        kept = _kept(alive)
+        now = self._runtime.allocated_bytes() if allocated is not None else None
+        if kept or (now is not None and allocated is not None and now > allocated):
+            gc.collect()
+            kept = _kept(alive)
+            now = self._runtime.allocated_bytes() if allocated is not None else None
+        if now is not None and allocated is not None and now > allocated:
+            detail = f"{now - allocated} bytes of device memory not given back after the path's result was dropped"
+            self._add(problems=(Problem(kind="leak", detail=detail),))
+        elif kept:
+            detail = f"{len(kept)} yielded tensors ({sum(kept)} bytes) still referenced after the result was dropped"
+            self._add(problems=(Problem(kind="leak", detail=detail),))
+
+    def _agree(self) -> bool:
+        """Tells the other ranks whether this one failed. False if they ended otherwise.
+
+        Where all ranks ended alike, one collective over the model's own group shows whether it
+        still works; the answer decides whether the next case may run in the same workers.
+        """
+        failed = self.record.failure is not None
+        stage = self.record.stage
+        if not failed:
+            self._enter("agree")
+        try:
+            same = self._same_everywhere(failed)
+            self._add(healthy=self.record.healthy and same and self._group_works(), stage=stage)
+        except Exception as error:
+            if not failed:
+                self._add(failure=failure_from(error))
+            self._add(healthy=False)
+            return False
+        return same
+
+    def _same_everywhere(self, failed: bool) -> bool:
+        mine = torch.tensor([int(failed)])
+        everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
+        dist.all_gather(everyone, mine, group=self._runtime.control)
+        return all(int(other) == int(failed) for other in everyone)
+
+    def _group_works(self) -> bool:
+        ones = torch.ones(4, device=self._runtime.device)
+        dist.all_reduce(ones)
+        self._runtime.synchronize()
+        return bool((ones == self._runtime.world_size).all())
+
+    @contextlib.contextmanager
+    def _catching(self) -> Iterator[None]:
+        """The path's exceptions become part of the record. SystemExit is left alone: it ends the worker."""
+        try:
+            yield
+        except Unsupported as reason:
+            self._add(unsupported=str(reason))
+        except Exception as error:
+            self._add(failure=failure_from(error))
+            self._report(self.record)
+
+    def _enter(self, stage: Stage) -> None:
+        self._stay(stage)
+        self._report(self.record)
+
+    def _stay(self, stage: Stage) -> None:
+        self.record = dataclasses.replace(self.record, stage=stage)
+
+    def _add(self, *, problems: tuple[Problem, ...] = (), **fields: Any) -> None:
+        self.record = dataclasses.replace(self.record, problems=(*self.record.problems, *problems), **fields)
+
+
+class _Timed:
+    """Seconds spent inside the path itself: its call and each of its steps, not our checks between."""
+
+    def __init__(self, runtime: Runtime, synchronize: bool) -> None:
+        self._runtime = runtime
+        self._synchronize = synchronize
+        self.seconds = 0.0
+
+    def over(self, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
+        with self._watch():
+            entries = verify.entries_of(call())
+        while True:
+            with self._watch():
+                entry = next(entries, None)
+            if entry is None:
+                return
+            yield entry
+            del entry
+
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._synchronize:
+            self._runtime.synchronize()
+        self.seconds += time.perf_counter() - start
+
+
+def _kept(alive: list[weakref.ref[torch.Tensor]]) -> list[int]:
+    """Bytes of each yielded tensor that somebody still holds and whose memory was not freed."""
+    sizes = [local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
+    return [size for size in sizes if size]
+
+
+def _why_not(case: Case, path: Path, runtime: Runtime) -> str:
+    """Why the path cannot be tried in this scenario; empty if it can."""
+    if path.contract.form == "optimizer" and case.scenario.phase == "fresh":
+        return "there is no optimizer state before the first step"
+    if path.without_mesh and case.scenario.sharding != "full":
+        return f"{path.name} needs a model without a device mesh, and {case.scenario.sharding} is built with one"
+    if path.contract.form == "flat" and case.scenario.strategy == "fsdp1-orig":
+        return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
+    if path.name == "dcp" and runtime.num_nodes > 1:
+        return "the checkpoint directory is not shared between the nodes"
+    return ""
+
+
+def failure_from(error: BaseException) -> Failure:
+    lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-_TRACEBACK_FRAMES)
+    return Failure(
+        type=type(error).__name__,
+        message=str(error)[:_MESSAGE_CHARACTERS],
+        traceback="".join(lines)[-4 * _MESSAGE_CHARACTERS :],
+        time=time.time(),
+    )

@@ -1,0 +1,69 @@
+"""The language of ``-k``: words joined by and, or, not and parentheses, matched against case ids.
+
+A word is true of an id that has it at the beginning of a word: ``state_dict`` is found in
+``get_model_state_dict``, ``staged`` is not found in ``unstaged``. ``not``, ``and`` and ``or``
+bind in that order, as in Python and in pytest's own ``-k``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from fsdp_doctor.errors import UsageError
+
+Predicate = Callable[[str], bool]
+
+_TOKEN = re.compile(r"[()]|[^\s()]+")
+
+
+def compile_expression(text: str) -> Predicate:
+    """Returns a predicate over case ids. Raises UsageError where the text does not parse."""
+    tokens = _TOKEN.findall(text)
+    predicate, rest = _disjunction(tokens, text)
+    if rest:
+        raise UsageError(f"-k {text!r}: {rest[0]!r} is not expected there; join words with and, or, not")
+    return predicate
+
+
+def _disjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
+    left, tokens = _conjunction(tokens, text)
+    while tokens[:1] == ["or"]:
+        right, tokens = _conjunction(tokens[1:], text)
+        left = _either(left, right)
+    return left, tokens
+
+
+def _conjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
+    left, tokens = _term(tokens, text)
+    while tokens[:1] == ["and"]:
+        right, tokens = _term(tokens[1:], text)
+        left = _both(left, right)
+    return left, tokens
+
+
+def _term(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
+    match tokens:
+        case ["not", *rest]:
+            inner, rest = _term(rest, text)
+            return (lambda case_id: not inner(case_id)), rest
+        case ["(", *rest]:
+            inner, rest = _disjunction(rest, text)
+            if rest[:1] != [")"]:
+                raise UsageError(f"-k {text!r} has a parenthesis that is not closed")
+            return inner, rest[1:]
+        case [")" | "and" | "or" as token, *_]:
+            raise UsageError(f"-k {text!r} has {token!r} where a word is expected")
+        case [word, *rest]:
+            found = re.compile(r"(?<![A-Za-z0-9])" + re.escape(word))
+            return (lambda case_id: found.search(case_id) is not None), rest
+        case _:
+            raise UsageError(f"-k {text!r} ends where a word is expected")
+
+
+def _either(left: Predicate, right: Predicate) -> Predicate:
+    return lambda case_id: left(case_id) or right(case_id)
+
+
+def _both(left: Predicate, right: Predicate) -> Predicate:
+    return lambda case_id: left(case_id) and right(case_id)

@@ -1,0 +1,1 @@
+"""What the doctor knows of torch's two FSDPs: sharding, verl's manual offload, shards, paths."""

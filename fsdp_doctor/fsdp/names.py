@@ -1,0 +1,12 @@
+"""The names of the unwrapped Hugging Face model."""
+
+from __future__ import annotations
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def unwrapped(name: str) -> str:
+    """``name`` without what FSDP1, activation checkpointing and torch.compile put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

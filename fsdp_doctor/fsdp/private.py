@@ -1,0 +1,153 @@
+"""Every private name of torch that the project uses, and nothing else.
+
+Each function says for what there is no public API. Read in the source, and run, on the versions
+in ``CHECKED``; where a name is gone, :class:`PrivateApiGone` says which and for which torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+CHECKED = ("2.6.0", "2.11.0", "2.13.0")
+
+
+class PrivateApiGone(RuntimeError):
+    """A private name of torch that the doctor relies on does not exist in this version."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"torch {torch.__version__} has no {name}; fsdp-doctor was checked on torch {', '.join(CHECKED)}"
+        )
+
+
+def _get(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise PrivateApiGone(f"{type(owner).__name__}.{name}") from None
+
+
+def fsdp1_units(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(module name, FlatParamHandle) of each FSDP1 unit that owns parameters, in module order.
+
+    ``FullyShardedDataParallel._handle``: there is no public way to a flat parameter's metadata.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            handle = _get(module, "_handle")
+            if handle is not None:
+                yield name, handle
+
+
+def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
+    """What the first forward does before it computes: ``_runtime_utils._lazy_init``.
+
+    verl calls it before a manual offload; the local shards do not exist before it.
+    """
+    from torch.distributed.fsdp import _runtime_utils
+
+    _get(_runtime_utils, "_lazy_init")(model, model)
+
+
+def flat_shard(handle: Any) -> torch.Tensor:
+    """This rank's shard of the flat parameter, 1-D, padded to the same length on every rank.
+
+    ``FlatParameter._local_shard`` once lazy initialization made it, ``.data`` before that.
+    """
+    flat_param = _get(handle, "flat_param")
+    shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
+    return shard.detach()
+
+
+def shard_padding(handle: Any) -> int:
+    """How many elements at the end of this rank's flat shard are padding: ``_shard_numel_padded``.
+
+    The attribute exists only on a sharded unit.
+    """
+    return int(getattr(_get(handle, "flat_param"), "_shard_numel_padded", 0))
+
+
+def flat_names(handle: Any) -> tuple[list[str], list[tuple[str, str]]]:
+    """(parameter names, [(name of a tied parameter, the name that it is tied to)]) of one unit.
+
+    Names are relative to the unit: ``FlatParameter._fqns`` and ``_shared_param_infos``.
+    """
+    flat_param = _get(handle, "flat_param")
+    tied = [
+        (_join(module_name, name), _join(primary_module_name, primary_name))
+        for name, _, module_name, primary_name, _, primary_module_name in _get(flat_param, "_shared_param_infos")
+    ]
+    return list(_get(flat_param, "_fqns")), tied
+
+
+def unflatten(handle: Any, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the unit's parameters into its whole flat parameter, in the order of the names.
+
+    ``flat``: the rank's shards joined in rank order, 1-D, padding at the end allowed. The flat
+    parameter keeps each parameter's strides, and with ``use_orig_params`` an alignment gap
+    between two: ``FlatParamHandle._get_unflat_views``.
+    """
+    size = _get(handle.flat_param, "_unpadded_unsharded_size").numel()
+    return [view.detach() for view in _get(handle, "_get_unflat_views")(flat[:size])]
+
+
+def flat_param_to(handle: Any, device: torch.device, *, non_blocking: bool) -> None:
+    """Moves one unit's shard as verl's manual offload does: ``FlatParamHandle.flat_param_to``.
+
+    ``_local_shard`` must follow by hand, or the next unshard would read the old one. A unit under
+    ``CPUOffload(offload_params=True)`` stays where torch put it.
+    """
+    if _get(handle, "_offload_params"):
+        return
+    _get(handle, "flat_param_to")(device, non_blocking=non_blocking)
+    handle.flat_param._local_shard = handle.flat_param.data
+
+
+def shard_group(handle: Any) -> torch.distributed.ProcessGroup:
+    """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
+    group: torch.distributed.ProcessGroup = _get(handle, "process_group")
+    return group
+
+
+def original_parameters(handle: Any) -> list[nn.Parameter]:
+    """With ``use_orig_params``, the unit's own parameters: ``FlatParameter._params``."""
+    parameters: list[nn.Parameter] = _get(handle.flat_param, "_params")
+    return parameters
+
+
+def original_shapes(handle: Any) -> list[torch.Size]:
+    """The unsharded shapes of the unit's parameters, in the order of the names: ``FlatParameter._shapes``."""
+    return list(_get(handle.flat_param, "_shapes"))
+
+
+def is_sharded(handle: Any) -> bool:
+    """False where torch turned the unit into NO_SHARD, as it does for a shard group of one."""
+    return bool(_get(handle, "uses_sharded_strategy"))
+
+
+def compute_device(handle: Any) -> torch.device:
+    """The device that the unit computes on: ``FlatParamHandle.device``."""
+    device: torch.device = _get(handle, "device")
+    return device
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of the buffers that a state dict has, under every name.
+
+    ``Module._non_persistent_buffers_set``: only ``state_dict()`` tells them apart in public, and
+    that is a path under test.
+    """
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        transient = _get(module, "_non_persistent_buffers_set")
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in transient:
+                yield _join(module_name, name), buffer
+
+
+def _join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name

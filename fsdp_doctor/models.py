@@ -1,0 +1,128 @@
+"""The small Qwen models under test, and a configuration or checkpoint of the user's own.
+
+A model is built once for each worker, in float32 on the CPU and from one seed, so that every
+rank has the same weights; each scenario shards a copy of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_VOCABULARY = {"even": 256, "uneven": 257}
+_INTERMEDIATE = {"even": 128, "uneven": 131}
+_EXPERTS = {"even": 4, "uneven": 5}
+
+
+def build(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
+    """A causal language model on the CPU, float32, the same on every rank."""
+    template = _template(name, dims, custom)
+    return copy.deepcopy(template)
+
+
+@functools.cache
+def _template(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    if name == "custom":
+        assert custom is not None
+        if _has_weights(custom):
+            return _as_module(AutoModelForCausalLM.from_pretrained(custom, dtype=torch.float32))
+        config: Any = AutoConfig.from_pretrained(custom)
+    else:
+        config = _config(name, dims)
+    model = _as_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    if name == "qwen3-buffers":
+        _add_buffers(model)
+    return model
+
+
+def _as_module(model: Any) -> nn.Module:
+    assert isinstance(model, nn.Module)
+    return model.train()
+
+
+def _has_weights(directory: pathlib.Path) -> bool:
+    return any(directory.glob("*.safetensors")) or any(directory.glob("pytorch_model*.bin"))
+
+
+def _config(name: str, dims: str) -> Any:
+    import transformers
+
+    sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
+    match name:
+        case "qwen3" | "qwen3-buffers":
+            return transformers.Qwen3Config(**sizes, head_dim=16)
+        case "qwen3-tied":
+            return transformers.Qwen3Config(**(sizes | {"tie_word_embeddings": True}), head_dim=16)
+        case "qwen2":
+            return transformers.Qwen2Config(**sizes)
+        case "qwen3-moe":
+            return transformers.Qwen3MoeConfig(
+                **sizes,
+                head_dim=16,
+                num_experts=_EXPERTS[dims],
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                decoder_sparse_step=1,
+            )
+        case "qwen3.5":
+            return transformers.Qwen3_5TextConfig(
+                **sizes,
+                head_dim=16,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=16,
+                linear_value_head_dim=16,
+                layer_types=["linear_attention", "full_attention"],
+            )
+    raise AssertionError(name)
+
+
+def unsupported(name: str) -> str:
+    """Why the installed transformers cannot build the model; empty if it can."""
+    import transformers
+
+    needed = {"qwen3-moe": "Qwen3MoeConfig", "qwen3.5": "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
+    if hasattr(transformers, needed):
+        return ""
+    return f"transformers {transformers.__version__} has no {needed}"
+
+
+def _add_buffers(model: nn.Module) -> None:
+    """A float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that the model itself says must not be split: FSDP's units, as in verl."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def input_embedding(model: Any) -> nn.Module | None:
+    """The embedding if it may be a unit of its own: one that is tied to the head may not."""
+    if model.get_input_embeddings() is None or model.config.get_text_config().tie_word_embeddings:
+        return None
+    embedding: nn.Module = model.get_input_embeddings()
+    return embedding
+
+
+def vocabulary_size(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)

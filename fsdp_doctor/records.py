@@ -1,0 +1,163 @@
+"""What a worker tells its supervisor, and what a supervisor adds to it: plain values, as JSON.
+
+A worker sends the record of the case whole, again and again, each time it reaches another
+stage; the last one that arrived says how far the rank came. The supervisor wraps it in a
+:class:`RankReport` with what it saw from outside: a signal, a deadline, a stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Stage = Literal[
+    "build",  # the model is built, sharded and (phase trained) trained for one step
+    "reference",  # the shards are joined by hand
+    "offload",  # the framework's manual offload
+    "staging",  # verl's load_fsdp_model_to_gpu
+    "extract",  # the path runs, and its tensors are read to the host
+    "verify",  # what was read is compared with the reference: the doctor's own work
+    "agree",  # the ranks tell one another how the extraction ended
+    "next step",  # one more training step
+]
+
+ProblemKind = Literal["wrong", "incomplete", "misplaced", "poisoned", "leak"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that verification found on one rank: a kind of bad verdict, and a sentence."""
+
+    kind: ProblemKind
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An exception, as values. ``time`` is seconds since the epoch on the rank that raised."""
+
+    type: str
+    message: str
+    traceback: str
+    time: float
+
+    @property
+    def summary(self) -> str:
+        """The type and the first line of the message."""
+        first = self.message.strip().splitlines()[:1]
+        return f"{self.type}: {first[0]}" if first else self.type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one rank did in one case so far.
+
+    done: the rank is through with the case, well or not, and waits for the next one.
+    seconds: time spent inside the path, synchronized with the device at both ends.
+    peak_extra_bytes: device memory that the path had allocated at its peak, above what was
+        allocated when it started; None where the device does not count memory.
+    num_tensors: how many entries the path yielded on this rank.
+    healthy: after a failure, whether the process group still carries a collective.
+    """
+
+    case_id: str
+    stage: Stage
+    failure: Failure | None = None
+    unsupported: str = ""
+    problems: tuple[Problem, ...] = ()
+    seconds: float | None = None
+    peak_extra_bytes: int | None = None
+    num_tensors: int | None = None
+    healthy: bool = True
+    done: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A worker has its device and its process groups, and waits for cases."""
+
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A worker cannot start, and the reason is not a fault of ours. ``exit_code`` as in errors.py."""
+
+    reason: str
+    exit_code: int
+
+
+Message = Record | Ready | Refused
+_MESSAGES: dict[str, type[Any]] = {"record": Record, "ready": Ready, "refused": Refused}
+
+
+Stop = Literal["", "deadline", "memory", "others"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's part in one case: the worker's last record, and what its supervisor saw.
+
+    exit: how the worker ended by itself ("SIGKILL", "exit code 3"); empty if it did not.
+    exit_time: when the supervisor noticed, in seconds since the epoch.
+    oom_killed: the kernel's out-of-memory killer was at work when the worker got SIGKILL.
+    stopped: why the supervisor ended the worker, if it did.
+    stopped_detail: the same in words, with numbers.
+    process_state: what the kernel said of the worker at that moment ("stopped by a signal").
+    stack: the Python stacks of the worker when it was stopped, innermost frame first.
+    garbled: the worker wrote something that is no record.
+    output: the end of what the worker printed.
+    """
+
+    rank: int
+    record: Record | None = None
+    exit: str = ""
+    exit_time: float = 0.0
+    oom_killed: bool = False
+    stopped: Stop = ""
+    stopped_detail: str = ""
+    process_state: str = ""
+    stack: str = ""
+    garbled: str = ""
+    output: str = ""
+    refused: Refused | None = None
+    ready: Ready | None = None
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether this rank can keep the others from finishing."""
+        failed = self.record is not None and self.record.failure is not None
+        return bool(self.exit or self.garbled or self.stopped or self.refused) or failed
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    kind = next(kind for kind, cls in _MESSAGES.items() if isinstance(message, cls))
+    return {"kind": kind, **dataclasses.asdict(message)}
+
+
+def message_from_dict(data: dict[str, Any]) -> Message:
+    """Raises KeyError or TypeError for what is no message."""
+    fields = dict(data)
+    kind = fields.pop("kind")
+    message: Message = record_from_dict(fields) if kind == "record" else _MESSAGES[kind](**fields)
+    return message
+
+
+def record_from_dict(data: dict[str, Any]) -> Record:
+    fields = dict(data)
+    fields["failure"] = Failure(**fields["failure"]) if fields.get("failure") else None
+    fields["problems"] = tuple(Problem(**problem) for problem in fields.get("problems", ()))
+    return Record(**fields)
+
+
+def rank_report_to_dict(report: RankReport) -> dict[str, Any]:
+    return dataclasses.asdict(report)
+
+
+def rank_report_from_dict(data: dict[str, Any]) -> RankReport:
+    fields = dict(data)
+    fields["record"] = record_from_dict(fields["record"]) if fields.get("record") else None
+    fields["refused"] = Refused(**fields["refused"]) if fields.get("refused") else None
+    fields["ready"] = Ready(**fields["ready"]) if fields.get("ready") else None
+    return RankReport(**fields)

@@ -1,0 +1,36 @@
+"""The formats by name."""
+
+from __future__ import annotations
+
+import json
+
+from fsdp_doctor.report import junit, lines, markdown, table
+from fsdp_doctor.report.model import Report, report_to_dict
+
+FORMATS: dict[str, str] = {
+    "table": "the matrix, for a terminal",
+    "lines": "one line for each case, never cut",
+    "json": "everything; the other formats can be made from it",
+    "markdown": "for a GitHub issue",
+    "junit": "JUnit XML, for CI systems",
+    "svg": "the matrix as a picture",
+}
+_NARROWEST = 60
+
+
+def render(report: Report, name: str, *, width: int = 132, color: bool = False) -> str:
+    """The report in one of FORMATS, ending in a newline."""
+    match name:
+        case "table":
+            return table.render(report, max(width, _NARROWEST), color)
+        case "lines":
+            return lines.render(report)
+        case "json":
+            return json.dumps(report_to_dict(report), indent=1) + "\n"
+        case "markdown":
+            return markdown.render(report).rstrip("\n") + "\n"
+        case "junit":
+            return junit.render(report)
+        case "svg":
+            return table.render_svg(report) + "\n"
+    raise AssertionError(name)

@@ -1,0 +1,121 @@
+"""The report file while the run lasts and after it: no finished case is lost, whatever happens.
+
+FILE is written at the start, with ``complete: false``; each finished case is appended to
+FILE.journal at once; at the end FILE is replaced by the whole report and the journal removed.
+Reading FILE takes a journal beside it into account.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+from fsdp_doctor.errors import DoctorFault, UsageError
+from fsdp_doctor.report.model import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    CaseResult,
+    Report,
+    report_from_dict,
+    report_to_dict,
+    result_from_dict,
+    result_to_dict,
+)
+
+
+def _journal_of(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name + ".journal")
+
+
+class Journal:
+    """Appends results to the journal of ``path``. Raises DoctorFault where the disk does not take them."""
+
+    def __init__(self, path: pathlib.Path, report: Report) -> None:
+        self._path = path
+        with _writing(path):
+            _replace(path, report)
+            self._file: IO[str] = open(_journal_of(path), "w")
+        for result in report.results:
+            self.add(result)
+
+    def add(self, result: CaseResult) -> None:
+        with _writing(_journal_of(self._path)):
+            self._file.write(json.dumps(result_to_dict(result)) + "\n")
+            self._file.flush()
+
+    def close(self, report: Report) -> None:
+        """Writes the whole report; the journal goes only once that is on disk."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with _writing(self._path):
+            _replace(self._path, report)
+        with contextlib.suppress(OSError):
+            _journal_of(self._path).unlink()
+
+
+def read_report(path: pathlib.Path) -> Report:
+    """Reads a report, a partial one with its journal too. Raises UsageError for anything else."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the report {path}: {_reason(error)}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no report of fsdp-doctor: it is not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise UsageError(f"{path} is no report of fsdp-doctor: its 'schema' is not {SCHEMA!r}")
+    version = data.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema version {version}, this fsdp-doctor reads up to {SCHEMA_VERSION}: upgrade it"
+        )
+    try:
+        if not data["complete"]:
+            data["results"] = _with_journal(data["results"], _journal_of(path))
+        return report_from_dict(data)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path} is a damaged report: {type(error).__name__}: {error}") from None
+
+
+def _with_journal(results: list[Any], journal: pathlib.Path) -> list[Any]:
+    """The journal's results where it has more than the file; its last line may be half written."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in journal.read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                data = json.loads(line)
+                result_from_dict(data)
+                found.append(data)
+    return found if len(found) > len(results) else results
+
+
+def _replace(path: pathlib.Path, report: Report) -> None:
+    """Writes beside ``path`` and renames, so that a reader never sees half a report."""
+    beside = path.with_name(path.name + ".new")
+    try:
+        with open(beside, "w") as file:
+            json.dump(report_to_dict(report), file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError into the doctor's own fault: results that cannot be kept are lost."""
+    try:
+        yield
+    except OSError as error:
+        raise DoctorFault(f"cannot write {path}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

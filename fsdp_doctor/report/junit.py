@@ -1,0 +1,82 @@
+"""JUnit XML, for CI systems: a test suite for each scenario, a test case for each path."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from fsdp_doctor.cases import Scenario
+from fsdp_doctor.report.layout import rerun_command
+from fsdp_doctor.report.model import CaseResult, Report
+
+# XML 1.0 has no way to write most control characters, and a traceback can hold them.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render(report: Report) -> str:
+    root = ElementTree.Element("testsuites", name="fsdp-doctor", time=f"{report.seconds:.3f}")
+    suites: dict[Scenario, list[CaseResult]] = {}
+    for result in report.results:
+        suites.setdefault(result.case.scenario, []).append(result)
+    for scenario, results in suites.items():
+        suite = ElementTree.SubElement(root, "testsuite", {"name": scenario.id, **_counts(results)})
+        for result in results:
+            _testcase(suite, report, result)
+    if not report.complete:
+        suite = ElementTree.SubElement(root, "testsuite", name="run", tests="1", errors="1", failures="0", skipped="0")
+        case = ElementTree.SubElement(suite, "testcase", name="complete", classname="run")
+        missing = report.num_selected - len(report.results)
+        message = _text(f"the run is incomplete: {report.ended}; {missing} cases have no result")
+        ElementTree.SubElement(case, "error", message=message)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _counts(results: list[CaseResult]) -> dict[str, str]:
+    kinds = [_outcome(result) for result in results]
+    return {
+        "tests": str(len(results)),
+        "failures": str(kinds.count("failure")),
+        "errors": str(kinds.count("error")),
+        "skipped": str(kinds.count("skipped")),
+        "time": f"{sum(result.wall_seconds for result in results):.3f}",
+    }
+
+
+def _outcome(result: CaseResult) -> str:
+    match result.verdict.kind:
+        case "ok":
+            return ""
+        case "unsupported" | "skipped":
+            return "skipped"
+        case "lost":
+            return "error"
+        case _:
+            return "failure"
+
+
+def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) -> None:
+    case = ElementTree.SubElement(
+        suite,
+        "testcase",
+        name=_text(result.case.path),
+        classname=result.case.scenario.id,
+        time=f"{result.wall_seconds:.3f}",
+    )
+    outcome = _outcome(result)
+    if not outcome:
+        return
+    verdict = result.verdict
+    message = f"{verdict.kind}: {verdict.reason}"
+    element = ElementTree.SubElement(case, outcome, message=_text(message))
+    if outcome != "skipped":
+        element.set("type", verdict.kind)
+        tracebacks = [
+            f"rank {r.rank}:\n{r.record.failure.traceback}" for r in result.ranks if r.record and r.record.failure
+        ]
+        stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
+        element.text = _text("\n".join([message, *verdict.also, rerun_command(report, result), *tracebacks, *stacks]))
+
+
+def _text(text: str) -> str:
+    return _NOT_XML.sub("?", text)

@@ -1,0 +1,163 @@
+"""The matrix for a terminal, and the same as a picture."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_doctor.report.layout import (
+    Failure,
+    Grid,
+    bytes_text,
+    distinct_failures,
+    fixes,
+    grids,
+    numbers,
+    rerun_command,
+    seconds_text,
+    summary,
+)
+from fsdp_doctor.report.model import CaseResult, Report
+from fsdp_doctor.verdict import Kind
+
+_STYLE: dict[Kind, str] = {
+    "ok": "green",
+    "unsupported": "dim",
+    "skipped": "dim",
+    "lost": "bold yellow",
+    "poisoned": "bold magenta",
+    "leak": "magenta",
+    "misplaced": "yellow",
+}
+_BAD_STYLE = "bold red"
+_SHOWN_CASES = 3
+
+
+def render(report: Report, width: int, color: bool) -> str:
+    """The whole report as text. ``width`` in columns; failures below the matrix are never cut."""
+    console = Console(
+        width=width,
+        file=io.StringIO(),
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        legacy_windows=False,
+    )
+    console.print(_everything(report), soft_wrap=False)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def render_svg(report: Report, width: int = 132) -> str:
+    """The matrix alone as an SVG picture."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
+    failures = distinct_failures(report)
+    console.print(_matrix(report, failures))
+    console.print(_failures(report, failures, with_commands=False))
+    console.print(Text(summary(report)))
+    return console.export_svg(title=f"{report.command}  ({report.world_size} x {_machine(report)})")
+
+
+def _machine(report: Report) -> str:
+    accelerators = report.environment.get("accelerators") or []
+    return str(accelerators[0]) if accelerators and report.device != "cpu" else report.device
+
+
+def _everything(report: Report) -> RenderableType:
+    failures = distinct_failures(report)
+    parts: list[RenderableType] = [_matrix(report, failures)]
+    if fixes(report):
+        parts.append(_side_by_side(report))
+    parts.append(_failures(report, failures, with_commands=True))
+    return Group(*parts)
+
+
+def _matrix(report: Report, failures: list[Failure]) -> RenderableType:
+    number_of = numbers(failures)
+    parts: list[RenderableType] = []
+    for grid in grids(report):
+        alike = grid.uniform
+        if alike is not None:
+            text = f"{grid.title}: {len(grid.cells)} cases {alike.verdict.kind}: {alike.verdict.reason}\n"
+            parts.append(Text(text, style="dim"))
+        else:
+            parts.append(_table(grid, number_of))
+    return Group(*parts)
+
+
+def _table(grid: Grid, number_of: dict[str, int]) -> Table:
+    table = Table(title=grid.title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column("path", no_wrap=True)
+    for offload in grid.offloads:
+        table.add_column(offload.replace("+", "\n+"))
+    for path in grid.paths:
+        table.add_row(path, *(_cell(grid.cells.get((path, offload)), number_of) for offload in grid.offloads))
+    return table
+
+
+def _cell(result: CaseResult | None, number_of: dict[str, int]) -> Text:
+    if result is None:
+        return Text("")
+    text = _verdict(result.verdict.kind)
+    if result.id in number_of:
+        text.append(f" {number_of[result.id]}", style="dim")
+    return text
+
+
+def _verdict(kind: Kind) -> Text:
+    return Text(kind, style=_STYLE.get(kind, _BAD_STYLE))
+
+
+def _side_by_side(report: Report) -> Table:
+    table = Table(
+        title="each path, and the fix in the same scenario",
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+    )
+    for column in ("case", "verdict", "time", "peak extra", "fix", "time", "peak extra"):
+        table.add_column(
+            column, no_wrap=column == "case", justify="right" if column in ("time", "peak extra") else "left"
+        )
+    fix_of = fixes(report)
+    for result in report.results:
+        fix = fix_of.get(result.case.scenario)
+        if fix is None or fix is result or result.verdict.kind in ("unsupported", "skipped"):
+            continue
+        table.add_row(
+            result.id,
+            _verdict(result.verdict.kind),
+            seconds_text(result.seconds),
+            bytes_text(result.peak_extra_bytes),
+            _verdict(fix.verdict.kind),
+            seconds_text(fix.seconds),
+            bytes_text(fix.peak_extra_bytes),
+        )
+    return table
+
+
+def _failures(report: Report, failures: list[Failure], *, with_commands: bool) -> RenderableType:
+    text = Text()
+    for failure in failures:
+        head = f"\n{failure.number}  {failure.kind}, {_count(len(failure.results))}: "
+        text.append(head, style=_STYLE.get(failure.kind, _BAD_STYLE))
+        text.append(failure.reason + "\n")
+        first = failure.results[0]
+        for also in first.verdict.also:
+            text.append(f"   also: {also}\n", style="dim")
+        if not with_commands:
+            continue
+        for result in failure.results[:_SHOWN_CASES]:
+            confirmed = {None: "", True: "  (confirmed)", False: "  (not confirmed)"}[result.confirmed]
+            text.append(f"   {rerun_command(report, result)}{confirmed}\n", style="dim")
+        if len(failure.results) > _SHOWN_CASES:
+            text.append(f"   and {len(failure.results) - _SHOWN_CASES} more\n", style="dim")
+    return text
+
+
+def _count(cases: int) -> str:
+    return "1 case" if cases == 1 else f"{cases} cases"

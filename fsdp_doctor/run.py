@@ -1,0 +1,282 @@
+"""One rank's whole run under torchrun: supervise, and on rank 0 conduct, report and judge."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsdp_doctor import __version__, launch
+from fsdp_doctor.cases import Case
+from fsdp_doctor.environment import Facts, home_as_tilde, without_torch
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError
+from fsdp_doctor.paths import is_user_path
+from fsdp_doctor.report import formats
+from fsdp_doctor.report.journal import Journal
+from fsdp_doctor.report.layout import summary
+from fsdp_doctor.report.model import CaseResult, Report
+from fsdp_doctor.report.progress import Progress
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from fsdp_doctor.supervise import Conductor
+
+ON_THE_CPU = (
+    "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
+    "offloading causes cannot show here. CPUOffloadPolicy runs unpinned: there is nothing to pin memory for."
+)
+_PR_SET_PDEATHSIG = 1
+_GOODBYE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What ``fsdp-doctor probe`` was asked for.
+
+    timeout, start_timeout, grace: seconds for a case, for starting workers, and for the other
+    ranks once one is in trouble. host_memory: bytes that a worker may hold, None for no limit.
+    outputs: files to write, by format. expect: a report whose verdicts are the expected ones.
+    """
+
+    cases: tuple[Case, ...]
+    device: str = "auto"
+    model: pathlib.Path | None = None
+    timeout: float = 60.0
+    start_timeout: float = 300.0
+    grace: float = 5.0
+    host_memory: int | None = None
+    confirm: bool = False
+    format: str = "auto"
+    outputs: dict[str, pathlib.Path] = dataclasses.field(default_factory=dict)
+    expect: Report | None = None
+    resume_from: Report | None = None
+    host_name: bool = False
+
+
+def on_this_rank(options: Options) -> int:
+    """Runs this rank's part; returns its exit code. Every process that torchrun started calls it."""
+    place = launch.place()
+    # Supervisors must not outlive a torchrun that was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    from fsdp_doctor import supervise
+    from fsdp_doctor.worker import Job
+
+    interruption = supervise.Interruption()
+    supervise.prepare()
+    import torch.distributed as dist
+
+    torchrun_store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore("fsdp-doctor", torchrun_store)
+    scratch = _shared_scratch(store, place.rank)
+    job = Job(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        num_nodes=place.num_nodes,
+        device_type=options.device,
+        cases=options.cases,
+        user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
+        custom_model=options.model,
+        scratch=scratch,
+    )
+    limits = supervise.Limits(
+        start=options.start_timeout, case=options.timeout, grace=options.grace, host_bytes=options.host_memory
+    )
+    member = supervise.Member(job, store, limits, interruption)
+    try:
+        if place.rank != 0:
+            member.follow()
+            return EXIT_OK
+        try:
+            return _conduct(supervise.Conductor(member), options, place.world_size)
+        finally:
+            member.close()
+            _wait_for_the_others(store, place.world_size)
+    finally:
+        member.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+        if place.rank != 0:
+            store.set(f"bye/{place.rank}", "")
+
+
+def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
+    """torchrun ends every rank as soon as one fails; rank 0, whose exit code counts, goes last."""
+    keys = [f"bye/{rank}" for rank in range(1, world_size)]
+    end = time.monotonic() + _GOODBYE_SECONDS
+    with contextlib.suppress(RuntimeError):
+        while keys and not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def _shared_scratch(store: dist.Store, rank: int) -> pathlib.Path:
+    """A new directory for this run; on another node than rank 0's, one of the same name."""
+    if rank == 0:
+        store.set("scratch", tempfile.mkdtemp(prefix="fsdp-doctor-"))
+    scratch = pathlib.Path(store.get("scratch").decode())
+    scratch.mkdir(parents=True, exist_ok=True)
+    return scratch
+
+
+def _conduct(conductor: Conductor, options: Options, world_size: int) -> int:
+    """Runs the cases, keeps and prints the report, judges it: rank 0's part."""
+    from fsdp_doctor import probe
+
+    before = options.resume_from.results if options.resume_from else ()
+    done = {result.case for result in before}
+    numbers = [number for number, case in enumerate(options.cases) if case not in done]
+    try:
+        ready = conductor.start(options.cases[numbers[0]].scenario.backend)[0].ready if numbers else None
+        facts = ready.environment if ready else {}
+        keeper = _Keeper(options, _first_report(options, world_size, facts, before))
+        trouble: FsdpDoctorError | None = None
+        with Progress(len(numbers)) as progress:
+            try:
+                for result in probe.results(
+                    conductor, options.cases, numbers, world_size=world_size, confirm=options.confirm
+                ):
+                    keeper.add(result)
+                    progress.add(result)
+            except FsdpDoctorError as error:
+                trouble = error
+    finally:
+        conductor.end()
+    report, lost = keeper.finish(ended=str(trouble or ""))
+    _print(report, options)
+    if trouble or lost:
+        raise trouble or lost or AssertionError
+    return exit_code(report, options.expect)
+
+
+class _Keeper:
+    """Holds the report while it grows, and keeps it on disk where the user wants it."""
+
+    def __init__(self, options: Options, report: Report) -> None:
+        self._options = options
+        self._report = report
+        self._results = list(report.results)
+        self._start = time.monotonic()
+        self._lost: DoctorFault | None = None
+        self._journal: Journal | None = None
+        with self._noting_a_full_disk():
+            if "json" in options.outputs:
+                self._journal = Journal(options.outputs["json"], report)
+
+    def add(self, result: CaseResult) -> None:
+        self._results.append(result)
+        with self._noting_a_full_disk():
+            if self._journal is not None and self._lost is None:
+                self._journal.add(result)
+
+    def finish(self, ended: str) -> tuple[Report, DoctorFault | None]:
+        """Writes every file; returns the report, and what could not be written."""
+        report = dataclasses.replace(
+            self._report,
+            results=tuple(self._results),
+            complete=len(self._results) == self._report.num_selected,
+            ended=ended,
+            seconds=round(self._report.seconds + time.monotonic() - self._start, 3),
+        )
+        if self._journal is not None:
+            with self._noting_a_full_disk():
+                self._journal.close(report)
+        for name, path in self._options.outputs.items():
+            if name != "json":
+                with self._noting_a_full_disk():
+                    _write(path, formats.render(report, name))
+        return report, self._lost
+
+    @contextlib.contextmanager
+    def _noting_a_full_disk(self):  # type: ignore[no-untyped-def]
+        """A file that cannot be written does not end the run: the results still go to stdout."""
+        try:
+            yield
+        except DoctorFault as fault:
+            if self._lost is None:
+                print(f"fsdp-doctor: {fault}; the run goes on", file=sys.stderr)
+            self._lost = self._lost or fault
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _first_report(options: Options, world_size: int, facts: Facts, before: tuple[CaseResult, ...]) -> Report:
+    device = str(facts.pop("device", options.device))
+    earlier = options.resume_from
+    return Report(
+        version=__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        command=home_as_tilde(shlex.join(["fsdp-doctor", *sys.argv[1:]])),
+        device=device,
+        world_size=world_size,
+        num_selected=len(options.cases),
+        environment=without_torch(options.host_name) | facts,
+        rerun_options=_rerun_options(options, world_size),
+        notes=(ON_THE_CPU,) if device == "cpu" else (),
+        seconds=earlier.seconds if earlier else 0.0,
+        results=before,
+    )
+
+
+def _rerun_options(options: Options, world_size: int) -> str:
+    words = ["--nproc", str(world_size)]
+    if options.device != "auto":
+        words += ["--device", options.device]
+    if options.model is not None:
+        words += ["--model", home_as_tilde(str(options.model))]
+    if options.host_memory is not None:
+        words += ["--host-memory", str(options.host_memory)]
+    return " ".join(words)
+
+
+def _print(report: Report, options: Options) -> None:
+    """The chosen format to stdout; the summary and hints to stderr."""
+    tty = sys.stdout.isatty()
+    name = options.format if options.format != "auto" else ("table" if tty else "lines")
+    width = shutil.get_terminal_size((132, 24)).columns
+    color = tty and "NO_COLOR" not in os.environ
+    sys.stdout.write(formats.render(report, name, width=width, color=color))
+    sys.stdout.flush()
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"{summary(report)} in {report.seconds:.1f} s", file=sys.stderr)
+
+
+def exit_code(report: Report, expected: Report | None) -> int:
+    """0, 1, 3 or 4 as errors.py and the README say. Raises CannotRun where nothing could be run."""
+    if report.of_kind("lost"):
+        raise DoctorFault(f"{report.of_kind('lost')} cases have no result through the doctor's own fault")
+    if expected is not None:
+        return EXIT_BAD_VERDICT if _unexpected(report, expected) else EXIT_OK
+    if report.bad:
+        return EXIT_BAD_VERDICT
+    if not report.of_kind("ok"):
+        raise CannotRun("none of the selected cases could be run here; the reasons stand with the cases")
+    return EXIT_OK
+
+
+def _unexpected(report: Report, expected: Report) -> bool:
+    """Tells on stderr which verdicts are not the expected ones, better ones included."""
+    expected_kind = {result.id: result.verdict.kind for result in expected.results}
+    surprises = 0
+    for result in report.results:
+        wanted = expected_kind.get(result.id, "ok")
+        if result.verdict.kind != wanted:
+            surprises += 1
+            print(f"expected {wanted}, got {result.verdict.kind}: {result.id}", file=sys.stderr)
+    return surprises > 0

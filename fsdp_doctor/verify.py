@@ -1,0 +1,357 @@
+"""Holds what a path yields against its contract and the reference, and the model against itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+from fsdp_doctor.fsdp.names import unwrapped
+from fsdp_doctor.paths import Contract
+from fsdp_doctor.records import Problem, ProblemKind
+from fsdp_doctor.reference import Reference
+
+_SHOWN = 3
+
+
+class Verifier:
+    """Checks one path's yield, entry by entry, on one rank.
+
+    Call :meth:`read` for each entry while the path runs (it brings the data to the host), then
+    :meth:`check` with what it returned, and :meth:`problems` at the end.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        reference: Reference,
+        *,
+        rank: int,
+        compute_device: torch.device,
+        compute_dtype: torch.dtype,
+        parameter_devices: dict[str, torch.device],
+    ) -> None:
+        self._contract = contract
+        self._reference = reference
+        self._rank = rank
+        self._compute_device = compute_device
+        self._compute_dtype = compute_dtype
+        self._parameter_devices = parameter_devices
+        self._expected = self._expected_tensors()
+        self._seen: set[str] = set()
+        self._found: dict[ProblemKind, list[str]] = {}
+
+    def read(self, name: str, value: Any) -> Entry:
+        """Looks at one entry and copies its data to the host. An exception here is the path's."""
+        return _read(name, value)
+
+    def check(self, entry: Entry) -> None:
+        """Compares one entry. Nothing here touches the device."""
+        if entry.name in self._seen:
+            self._note("wrong", f"{entry.name} came twice")
+            return
+        self._seen.add(entry.name)
+        expected = self._expected.get(entry.name)
+        if expected is None:
+            return
+        if not self._has_right_form(entry):
+            return
+        self._check_place(entry, expected)
+        self._check_value(entry, expected)
+
+    def problems(self) -> tuple[Problem, ...]:
+        """What was found, one problem for each kind, with the first few names."""
+        self._check_names()
+        return tuple(Problem(kind=kind, detail=_first_few(details)) for kind, details in self._found.items())
+
+    def _expected_tensors(self) -> dict[str, torch.Tensor]:
+        match self._contract.form:
+            case "flat":
+                return {f"{prefix}_flat_param": flat for prefix, flat in self._reference.flat.items()}
+            case "optimizer":
+                return self._reference.optimizer
+            case _ if self._contract.keys == "parameters":
+                return {name: self._reference.full[name] for name in self._reference.parameters}
+            case _:
+                return self._reference.full
+
+    def _note(self, kind: ProblemKind, detail: str) -> None:
+        self._found.setdefault(kind, []).append(detail)
+
+    def _has_right_form(self, entry: Entry) -> bool:
+        promised = self._contract.form
+        sharded = entry.form in ("dtensor", "sharded tensor")
+        if promised in ("full", "optimizer"):
+            fits = entry.form == "tensor"
+        elif promised == "info":
+            fits = entry.form == "info"
+        elif promised == "sharded":
+            # A buffer or another plain parameter is a plain tensor in a sharded state dict too.
+            fits = sharded or (entry.form == "tensor" and self._is_plain(entry.name))
+        else:
+            fits = entry.form in ("tensor", "sharded tensor")
+        if not fits:
+            self._note("wrong", f"{entry.name} is a {entry.form}, promised was {_FORM_IN_WORDS[promised]}")
+        return fits
+
+    def _is_plain(self, name: str) -> bool:
+        local = self._reference.local.get(name)
+        return local is not None and local.shape == self._reference.full[name].shape
+
+    def _check_place(self, entry: Entry, expected: torch.Tensor) -> None:
+        dtype = self._promised_dtype(entry, expected)
+        if entry.dtype != dtype:
+            self._note("misplaced", f"{entry.name} has dtype {_short(entry.dtype)}, promised was {_short(dtype)}")
+        if entry.form == "info" or self._contract.device == "any":
+            return
+        device = self._promised_device(entry.name)
+        # The step counter of Adam is a host scalar wherever its parameter lies.
+        if self._contract.form == "optimizer" and expected.ndim == 0:
+            return
+        if entry.device != device:
+            self._note("misplaced", f"{entry.name} is on {entry.device}, promised was {device}")
+        elif entry.local_device is not None and entry.local_device != entry.device:
+            self._note(
+                "misplaced",
+                f"{entry.name} says it is on {entry.device}, its local shard is on {entry.local_device}",
+            )
+
+    def _promised_dtype(self, entry: Entry, expected: torch.Tensor) -> torch.dtype:
+        match self._contract.dtype:
+            case "any":
+                return entry.dtype
+            case "compute" if expected.is_floating_point():
+                return self._compute_dtype
+            case _:
+                return expected.dtype
+
+    def _promised_device(self, name: str) -> torch.device:
+        match self._contract.device:
+            case "cpu":
+                return torch.device("cpu")
+            case "parameter":
+                return self._parameter_devices.get(name, self._compute_device)
+            case _:
+                return self._compute_device
+
+    def _check_value(self, entry: Entry, expected: torch.Tensor) -> None:
+        if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
+            self._note("wrong", f"{entry.name} has shape {tuple(entry.shape)}, not {tuple(expected.shape)}")
+            return
+        if entry.data is None:
+            return
+        if entry.form in ("dtensor", "sharded tensor") and self._contract.form == "sharded":
+            expected = _own_part(entry, expected)
+        difference = compare(entry.data, expected.to(entry.data.dtype))
+        if difference:
+            self._note("wrong", f"{entry.name}: {difference}")
+
+    def _check_names(self) -> None:
+        if self._contract.ranks == "rank0" and self._rank != 0 and not self._seen:
+            return
+        missing = [name for name in self._expected if name not in self._seen]
+        superfluous = sorted(self._seen - set(self._expected))
+        if not self._seen and missing:
+            self._note("incomplete", f"no data on this rank, promised were {len(missing)} entries")
+        elif missing:
+            self._note("incomplete", f"{len(missing)} of {len(self._expected)} names missing: {_names(missing)}")
+        if superfluous:
+            self._note("incomplete", f"{len(superfluous)} names too many: {_names(superfluous)}")
+
+
+_FORM_IN_WORDS = {
+    "full": "a full tensor",
+    "sharded": "a sharded tensor",
+    "flat": "a flat shard",
+    "info": "shape and dtype alone",
+    "optimizer": "a full tensor",
+}
+
+
+class Entry:
+    """One yielded entry, read: what it is, where it lies, and its data on the host.
+
+    offsets: where the local part begins in the full tensor, for a sharded entry.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        form: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        local_device: torch.device | None = None,
+        data: torch.Tensor | None = None,
+        slices: tuple[slice, ...] | None = None,
+    ) -> None:
+        self.name = name
+        self.form = form
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.local_device = local_device
+        self.data = data
+        self.slices = slices
+
+
+def _read(name: str, value: Any) -> Entry:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    if isinstance(value, tuple):
+        shape, dtype = value
+        return Entry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
+    if isinstance(value, DTensor):
+        local = fsdp2.local_tensor(value)
+        return Entry(
+            name=name,
+            form="dtensor",
+            shape=value.shape,
+            dtype=value.dtype,
+            device=value.device,
+            local_device=local.device,
+            data=local.detach().cpu(),
+            slices=_dtensor_slices(value),
+        )
+    if isinstance(value, ShardedTensor):
+        return _read_sharded_tensor(name, value)
+    if isinstance(value, torch.Tensor):
+        return Entry(
+            name=name,
+            form="tensor",
+            shape=value.shape,
+            dtype=value.dtype,
+            device=value.device,
+            data=value.detach().cpu(),
+        )
+    return Entry(
+        name=name,
+        form=type(value).__name__,
+        shape=torch.Size(),
+        dtype=torch.uint8,
+        device=torch.device("meta"),
+    )
+
+
+def _dtensor_slices(value: DTensor) -> tuple[slice, ...]:
+    import torch.distributed as dist
+
+    from fsdp_doctor.reference import shard_slices
+
+    return shard_slices(value.shape, value.device_mesh, value.placements, dist.get_rank())
+
+
+def _read_sharded_tensor(name: str, value: Any) -> Entry:
+    shards = value.local_shards()
+    local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    slices = None
+    if shards:
+        metadata = shards[0].metadata
+        slices = tuple(
+            slice(offset, offset + size)
+            for offset, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+        )
+    return Entry(
+        name=name,
+        form="sharded tensor",
+        shape=value.size(),
+        dtype=value.dtype,
+        device=local.device,
+        data=local.detach().cpu(),
+        slices=slices,
+    )
+
+
+def _own_part(entry: Entry, full: torch.Tensor) -> torch.Tensor:
+    return full[entry.slices] if entry.slices is not None else full.new_empty(0)
+
+
+def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a path returned: a mapping, or anything that yields pairs."""
+    if isinstance(result, Mapping):
+        yield from result.items()
+    elif isinstance(result, Iterable):
+        for item in result:
+            name, value = item
+            yield name, value
+    else:
+        raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits."""
+    if actual.numel() != expected.numel():
+        return f"{actual.numel()} elements, not {expected.numel()}"
+    a, b = _bits(actual), _bits(expected)
+    if torch.equal(a, b):
+        return ""
+    itemsize = actual.element_size()
+    differs = (a != b).view(-1, itemsize).any(dim=1)
+    first = int(differs.nonzero()[0])
+    got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()
+    return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+State = dict[str, tuple[str, ...]]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """What an extraction must leave alone, on this rank: shards, buffers, placements, Adam's steps.
+
+    Local only, no collective; it reads local shards as they lie, half-moved ones too.
+    """
+    state: State = {}
+    for prefix, handle in fsdp1.units(model):
+        shard = private.flat_shard(handle)
+        state[f"{prefix}_flat_param"] = _fingerprint(handle.flat_param, shard)
+    for name, tensor in fsdp2.entries(model):
+        placements = tensor.placements if isinstance(tensor, DTensor) else ()
+        shard = fsdp2.local_tensor(tensor)
+        state[name] = (*_fingerprint(tensor, shard), str(placements))
+    steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
+    state["optimizer steps"] = (str(steps),)
+    return state
+
+
+def _fingerprint(wrapper: torch.Tensor, local: torch.Tensor) -> tuple[str, ...]:
+    data = _bits(local.detach().cpu()).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return (str(wrapper.device), str(local.device), str(local.dtype), str(tuple(local.shape)), digest)
+
+
+def changes(before: State, after: State) -> tuple[Problem, ...]:
+    """A problem if the extraction changed what the next training step starts from."""
+    changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
+    if not changed:
+        return ()
+    detail = f"the extraction changed {len(changed)} of {len(before)} parts of the training state: {_names(changed)}"
+    return (Problem(kind="poisoned", detail=detail),)
+
+
+def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
+    """The device that each parameter and buffer reports, under its unwrapped name."""
+    return {unwrapped(name): tensor.device for name, tensor in fsdp2.entries(model)}
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _first_few(details: list[str]) -> str:
+    shown = "; ".join(details[:_SHOWN])
+    return shown + (f"; and {len(details) - _SHOWN} more" if len(details) > _SHOWN else "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
