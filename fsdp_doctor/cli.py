@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
 import re
 import sys
-from typing import Annotated, Any
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fsdp_doctor import __version__, launch
 from fsdp_doctor.cases import AXES, AXIS
-from fsdp_doctor.errors import CannotRun, FsdpDoctorError, UsageError
+from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.paths import PATHS
 from fsdp_doctor.selection import Selection, select
+
+if TYPE_CHECKING:
+    from fsdp_doctor.run import Options
 
 app = typer.Typer(
     name="fsdp-doctor",
@@ -140,7 +145,7 @@ def probe(
 ) -> None:
     """Run the matrix under torchrun, or start torchrun on this node."""
     from fsdp_doctor.report.journal import read_report
-    from fsdp_doctor.run import Options, on_this_rank
+    from fsdp_doctor.run import Options
 
     _check_torch()
     builtin, directory = _models(model)
@@ -175,10 +180,10 @@ def probe(
         for file in outputs.values():
             _check_writable(file)
     if launch.under_torchrun():
-        _exit(on_this_rank(options))
+        raise SystemExit(_supervise(options))
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc must be at least 1, not {nproc}")
-    _exit(launch.start_torchrun(sys.argv[1:], nproc or launch.num_ranks(options.device)))
+    raise SystemExit(launch.start_torchrun(sys.argv[1:], nproc or launch.num_ranks(options.device)))
 
 
 @app.command("list")
@@ -285,22 +290,51 @@ def version(
 
 
 def main() -> None:
-    """The entry point. Under torchrun every rank comes here; rank 0 speaks for all."""
-    with contextlib.ExitStack() as stack:
-        if not launch.is_rank_zero():
-            # Each rank reads the same command line and would say the same about it.
-            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    """The entry point. Under torchrun every rank comes here, and rank 0 speaks for all of them."""
+    try:
+        _usage_errors_once(app)
+    except FsdpDoctorError as error:
+        if not launch.is_rank_zero() and isinstance(error, CannotRun):
+            # Most likely rank 0 says the same. If it does, torchrun ends this process meanwhile.
+            time.sleep(2)
+        print(f"fsdp-doctor: {error}", file=sys.stderr)
+        launch.tell_torchrun(str(error))
+        raise SystemExit(error.exit_code) from None
+    except Exception as error:
+        traceback.print_exc()
+        sentence = f"its own fault, {type(error).__name__}: {error}; please report the traceback above"
+        print(f"fsdp-doctor: {sentence}", file=sys.stderr)
+        launch.tell_torchrun(sentence)
+        raise SystemExit(DoctorFault.exit_code) from None
+
+
+def _usage_errors_once(command: Callable[[], None]) -> None:
+    """Each rank reads the same command line: only rank 0 complains of it, the others just end."""
+    if launch.is_rank_zero():
+        command()
+        return
+    with open(os.devnull, "w") as nowhere:
+        sys.stderr = nowhere
         try:
-            app()
-        except FsdpDoctorError as error:
-            print(f"fsdp-doctor: {error}", file=sys.stderr)
-            _exit(error.exit_code)
+            command()
+        except UsageError:
+            raise SystemExit(0) from None
+        except SystemExit as request:
+            # typer's own complaints end in SystemExit(2); what ran under _supervise() has its code.
+            raise SystemExit(0 if sys.stderr is nowhere else request.code) from None
+        finally:
+            sys.stderr = sys.__stderr__
 
 
-def _exit(code: int) -> None:
-    """Ranks other than 0 end well whatever rank 0 says: torchrun then shows one failure, not N."""
-    raise SystemExit(code if launch.is_rank_zero() else 0)
+def _supervise(options: Options) -> int:
+    """From here on this rank speaks for itself."""
+    from fsdp_doctor.run import on_this_rank
+
+    sys.stderr = sys.__stderr__
+    code = on_this_rank(options)
+    if code:
+        launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
+    return code
 
 
 def _asked(**axes: Strings | None) -> dict[str, tuple[str, ...]]:

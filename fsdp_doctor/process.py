@@ -68,6 +68,7 @@ class Process:
         self._output = b""
         self._stacks = b""
         self._ended = False
+        self._closed = False
         self._state = _State()
 
     def begin(self, case_number: int) -> None:
@@ -81,6 +82,9 @@ class Process:
 
     def pump(self, seconds: float) -> None:
         """Waits up to ``seconds`` for the worker, takes in what it wrote, notices its end."""
+        if self._closed:
+            time.sleep(seconds)
+            return
         for key, _ in self._selector.select(seconds):
             self._readers[key.fd]()
         if not self._ended:
@@ -132,12 +136,13 @@ class Process:
         self.kill()
 
     def leave(self) -> None:
-        """Ends a healthy worker: no more cases will come."""
-        self._channel.close()
+        """No more cases will come."""
         self.kill()
 
     def kill(self) -> None:
         """Terminates the worker and all it started, then kills what is left. Returns when it is gone."""
+        if self._closed:
+            return
         for number, patience in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, 60.0)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -150,6 +155,7 @@ class Process:
                 break
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        self._closed = True
         self._selector.close()
         self._channel.close()
         for descriptor, read in self._readers.items():

@@ -14,6 +14,8 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -150,6 +152,11 @@ def _conduct(conductor: Conductor, options: Options, world_size: int) -> int:
                     progress.add(result)
             except FsdpDoctorError as error:
                 trouble = error
+            except Exception as error:
+                traceback.print_exc()
+                trouble = DoctorFault(
+                    f"its own fault, {type(error).__name__}: {error}; please report the traceback above"
+                )
     finally:
         conductor.end()
     report, lost = keeper.finish(ended=str(trouble or ""))
@@ -198,7 +205,7 @@ class _Keeper:
         return report, self._lost
 
     @contextlib.contextmanager
-    def _noting_a_full_disk(self):  # type: ignore[no-untyped-def]
+    def _noting_a_full_disk(self) -> Iterator[None]:
         """A file that cannot be written does not end the run: the results still go to stdout."""
         try:
             yield

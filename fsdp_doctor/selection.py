@@ -108,7 +108,7 @@ def _both(values: tuple[str, ...], asked: tuple[str, ...] | None) -> tuple[str, 
 
 
 def _with_defaults(chosen: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    defaults = {axis.name: (axis.default,) for axis in AXES}
+    defaults: dict[str, tuple[str, ...]] = {axis.name: (axis.default,) for axis in AXES}
     defaults["strategy"] = _DEFAULT_STRATEGIES
     defaults["offload"] = tuple(AXIS["offload"].values)
     defaults["staging"] = tuple(AXIS["staging"].values)

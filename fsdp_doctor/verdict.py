@@ -138,12 +138,15 @@ def _by_cause(event: _Event) -> tuple[bool, float, int]:
 def _events(report: RankReport) -> list[_Event]:
     events = []
     record = report.record
+    kind: Kind
     if record is not None and record.failure is not None and not record.unsupported:
         failure = record.failure
         cascade = is_cascade(failure) or record.stage == "agree"
-        events.append(_Event(failure.time, report.rank, _kind_of(failure, record.stage), failure.summary, cascade))
+        kind = _kind_of(failure, record.stage)
+        before = "" if kind != "crash" or record.stage == "extract" else f"{record.stage}: "
+        events.append(_Event(failure.time, report.rank, kind, before + failure.summary, cascade))
     if report.exit:
-        kind: Kind = "oom" if report.oom_killed else "died"
+        kind = "oom" if report.oom_killed else "died"
         text = f"ended with {report.exit}" + (
             ": the kernel's out-of-memory killer was at work" if report.oom_killed else ""
         )
@@ -167,36 +170,24 @@ def _kind_of(failure: Failure, stage: str) -> Kind:
 
 def _from_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
     """The first event is the cause; the rest is told as what followed."""
-    cause = events[0]
-    same = tuple(sorted({e.rank for e in events if e.kind == cause.kind and fold(e.text) == fold(cause.text)}))
-    where = "" if len(same) == len(reports) else f"{_ranks(same)}: "
-    others = [_what_of(report, events) for report in reports if report.rank not in same]
+    first = events[0]
+    alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
+    cause = min(alike, key=lambda event: event.rank)
+    ranks = tuple(sorted({event.rank for event in alike}))
+    where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
     found = _problems(reports)
-    kind = cause.kind
-    if kind == "poisoned" and found and _severity(found[0].kind) < _severity("poisoned"):
-        text = f"next training step: {where}{cause.text}"
-        return Verdict(
-            kind=found[0].kind,
-            reason=found[0].text,
-            ranks=found[0].ranks,
-            also=(*(p.sentence for p in found[1:]), text),
-        )
-    stage = (
-        next(r.record.stage for r in reports if r.rank == cause.rank and r.record)
-        if _has_record(reports, cause.rank)
-        else ""
-    )
-    before = f"{stage}: " if kind == "crash" and stage not in ("extract", "") else ""
+    if cause.kind == "poisoned" and found and _severity(found[0].kind) < _severity("poisoned"):
+        # The extraction itself was bad already; that training fails too comes second.
+        worst, *others = found
+        followed = [problem.sentence for problem in others] + [f"next training step: {where}{cause.text}"]
+        return Verdict(kind=worst.kind, reason=worst.text, ranks=worst.ranks, also=tuple(followed))
+    others_said = [_what_of(report, events) for report in reports if report.rank not in ranks]
     return Verdict(
-        kind=kind,
-        reason=f"{where}{before}{cause.text}",
-        ranks=same,
-        also=tuple(text for text in (*others, *(p.sentence for p in found)) if text),
+        kind=cause.kind,
+        reason=where + cause.text,
+        ranks=ranks,
+        also=tuple(text for text in (*others_said, *(problem.sentence for problem in found)) if text),
     )
-
-
-def _has_record(reports: Sequence[RankReport], rank: int) -> bool:
-    return any(report.rank == rank and report.record for report in reports)
 
 
 def _what_of(report: RankReport, events: list[_Event]) -> str:
@@ -224,9 +215,10 @@ def _in_stage(report: RankReport) -> str:
 
 
 def _hang(reports: Sequence[RankReport]) -> Verdict:
-    """The ranks that do not wait for others are the ones to look at; all of them where all wait."""
-    busy = [r for r in reports if r.process_state or not (waiting_in(r.stack) or _agreeing(r))]
-    named = busy or list(reports)
+    """The ranks to look at: those that wait for nobody, else those still in the path, else all."""
+    still_in = [r for r in reports if r.process_state or not _agreeing(r)]
+    busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
+    named = busy or still_in or list(reports)
     standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in reports)
     return Verdict(
         kind="hang",

@@ -44,7 +44,7 @@ class Verifier:
         self._parameter_devices = parameter_devices
         self._expected = self._expected_tensors()
         self._seen: set[str] = set()
-        self._found: dict[ProblemKind, list[str]] = {}
+        self._found: dict[ProblemKind, dict[str, list[str]]] = {}
 
     def read(self, name: str, value: Any) -> Entry:
         """Looks at one entry and copies its data to the host. An exception here is the path's."""
@@ -53,21 +53,22 @@ class Verifier:
     def check(self, entry: Entry) -> None:
         """Compares one entry. Nothing here touches the device."""
         if entry.name in self._seen:
-            self._note("wrong", f"{entry.name} came twice")
+            self._note("wrong", "came twice", entry.name)
             return
         self._seen.add(entry.name)
         expected = self._expected.get(entry.name)
-        if expected is None:
-            return
-        if not self._has_right_form(entry):
+        if expected is None or not self._has_right_form(entry):
             return
         self._check_place(entry, expected)
         self._check_value(entry, expected)
 
     def problems(self) -> tuple[Problem, ...]:
-        """What was found, one problem for each kind, with the first few names."""
+        """What was found: one problem for each kind, with the first few names of each sort."""
         self._check_names()
-        return tuple(Problem(kind=kind, detail=_first_few(details)) for kind, details in self._found.items())
+        return tuple(
+            Problem(kind=kind, detail="; ".join(f"{what}: {_names(names)}" for what, names in sorts.items()))
+            for kind, sorts in self._found.items()
+        )
 
     def _expected_tensors(self) -> dict[str, torch.Tensor]:
         match self._contract.form:
@@ -80,8 +81,8 @@ class Verifier:
             case _:
                 return self._reference.full
 
-    def _note(self, kind: ProblemKind, detail: str) -> None:
-        self._found.setdefault(kind, []).append(detail)
+    def _note(self, kind: ProblemKind, what: str, name: str) -> None:
+        self._found.setdefault(kind, {}).setdefault(what, []).append(name)
 
     def _has_right_form(self, entry: Entry) -> bool:
         promised = self._contract.form
@@ -96,7 +97,7 @@ class Verifier:
         else:
             fits = entry.form in ("tensor", "sharded tensor")
         if not fits:
-            self._note("wrong", f"{entry.name} is a {entry.form}, promised was {_FORM_IN_WORDS[promised]}")
+            self._note("wrong", f"{entry.form} where {_FORM_IN_WORDS[promised]} was promised", entry.name)
         return fits
 
     def _is_plain(self, name: str) -> bool:
@@ -106,20 +107,17 @@ class Verifier:
     def _check_place(self, entry: Entry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)
         if entry.dtype != dtype:
-            self._note("misplaced", f"{entry.name} has dtype {_short(entry.dtype)}, promised was {_short(dtype)}")
-        if entry.form == "info" or self._contract.device == "any":
+            self._note("misplaced", f"dtype {_short(entry.dtype)} where {_short(dtype)} was promised", entry.name)
+        # The step counter of Adam is a host scalar wherever its parameter lies.
+        host_scalar = self._contract.form == "optimizer" and expected.ndim == 0
+        if entry.form == "info" or self._contract.device == "any" or host_scalar:
             return
         device = self._promised_device(entry.name)
-        # The step counter of Adam is a host scalar wherever its parameter lies.
-        if self._contract.form == "optimizer" and expected.ndim == 0:
-            return
         if entry.device != device:
-            self._note("misplaced", f"{entry.name} is on {entry.device}, promised was {device}")
+            self._note("misplaced", f"on {entry.device} where {device} was promised", entry.name)
         elif entry.local_device is not None and entry.local_device != entry.device:
-            self._note(
-                "misplaced",
-                f"{entry.name} says it is on {entry.device}, its local shard is on {entry.local_device}",
-            )
+            split = f"half-moved, says {entry.device} and has its local shard on {entry.local_device}"
+            self._note("misplaced", split, entry.name)
 
     def _promised_dtype(self, entry: Entry, expected: torch.Tensor) -> torch.dtype:
         match self._contract.dtype:
@@ -141,7 +139,7 @@ class Verifier:
 
     def _check_value(self, entry: Entry, expected: torch.Tensor) -> None:
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
-            self._note("wrong", f"{entry.name} has shape {tuple(entry.shape)}, not {tuple(expected.shape)}")
+            self._note("wrong", f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}", entry.name)
             return
         if entry.data is None:
             return
@@ -149,19 +147,19 @@ class Verifier:
             expected = _own_part(entry, expected)
         difference = compare(entry.data, expected.to(entry.data.dtype))
         if difference:
-            self._note("wrong", f"{entry.name}: {difference}")
+            self._note("wrong", difference, entry.name)
 
     def _check_names(self) -> None:
         if self._contract.ranks == "rank0" and self._rank != 0 and not self._seen:
             return
         missing = [name for name in self._expected if name not in self._seen]
-        superfluous = sorted(self._seen - set(self._expected))
-        if not self._seen and missing:
-            self._note("incomplete", f"no data on this rank, promised were {len(missing)} entries")
-        elif missing:
-            self._note("incomplete", f"{len(missing)} of {len(self._expected)} names missing: {_names(missing)}")
-        if superfluous:
-            self._note("incomplete", f"{len(superfluous)} names too many: {_names(superfluous)}")
+        if missing and not self._seen:
+            self._found["incomplete"] = {"no data on this rank, of": [f"{len(missing)} promised entries"]}
+            return
+        for name in missing:
+            self._note("incomplete", f"missing of {len(self._expected)} names", name)
+        for name in sorted(self._seen - set(self._expected)):
+            self._note("incomplete", "not a name of the model", name)
 
 
 _FORM_IN_WORDS = {
@@ -346,11 +344,6 @@ def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
 def _names(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _first_few(details: list[str]) -> str:
-    shown = "; ".join(details[:_SHOWN])
-    return shown + (f"; and {len(details) - _SHOWN} more" if len(details) > _SHOWN else "")
 
 
 def _short(dtype: torch.dtype) -> str:
