@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,13 +19,12 @@ from fsdp_doctor.fsdp.fsdp2 import local_tensor
 from fsdp_doctor.fsdp.functions import FUNCTIONS, PathFunction, load_user_path
 from fsdp_doctor.fsdp.subject import Subject
 from fsdp_doctor.paths import Path, find_path, is_user_path
-from fsdp_doctor.records import Failure, Problem, Record, Stage
+from fsdp_doctor.records import Problem, Record, Stage
 from fsdp_doctor.runtime import Runtime
+from fsdp_doctor.tracebacks import failure_from
 from fsdp_doctor.trainer import COMPUTE_DTYPE, Trainer, Unsupported
 
 Report = Callable[[Record], None]
-_TRACEBACK_FRAMES = 30
-_MESSAGE_CHARACTERS = 4000
 
 
 class Examiner:
@@ -297,13 +295,3 @@ def _why_not(case: Case, path: Path, runtime: Runtime) -> str:
     if path.name == "dcp" and runtime.num_nodes > 1:
         return "the checkpoint directory is not shared between the nodes"
     return ""
-
-
-def failure_from(error: BaseException) -> Failure:
-    lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-_TRACEBACK_FRAMES)
-    return Failure(
-        type=type(error).__name__,
-        message=str(error)[:_MESSAGE_CHARACTERS],
-        traceback="".join(lines)[-4 * _MESSAGE_CHARACTERS :],
-        time=time.time(),
-    )

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_doctor.errors import CannotRun, Interrupted
+from fsdp_doctor.errors import CannotRun, DoctorFault, Interrupted
 
 _RANKS_WITHOUT_ACCELERATOR = 2
 
@@ -83,7 +83,8 @@ def num_ranks(device: str) -> int:
 def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     """Runs this program again on ``nproc`` ranks of this node, under torchrun's agent.
 
-    Returns rank 0's exit code, which torchrun's own command would flatten to 1.
+    Returns rank 0's exit code, which torchrun's own command would flatten to 1; the doctor's own
+    fault where another rank ended first.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -105,9 +106,8 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "fsdp_doctor", *arguments)
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        code = codes.get(0, next(iter(codes.values()), 1))
-        return code if code > 0 else 4
+        rank, failure = error.get_first_failure()
+        return failure.exitcode if rank == 0 and failure.exitcode > 0 else DoctorFault.exit_code
     except SignalException as error:
         raise Interrupted(f"stopped by {error.sigval.name}") from None
     return 0

@@ -22,6 +22,7 @@ from fsdp_doctor.records import (
     Stop,
     message_from_dict,
 )
+from fsdp_doctor.tracebacks import short
 
 _OUTPUT_KEPT = 8 * 1024
 _STACKS_KEPT = 64 * 1024
@@ -104,7 +105,7 @@ class Process:
             process_state=state.process_state,
             stack=state.stack,
             garbled=state.garbled,
-            output=self._output.decode(errors="replace"),
+            output=short(self._output.decode(errors="replace")),
             refused=state.refused,
             ready=state.ready,
         )
@@ -115,6 +116,11 @@ class Process:
         state = self._state
         done = state.record is not None and state.record.done
         return bool(done or state.ready or state.refused or state.exit or state.garbled or state.stopped)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether a signal stopped the worker, so that it must be woken to tell its stack."""
+        return bool(_process_state(self.pid))
 
     def resident_bytes(self) -> int:
         """The worker's resident memory; 0 once it is gone."""
@@ -129,10 +135,11 @@ class Process:
         if self.settled:
             return
         state = self._state
+        # What the worker says from here on may come of being woken for its stack.
+        state.stopped, state.stopped_detail, state.exit_time = why, detail, time.time()
         state.process_state = _process_state(self.pid)
         self._take_stacks()
-        state.stack = self._stacks.decode(errors="replace")
-        state.stopped, state.stopped_detail, state.exit_time = why, detail, time.time()
+        state.stack = short(self._stacks.decode(errors="replace"))
         self.kill()
 
     def leave(self) -> None:
@@ -204,6 +211,8 @@ class Process:
     def _read_channel(self) -> None:
         data = self._read(self._channel.fileno())
         *lines, self._partial = (self._partial + data).split(b"\n")
+        if self._state.stopped:
+            return
         for line in lines:
             self._take(line)
         if not data and self._partial:

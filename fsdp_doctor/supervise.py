@@ -73,6 +73,7 @@ class Member:
         self._generation = 0
         self._posted = True
         self._told_trouble = False
+        self._stop_seen: float | None = None
 
     def follow(self) -> None:
         """Performs the conductor's instructions until it says end. For every rank but 0."""
@@ -116,12 +117,22 @@ class Member:
         if process.report().in_trouble and not self._told_trouble:
             self._told_trouble = True
             self.store.set(self.key("trouble"), str(self.job.rank))
-        if not process.settled and self._there(self.key("stop")):
+        if not process.settled and self._there(self.key("stop")) and not self._must_wait_for_the_others(process):
             reason = json.loads(self.store.get(self.key("stop")))
             process.stop(reason["why"], reason["detail"])
         if process.settled:
             self._post(process.report())
         return self._posted
+
+    def _must_wait_for_the_others(self, process: Process) -> bool:
+        """A suspended worker is woken for its stack, and would then let the others' collectives finish:
+        they are stopped first."""
+        if self._stop_seen is None:
+            self._stop_seen = time.monotonic()
+        if not process.suspended or time.monotonic() - self._stop_seen > _REPORT_SECONDS / 10:
+            return False
+        others = [self.key(f"report/{rank}") for rank in range(self.job.world_size) if rank != self.job.rank]
+        return bool(others) and not self.store.check(others)
 
     def close(self) -> None:
         """Ends the worker, if there is one."""
@@ -140,6 +151,7 @@ class Member:
         self._round += 1
         self._began = time.monotonic()
         self._posted = self._told_trouble = False
+        self._stop_seen = None
 
     def _post(self, report: RankReport) -> None:
         self.store.set(self.key(f"report/{self.job.rank}"), json.dumps(rank_report_to_dict(report)))

@@ -124,7 +124,7 @@ def waiting_in(stack: str) -> str:
     frames = [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
     inside = []
     for file, function in frames:
-        if "/torch/distributed/" not in file:
+        if "torch/distributed/" not in file:
             break
         inside.append(function)
     named = [function for function in inside if function != "wrapper"]

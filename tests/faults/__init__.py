@@ -1,0 +1,1 @@
+"""Extraction functions that fail in one way each, for `--path faults.<module>:<function>`."""

@@ -1,0 +1,122 @@
+"""Functions that deliver something else than they promise, or leave something behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_doctor
+
+Entries = Iterator[tuple[str, torch.Tensor]]
+
+_kept: list[Any] = []
+
+
+def honest(model: nn.Module) -> Entries:
+    """Promise and delivery agree: every fault below is this function with one thing changed."""
+    yield from fsdp_doctor.full_tensors(model)
+
+
+def drops_a_key(model: nn.Module) -> Entries:
+    return (entry for entry in honest(model) if entry[0] != "model.norm.weight")
+
+
+def invents_a_key(model: nn.Module) -> Entries:
+    yield from honest(model)
+    yield "model.surprise.weight", torch.zeros(1)
+
+
+def yields_a_key_twice(model: nn.Module) -> Entries:
+    for name, tensor in honest(model):
+        yield name, tensor
+        if name == "model.norm.weight":
+            yield name, tensor
+
+
+def swaps_two_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = dict(honest(model))
+    a, b = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    return tensors
+
+
+def flips_one_bit(model: nn.Module) -> Entries:
+    for name, tensor in honest(model):
+        if name == "model.layers.1.self_attn.o_proj.weight" and dist.get_rank() == 1:
+            tensor.view(torch.int32).view(-1)[7] ^= 1
+        yield name, tensor
+
+
+def changes_a_shape(model: nn.Module) -> Entries:
+    for name, tensor in honest(model):
+        yield name, tensor.T.contiguous() if name == "lm_head.weight" else tensor
+
+
+def returns_bfloat16(model: nn.Module) -> Entries:
+    return ((name, tensor.to(torch.bfloat16)) for name, tensor in honest(model))
+
+
+@fsdp_doctor.promises(dtype="any")
+def returns_bfloat16_and_says_so(model: nn.Module) -> Entries:
+    return returns_bfloat16(model)
+
+
+def returns_data_on_rank_0_only(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = dict(honest(model))
+    return tensors if dist.get_rank() == 0 else {}
+
+
+@fsdp_doctor.promises(ranks="rank0")
+def returns_data_on_rank_0_only_and_says_so(model: nn.Module) -> dict[str, torch.Tensor]:
+    return returns_data_on_rank_0_only(model)
+
+
+def yields_shards(model: nn.Module) -> Any:
+    return model.state_dict()
+
+
+def keeps_memory(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = dict(honest(model))
+    _kept.append(tensors)
+    return tensors
+
+
+def changes_a_weight(model: nn.Module) -> Entries:
+    yield from honest(model)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+
+
+def breaks_the_next_step(model: nn.Module) -> Entries:
+    yield from honest(model)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("planted in the next training step")
+
+    model.register_forward_pre_hook(refuse)
+
+
+def raises_everywhere(model: nn.Module) -> Any:
+    raise KeyError("planted on every rank")
+
+
+def raises_out_of_memory(model: nn.Module) -> Any:
+    return torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def returns_a_number(model: nn.Module) -> Any:
+    return 7
+
+
+@fsdp_doctor.promises(keys="parameters", device="cpu")
+def good(model: nn.Module) -> Entries:
+    yield from honest(model)
+
+
+good_1 = good_2 = good_3 = honest
+
+not_a_function = "text"

@@ -1,0 +1,133 @@
+"""Runs the real program with real processes, and sees to it that none outlives its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+from fsdp_doctor.records import RankReport
+from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.report.model import CaseResult, Report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+LIMIT_SECONDS = 600
+_TAG = "FSDP_DOCTOR_TEST_RUN"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One finished run of a command. ``left``: processes of it that were still alive afterwards."""
+
+    code: int
+    stdout: str
+    stderr: str
+    left: list[str]
+    report: Report | None = None
+
+    def result(self, ending: str) -> CaseResult:
+        """The one case whose id ends so."""
+        assert self.report is not None, self.stderr
+        (found,) = [result for result in self.report.results if result.id.endswith(ending)]
+        return found
+
+    def kind(self, ending: str) -> str:
+        return self.result(ending).verdict.kind
+
+    def rank(self, ending: str, rank: int) -> RankReport:
+        return self.result(ending).ranks[rank]
+
+
+class Started:
+    """A command under way, in a session of its own and tagged, so that all it started can be found."""
+
+    def __init__(self, *command: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> None:
+        self._tag = uuid.uuid4().hex
+        environment = {name: value for name, value in os.environ.items() if not _of_torchrun(name)}
+        environment |= {_TAG: self._tag, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", **(env or {})}
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=cwd or ROOT,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the terminal sends SIGINT to the whole foreground process group."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def alive(self) -> dict[int, str]:
+        """Process ids and command lines of all that carries this run's tag."""
+        found = {}
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    tagged = f"{_TAG}={self._tag}".encode() in (entry / "environ").read_bytes()
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if tagged and state != "Z":
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue
+        return found
+
+    def wait(self, json_file: pathlib.Path | None = None) -> Run:
+        try:
+            stdout, stderr = self._process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            left = self._end_what_is_left()
+        report = read_report(json_file) if json_file is not None and json_file.exists() else None
+        return Run(self._process.returncode, stdout, stderr, left, report)
+
+    def _end_what_is_left(self) -> list[str]:
+        """What the kernel is told to kill with its supervisor may need a moment to be gone."""
+        end = time.monotonic() + 5
+        while (alive := self.alive()) and time.monotonic() < end:
+            os.sched_yield()
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return list(alive.values())
+
+
+def run(*command: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:
+    return Started(*command, env=env, cwd=cwd).wait()
+
+
+def doctor(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:
+    """``fsdp-doctor ARGUMENTS``."""
+    return run(sys.executable, "-m", "fsdp_doctor", *arguments, env=env, cwd=cwd)
+
+
+def start_probe(json_file: pathlib.Path, *arguments: str, env: dict[str, str] | None = None) -> Started:
+    command = [sys.executable, "-m", "fsdp_doctor", "probe", "--device", "cpu", "--json", str(json_file), *arguments]
+    return Started(*command, env=env)
+
+
+def probe(directory: pathlib.Path, *arguments: str, env: dict[str, str] | None = None) -> Run:
+    """``fsdp-doctor probe`` on CPU ranks, with its report read back."""
+    json_file = directory / "report.json"
+    return start_probe(json_file, *arguments, env=env).wait(json_file)
+
+
+def torchrun(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:
+    return run(sys.executable, "-m", "torch.distributed.run", *arguments, env=env, cwd=cwd)
+
+
+def user_paths(*names: str) -> list[str]:
+    return [word for name in names for word in ("--path", f"faults.{name}")]
+
+
+def _of_torchrun(name: str) -> bool:
+    return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") or name.startswith("TORCHELASTIC")

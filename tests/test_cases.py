@@ -1,0 +1,169 @@
+"""Axes, scenarios, the ids of cases, and the table of paths."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from fsdp_doctor.cases import AXES, Case, Scenario, check_axis_value, parse_case_id, scenario_from_dict
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.paths import PATH_NAMES, PATHS, Contract, find_path, is_user_path, paths_for, promises
+from fsdp_doctor.selection import Selection, select
+
+BASE = {"strategy": "fsdp2", "offload": "none", "staging": "staged"}
+
+
+def test_every_case_of_the_full_matrix_is_read_back_from_its_id():
+    for case in select(Selection(full=True, fix=True, paths=(*PATH_NAMES, "my.module:function"))):
+        assert parse_case_id(case.id, PATH_NAMES) == case
+
+
+def test_no_two_cases_of_the_full_matrix_share_an_id():
+    cases = select(Selection(full=True, fix=True))
+    assert len({case.id for case in cases}) == len(cases)
+
+
+def test_no_word_means_two_things_in_an_id():
+    words = [value for axis in AXES for value in axis.values] + list(PATH_NAMES)
+    assert sorted(words) == sorted(set(words))
+    assert not [word for word in words if "/" in word or word != word.strip() or not word]
+
+
+def test_a_scenario_has_a_field_for_each_axis_in_the_same_order():
+    assert [field.name for field in dataclasses.fields(Scenario)] == [axis.name for axis in AXES]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "fsdp2/none/staged"),
+        ({"offload": "policy+param"}, "fsdp2/policy+param/staged"),
+        ({"dims": "even", "phase": "trained", "backend": "mixed"}, "fsdp2/none/staged"),
+        ({"dims": "uneven"}, "fsdp2/none/staged/uneven"),
+        ({"transfer": "nonblocking", "model": "qwen2"}, "fsdp2/none/staged/qwen2/nonblocking"),
+        ({"strategy": "fsdp1-orig", "sharding": "hsdp", "phase": "fresh"}, "fsdp1-orig/none/staged/fresh/hsdp"),
+    ],
+)
+def test_an_id_holds_three_axes_always_and_the_others_away_from_their_default(fields, expected):
+    assert Scenario(**(BASE | fields)).id == expected
+
+
+@pytest.mark.parametrize("order", itertools.permutations(("fsdp2", "policy", "staged", "uneven")))
+def test_the_values_of_an_id_are_understood_in_any_order(order):
+    expected = Scenario(strategy="fsdp2", offload="policy", staging="staged", dims="uneven")
+    assert parse_case_id("/".join([*order, "dcp"]), PATH_NAMES) == Case(expected, "dcp")
+
+
+def test_a_default_spelled_out_in_an_id_makes_no_other_case():
+    assert parse_case_id("fsdp2/none/staged/even/dcp", PATH_NAMES) == parse_case_id("fsdp2/none/staged/dcp", PATH_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaints"),
+    [
+        ("", ["does not say its strategy and offload and staging"]),
+        ("dcp", ["does not say its strategy and offload and staging", "fsdp2/policy/staged/state_dict"]),
+        ("fsdp2/staged/dcp", ["does not say its offload;"]),
+        ("fsdp2/none/staged", ["does not say its staging"]),
+        ("fsdp3/none/staged/dcp", ["'fsdp3' is no value of an axis", "fsdp2"]),
+        ("fsdp2/none/staged/zebra/dcp", ["'zebra' is no value of an axis"]),
+        ("fsdp2//staged/dcp", ["'' is no value of an axis"]),
+        ("fsdp2/none/policy/staged/dcp", ["names the axis offload twice", "none and policy"]),
+        ("fsdp2/fsdp2/none/staged/dcp", ["names the axis strategy twice"]),
+        ("fsdp2/none/staged/state_dic", ["there is no path 'state_dic'", "near it: ", "state_dict"]),
+        ("fsdp2/none/staged/", ["there is no path ''"]),
+        ("fsdp2/none/staged/dcp ", ["there is no path 'dcp '"]),
+    ],
+)
+def test_an_id_that_means_nothing_is_a_usage_error_that_names_the_part(text, complaints):
+    with pytest.raises(UsageError) as caught:
+        parse_case_id(text, PATH_NAMES)
+    assert repr(text) in str(caught.value)
+    for complaint in complaints:
+        assert complaint in str(caught.value)
+
+
+def test_an_id_may_end_in_a_function_of_the_user():
+    assert parse_case_id("fsdp1/none/staged/pkg.mod:extract", PATH_NAMES).path == "pkg.mod:extract"
+
+
+@pytest.mark.parametrize(
+    ("offload", "policy", "param", "optimizer"),
+    [
+        ("none", False, False, False),
+        ("param", False, True, False),
+        ("optimizer", False, False, True),
+        ("param+optimizer", False, True, True),
+        ("policy", True, False, False),
+        ("policy+param", True, False, False),
+        ("policy+optimizer", True, False, False),
+        ("policy+param+optimizer", True, False, False),
+    ],
+)
+def test_the_policy_turns_the_manual_offloads_off(offload, policy, param, optimizer):
+    scenario = Scenario(**(BASE | {"offload": offload}))
+    assert (scenario.policy, scenario.param_offload, scenario.optimizer_offload) == (policy, param, optimizer)
+
+
+@pytest.mark.parametrize(("strategy", "version"), [("fsdp2", 2), ("fsdp1", 1), ("fsdp1-orig", 1)])
+def test_both_kinds_of_fsdp1_are_version_1(strategy, version):
+    assert Scenario(**(BASE | {"strategy": strategy})).version == version
+
+
+def test_a_scenario_comes_back_from_its_dict():
+    scenario = Scenario(**{axis.name: list(axis.values)[-1] for axis in AXES})
+    assert scenario_from_dict(dataclasses.asdict(scenario)) == scenario
+
+
+@pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.name)
+def test_an_axis_takes_its_own_values_and_no_others(axis):
+    assert [check_axis_value(axis.name, value) for value in axis.values] == list(axis.values)
+    with pytest.raises(UsageError) as caught:
+        check_axis_value(axis.name, "zebra")
+    assert "'zebra'" in str(caught.value)
+    assert f"--{axis.name}" in str(caught.value)
+    assert all(value in str(caught.value) for value in axis.values)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_path_name_is_one_row_in_each_version(fsdp):
+    names = [path.name for path in paths_for(fsdp)]
+    assert sorted(names) == sorted(set(names))
+    assert [find_path(name, fsdp) for name in names] == list(paths_for(fsdp))
+
+
+def test_every_row_of_the_table_applies_somewhere():
+    assert {path.name for fsdp in (1, 2) for path in paths_for(fsdp)} == set(PATH_NAMES)
+    assert all(path.fsdp and set(path.fsdp) <= {1, 2} for path in PATHS)
+
+
+def test_no_path_of_the_table_is_taken_for_one_of_the_user():
+    assert not [name for name in PATH_NAMES if is_user_path(name)]
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_path_of_the_user_is_found_in_both_versions_with_the_default_contract(fsdp):
+    assert find_path("mod:fn", fsdp).contract == Contract()
+
+
+def test_promises_declares_the_contract_and_returns_the_function_itself():
+    def extract(model):
+        return model
+
+    marked = promises(device="cpu", dtype="any", ranks="rank0", keys="parameters")(extract)
+    assert marked is extract
+    assert marked.contract == Contract(form="full", device="cpu", dtype="any", ranks="rank0", keys="parameters")
+
+
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [
+        ({"device": "cuda"}, "compute, cpu, parameter, any"),
+        ({"dtype": "bf16"}, "master, compute, any"),
+        ({"ranks": "0"}, "all, rank0"),
+        ({"keys": "names"}, "state_dict, parameters"),
+    ],
+)
+def test_promises_refuses_a_word_that_a_contract_does_not_have(word, known):
+    with pytest.raises(ValueError, match=known):
+        promises(**word)

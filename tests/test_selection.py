@@ -1,0 +1,188 @@
+"""Which cases the options mean."""
+
+import itertools
+
+import pytest
+
+from fsdp_doctor.cases import AXES, AXIS
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.paths import FIX, paths_for
+from fsdp_doctor.selection import Selection, select
+
+
+def ids(**options):
+    return [case.id for case in select(Selection(**options))]
+
+
+def values(cases, axis):
+    return {getattr(case.scenario, axis) for case in cases}
+
+
+def test_the_default_matrix_is_both_strategies_all_offloads_and_stagings_and_every_path():
+    cases = select(Selection())
+    expected = {
+        (strategy, offload, staging, path.name)
+        for strategy, version in (("fsdp2", 2), ("fsdp1", 1))
+        for offload in AXIS["offload"].values
+        for staging in AXIS["staging"].values
+        for path in paths_for(version)
+        if not path.is_fix
+    }
+    found = [(c.scenario.strategy, c.scenario.offload, c.scenario.staging, c.path) for c in cases]
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    for axis in AXES:
+        if not axis.always_in_id:
+            assert values(cases, axis.name) == {axis.default}
+
+
+def test_full_has_every_value_of_every_axis_but_the_custom_model():
+    cases = select(Selection(full=True))
+    for axis in AXES:
+        assert values(cases, axis.name) == set(axis.values) - {"custom"}
+
+
+def test_full_contains_the_default_matrix():
+    assert set(ids()) < set(ids(full=True))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"strategy": ("fsdp1-orig",)},
+        {"offload": ("policy", "none")},
+        {"staging": ("staged",)},
+        {"phase": ("fresh",)},
+        {"backend": ("device-only",)},
+        {"model": ("qwen2", "qwen3-moe")},
+        {"strategy": ("fsdp2",), "dims": ("uneven",), "transfer": ("nonblocking",)},
+        {"sharding": ("hsdp", "full")},
+    ],
+)
+def test_a_selected_case_has_no_value_that_was_not_asked_for(asked, full):
+    cases = select(Selection(axes=asked, full=full))
+    for axis, wanted in asked.items():
+        assert values(cases, axis) == set(wanted)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_custom_model_takes_the_place_of_all_others(full):
+    assert values(select(Selection(custom_model=True, full=full)), "model") == {"custom"}
+
+
+def test_a_custom_model_joins_the_models_that_are_named():
+    cases = select(Selection(custom_model=True, axes={"model": ("qwen2", "custom")}))
+    assert values(cases, "model") == {"qwen2", "custom"}
+
+
+@pytest.mark.parametrize("options", [{"full": True, "fix": True}, {"full": True, "paths": ("mod:fn",)}])
+def test_no_case_is_selected_twice(options):
+    found = ids(**options)
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        select(Selection(full=True, fix=True)),
+        select(
+            Selection(
+                case_ids=(
+                    "fsdp2/none/staged/device-only/dcp",
+                    "fsdp2/none/staged/dcp",
+                    "fsdp2/policy/staged/dcp",
+                    "fsdp2/none/staged/device-only/unshard",
+                    "fsdp2/none/staged/unshard",
+                )
+            )
+        ),
+    ],
+    ids=["full", "ids"],
+)
+def test_cases_of_one_scenario_run_together_and_so_do_scenarios_of_one_backend(cases):
+    scenarios = [scenario for scenario, _ in itertools.groupby(case.scenario for case in cases)]
+    assert len(scenarios) == len(set(scenarios))
+    backends = [backend for backend, _ in itertools.groupby(scenario.backend for scenario in scenarios)]
+    assert backends == ["mixed", "device-only"]
+
+
+def test_cases_by_id_run_in_the_order_in_which_they_are_given():
+    asked = ("fsdp2/policy/staged/unshard", "fsdp1/none/staged/state_dict", "fsdp1/none/staged/full_state_dict")
+    assert ids(case_ids=asked) == list(asked)
+
+
+def test_a_case_given_twice_runs_once():
+    assert ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/even/dcp")) == ["fsdp2/none/staged/dcp"]
+
+
+def test_fix_adds_the_fix_once_to_each_scenario():
+    without, with_fix = select(Selection()), select(Selection(fix=True))
+    added = [case for case in with_fix if case.path == FIX]
+    assert [case for case in with_fix if case.path != FIX] == without
+    assert {case.scenario for case in added} == {case.scenario for case in without}
+    assert len(added) == len({case.scenario for case in added})
+
+
+def test_fix_joins_cases_given_by_id():
+    found = ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/unshard"), fix=True)
+    assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", FIX)]
+
+
+def test_the_fix_can_be_named_as_a_path():
+    assert {case.path for case in select(Selection(paths=(FIX,)))} == {FIX}
+
+
+def test_fix_stays_beside_what_an_expression_leaves_and_nowhere_else():
+    found = ids(expression="fsdp2 and policy+param and staged and not optimizer and dcp", fix=True)
+    assert found == ["fsdp2/policy+param/staged/dcp", f"fsdp2/policy+param/staged/{FIX}"]
+
+
+def test_an_expression_leaves_exactly_the_ids_it_matches():
+    found = ids(expression="staged and (dcp or unshard) and not policy")
+    expected = [i for i in ids() if "/staged/" in i and i.endswith(("/dcp", "/unshard")) and "policy" not in i]
+    assert found == expected
+    assert found
+
+
+def test_an_expression_also_applies_to_cases_given_by_id():
+    asked = ("fsdp2/none/staged/dcp", "fsdp2/none/unstaged/dcp")
+    assert ids(case_ids=asked, expression="unstaged") == ["fsdp2/none/unstaged/dcp"]
+
+
+def test_named_paths_are_the_only_ones():
+    cases = select(Selection(paths=("dcp", "full_state_dict")))
+    assert {(case.scenario.strategy, case.path) for case in cases} == {("fsdp2", "dcp"), ("fsdp1", "full_state_dict")}
+
+
+def test_a_path_of_the_user_joins_the_table():
+    extra = set(select(Selection(paths=("mod:fn",)))) - set(select(Selection()))
+    assert {case.path for case in extra} == {"mod:fn"}
+    assert len(extra) == len({case.scenario for case in select(Selection())})
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"paths": ("zebra",)}, "there is no path 'zebra'"),
+        ({"axes": {"offload": ("zebra",)}}, "'zebra' is no value of --offload"),
+        ({"axes": {"offload": ("none", "zebra")}, "full": True}, "'zebra' is no value of --offload"),
+        ({"case_ids": ("zebra/dcp",)}, "'zebra' is no value of an axis"),
+        ({"expression": "zebra"}, "no case is selected"),
+        ({"expression": "zebra", "fix": True}, "no case is selected"),
+        ({"paths": ("full_state_dict",), "axes": {"strategy": ("fsdp2",)}}, "no case is selected"),
+        ({"expression": "dcp dcp"}, "is not expected there"),
+    ],
+)
+def test_what_selects_nothing_or_does_not_exist_is_a_usage_error(options, complaint):
+    with pytest.raises(UsageError) as caught:
+        select(Selection(**options))
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "case_id", ["fsdp2/none/staged/full_state_dict", "fsdp1/none/staged/unshard", "fsdp1-orig/none/staged/dcp"]
+)
+def test_an_id_whose_strategy_does_not_have_the_path_is_a_usage_error(case_id):
+    with pytest.raises(UsageError):
+        select(Selection(case_ids=(case_id,)))

@@ -1,0 +1,63 @@
+"""Each comparison that verification makes, tested with a fault that only it can find."""
+
+from __future__ import annotations
+
+import pytest
+from program import Run, probe, user_paths
+
+_ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "policy", "--staging", "unstaged", "--path", "state_dict")
+_FAULTS: dict[str, tuple[str, str]] = {
+    "honest": ("ok", ""),
+    "drops_a_key": ("incomplete", "missing of 25 names: model.norm.weight"),
+    "invents_a_key": ("incomplete", "not a name of the model: model.surprise.weight"),
+    "yields_a_key_twice": ("wrong", "came twice: model.norm.weight"),
+    "swaps_two_tensors": ("wrong", "elements differ"),
+    "flips_one_bit": ("wrong", "rank 1: 1 of 4096 elements differ, the first at 7"),
+    "changes_a_shape": ("wrong", "shape (64, 256), not (256, 64): lm_head.weight"),
+    "returns_bfloat16": ("misplaced", "dtype bfloat16 where float32 was promised"),
+    "returns_bfloat16_and_says_so": ("ok", ""),
+    "returns_data_on_rank_0_only": ("incomplete", "rank 1: no data on this rank"),
+    "returns_data_on_rank_0_only_and_says_so": ("ok", ""),
+    "yields_shards": ("wrong", "dtensor where a full tensor was promised"),
+    "keeps_memory": ("leak", "still referenced"),
+    "changes_a_weight": ("poisoned", "the extraction changed 1 of"),
+    "breaks_the_next_step": ("poisoned", "RuntimeError: planted in the next training step"),
+    "raises_everywhere": ("crash", "KeyError: 'planted on every rank'"),
+    "raises_out_of_memory": ("oom", "can't allocate memory"),
+    "returns_a_number": ("crash", "a path returns a mapping or yields (name, tensor), not int"),
+}
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    paths = user_paths(*(f"values:{name}" for name in _FAULTS))
+    return probe(tmp_path_factory.mktemp("planted"), *_ONE_SCENARIO, *paths, "--timeout", "60")
+
+
+@pytest.mark.parametrize("fault", list(_FAULTS))
+def test_a_planted_fault_is_found_for_what_it_is(planted: Run, fault: str) -> None:
+    kind, reason = _FAULTS[fault]
+    verdict = planted.result(f":{fault}").verdict
+    assert verdict.kind == kind, verdict
+    assert reason in verdict.reason
+
+
+def test_a_fault_does_not_reach_the_case_after_it(planted: Run) -> None:
+    """Weights changed, hooks registered, memory kept: the next case starts from a scenario of its own."""
+    assert planted.kind(":raises_everywhere") == "crash"
+    assert planted.kind("/state_dict") == "ok"
+    assert planted.report is not None
+    assert planted.report.complete
+
+
+def test_the_reason_of_a_swap_names_both_tensors(planted: Run) -> None:
+    reason = planted.result(":swaps_two_tensors").verdict.reason
+    assert "gate_proj" in reason
+    assert "up_proj" in reason
+
+
+def test_an_ok_case_has_seconds_but_no_bulk(planted: Run) -> None:
+    result = planted.result(":honest")
+    assert result.seconds is not None
+    assert result.seconds > 0
+    assert result.ranks == ()
