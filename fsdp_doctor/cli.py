@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_doctor import __version__, launch
-from fsdp_doctor.cases import AXES, AXIS
+from fsdp_doctor import __version__, launch, options
+from fsdp_doctor.cases import AXES
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.paths import PATHS
-from fsdp_doctor.selection import Selection, select
 
 if TYPE_CHECKING:
     from fsdp_doctor.run import Options
@@ -35,94 +37,24 @@ _EXIT_CODES = (
     "Exit codes: 0 nothing bad; 1 a bad verdict, or one that --expect does not have; 2 usage; "
     "3 cannot run here; 4 the doctor's own fault; 130 interrupted."
 )
-_SELECT, _RUN, _OUT = "Selection", "Run", "Output"
+_NEEDS = {"torch": (2, 6), "transformers": (4, 56)}
 
-
-def _axis(name: str) -> Any:
-    return typer.Option(
-        f"--{name}",
-        help=f"{', '.join(AXIS[name].values)}. Several: repeat, or commas.",
-        rich_help_panel=_SELECT,
-    )
-
-
-Strings = list[str]
-Strategy = Annotated[Strings | None, _axis("strategy")]
-Offload = Annotated[Strings | None, _axis("offload")]
-Staging = Annotated[Strings | None, _axis("staging")]
-Dims = Annotated[Strings | None, _axis("dims")]
-Phase = Annotated[Strings | None, _axis("phase")]
-Backend = Annotated[Strings | None, _axis("backend")]
-Sharding = Annotated[Strings | None, _axis("sharding")]
-Pinning = Annotated[Strings | None, _axis("pinning")]
-Transfer = Annotated[Strings | None, _axis("transfer")]
-Model = Annotated[
-    Strings | None,
-    typer.Option(
-        "--model",
-        help=f"{', '.join(v for v in AXIS['model'].values if v != 'custom')}; "
-        "or the directory of a Hugging Face configuration or checkpoint.",
-        rich_help_panel=_SELECT,
-    ),
-]
-PathOption = Annotated[
-    Strings | None,
-    typer.Option(
-        "--path",
-        help="A path by name (`fsdp-doctor list --paths`): only the named ones. "
-        "module:function adds an extraction function of your own.",
-        rich_help_panel=_SELECT,
-    ),
-]
-CaseOption = Annotated[
-    Strings | None,
-    typer.Option("--case", metavar="ID", help="One case by its id. Repeatable.", rich_help_panel=_SELECT),
-]
-Expression = Annotated[
-    str,
-    typer.Option("-k", metavar="EXPR", help="Words in case ids, joined by and, or, not.", rich_help_panel=_SELECT),
-]
-Full = Annotated[bool, typer.Option("--full", help="Every axis, not only the default matrix.", rich_help_panel=_SELECT)]
-Fix = Annotated[
-    bool,
-    typer.Option("--fix", help="Run full_tensors beside the paths of each scenario.", rich_help_panel=_SELECT),
-]
-LastFailed = Annotated[
-    pathlib.Path | None,
-    typer.Option(
-        "--last-failed",
-        metavar="REPORT",
-        help="The bad cases of an earlier JSON report.",
-        rich_help_panel=_SELECT,
-    ),
-]
+Choose = Callable[[], options.Chosen]
+File = pathlib.Path | None
 
 
 @app.command(epilog=_EXIT_CODES)
+@options.selecting
 def probe(
-    strategy: Strategy = None,
-    offload: Offload = None,
-    staging: Staging = None,
-    model: Model = None,
-    dims: Dims = None,
-    phase: Phase = None,
-    backend: Backend = None,
-    sharding: Sharding = None,
-    pinning: Pinning = None,
-    transfer: Transfer = None,
-    path: PathOption = None,
-    case: CaseOption = None,
-    expression: Expression = "",
-    full: Full = False,
-    fix: Fix = False,
-    last_failed: LastFailed = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, xpu or cpu.", rich_help_panel=_RUN)] = "auto",
+    *,
+    choose: Choose,
+    device: Annotated[str, typer.Option(help="auto, cuda, xpu or cpu.")] = "auto",
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks to start where torchrun did not. Default: one per accelerator, 2 without."),
+        typer.Option(help="Ranks to start where torchrun did not; by default one per accelerator, 2 without."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
-    start_timeout: Annotated[float, typer.Option(help="Seconds for starting the workers.")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for each stage of a case.")] = 30.0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds for the other ranks once one is in trouble.")] = 5.0,
     host_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that one worker may hold, as 8GiB.")
@@ -130,47 +62,40 @@ def probe(
     confirm: Annotated[bool, typer.Option("--confirm", help="Run each bad case again in fresh workers.")] = False,
     format: Annotated[
         str,
-        typer.Option(help="On stdout: auto (table on a terminal, else lines), table, lines, json, markdown, junit."),
+        typer.Option(help="On stdout: table, lines, json, markdown, junit; auto is table on a terminal, else lines."),
     ] = "auto",
-    json_file: Annotated[pathlib.Path | None, typer.Option("--json", metavar="FILE", help="The whole report.")] = None,
-    markdown: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="For a GitHub issue.")] = None,
-    junit: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="JUnit XML.")] = None,
-    svg: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="A picture of the matrix.")] = None,
+    json_file: Annotated[File, typer.Option("--json", metavar="FILE", help="Write the whole report.")] = None,
+    markdown: Annotated[File, typer.Option(metavar="FILE", help="Write it for a GitHub issue.")] = None,
+    junit: Annotated[File, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
+    svg: Annotated[File, typer.Option(metavar="FILE", help="Write a picture of the matrix.")] = None,
     expect: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="REPORT", help="Verdicts that are expected; others are exit code 1."),
+        File, typer.Option(metavar="REPORT", help="The expected verdicts: others are exit code 1.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the partial report of --json.")] = False,
     host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's name into the report.")] = False,
 ) -> None:
-    """Run the matrix under torchrun, or start torchrun on this node."""
+    """Run the matrix under torchrun, or start torchrun on this node.
+
+    An option that selects can be repeated, or take several values with commas between.
+    """
     from fsdp_doctor.report.journal import read_report
     from fsdp_doctor.run import Options
 
-    _check_torch()
-    builtin, directory = _models(model)
-    asked = _asked(
-        strategy=strategy, offload=offload, staging=staging, model=builtin, dims=dims, phase=phase,
-        backend=backend, sharding=sharding, pinning=pinning, transfer=transfer,
-    )  # fmt: skip
-    cases = _cases(asked, directory, path, case, expression, full, fix, last_failed)
-    outputs = {
-        name: file
-        for name, file in (("json", json_file), ("markdown", markdown), ("junit", junit), ("svg", svg))
-        if file is not None
-    }
+    files = {"json": json_file, "markdown": markdown, "junit": junit, "svg": svg}
+    outputs = {name: file for name, file in files.items() if file is not None}
     if resume and json_file is None:
         raise UsageError("--resume goes on with the report that --json names; give --json FILE")
-    options = Options(
-        cases=tuple(cases),
-        device=_device(device),
-        model=directory,
-        timeout=_positive("--timeout", timeout),
-        start_timeout=_positive("--start-timeout", start_timeout),
-        grace=_positive("--grace", grace),
-        host_memory=_size(host_memory) if host_memory is not None else None,
+    chosen = choose()
+    run = Options(
+        cases=chosen.cases,
+        device=options.device(device),
+        model=chosen.model,
+        timeout=options.positive("--timeout", timeout),
+        start_timeout=options.positive("--start-timeout", start_timeout),
+        grace=options.positive("--grace", grace),
+        host_memory=options.size("--host-memory", host_memory) if host_memory is not None else None,
         confirm=confirm,
-        format=_format(format),
+        format=options.output_format(format),
         outputs=outputs,
         expect=read_report(expect) if expect else None,
         resume_from=read_report(json_file) if resume and json_file and json_file.exists() else None,
@@ -178,89 +103,56 @@ def probe(
     )
     if launch.is_rank_zero():
         for file in outputs.values():
-            _check_writable(file)
+            options.check_writable(file)
+    _check_versions()
     if launch.under_torchrun():
-        raise SystemExit(_supervise(options))
-    if nproc is not None and nproc < 1:
-        raise UsageError(f"--nproc must be at least 1, not {nproc}")
-    raise SystemExit(launch.start_torchrun(sys.argv[1:], nproc or launch.num_ranks(options.device)))
+        raise SystemExit(_supervise(run))
+    nproc = launch.num_ranks(run.device) if nproc is None else int(options.positive("--nproc", nproc))
+    raise SystemExit(launch.start_torchrun(sys.argv[1:], nproc))
 
 
 @app.command("list")
+@options.selecting
 def list_(
-    strategy: Strategy = None,
-    offload: Offload = None,
-    staging: Staging = None,
-    model: Model = None,
-    dims: Dims = None,
-    phase: Phase = None,
-    backend: Backend = None,
-    sharding: Sharding = None,
-    pinning: Pinning = None,
-    transfer: Transfer = None,
-    path: PathOption = None,
-    case: CaseOption = None,
-    expression: Expression = "",
-    full: Full = False,
-    fix: Fix = False,
-    last_failed: LastFailed = None,
+    *,
+    choose: Choose,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    paths: Annotated[
-        bool, typer.Option("--paths", help="The extraction paths and what they promise, not the cases.")
-    ] = False,
+    paths: Annotated[bool, typer.Option("--paths", help="The paths and what they promise, not the cases.")] = False,
     axes: Annotated[bool, typer.Option("--axes", help="The axes and their values, not the cases.")] = False,
 ) -> None:
     """Print the selected cases, without running or importing anything."""
     if paths:
-        _print_paths(as_json)
-        return
-    if axes:
-        _print_axes(as_json)
-        return
-    builtin, directory = _models(model)
-    asked = _asked(
-        strategy=strategy, offload=offload, staging=staging, model=builtin, dims=dims, phase=phase,
-        backend=backend, sharding=sharding, pinning=pinning, transfer=transfer,
-    )  # fmt: skip
-    cases = _cases(asked, directory, path, case, expression, full, fix, last_failed)
-    if as_json:
-        rows = [
-            {"id": one.id, "path": one.path, **{axis.name: getattr(one.scenario, axis.name) for axis in AXES}}
-            for one in cases
-        ]
-        print(json.dumps(rows, indent=1))
-        return
-    for one in cases:
-        print(one.id)
-    print(f"{len(cases)} cases in {len({one.scenario for one in cases})} scenarios", file=sys.stderr)
+        print(json.dumps([dataclasses.asdict(path) for path in PATHS], indent=1) if as_json else _paths_as_text())
+    elif axes:
+        print(json.dumps({axis.name: axis.values for axis in AXES}, indent=1) if as_json else _axes_as_text())
+    else:
+        cases = choose().cases
+        print(json.dumps(options.rows_of(cases), indent=1) if as_json else "\n".join(case.id for case in cases))
+        print(f"{len(cases)} cases in {len({case.scenario for case in cases})} scenarios", file=sys.stderr)
 
 
 @app.command()
 def report(
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial.")],
-    format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit or svg.")] = "auto",
-    output: Annotated[
-        pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Instead of stdout.")
-    ] = None,
+    format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit or svg.")] = "table",
+    output: Annotated[File, typer.Option("--output", "-o", metavar="FILE", help="Instead of stdout.")] = None,
 ) -> None:
     """Make any format again from a JSON report."""
-    import shutil
-
     from fsdp_doctor.report import formats
     from fsdp_doctor.report.journal import read_report
     from fsdp_doctor.report.layout import summary
 
-    name = _format(format)
+    name = options.output_format(format)
     found = read_report(file)
     tty = output is None and sys.stdout.isatty()
     text = formats.render(
         found,
-        name if name != "auto" else "table",
+        "table" if name == "auto" else name,
         width=shutil.get_terminal_size((132, 24)).columns,
         color=tty and "NO_COLOR" not in os.environ,
     )
     if output is not None:
-        _check_writable(output)
+        options.check_writable(output)
         output.write_text(text)
     else:
         sys.stdout.write(text)
@@ -272,7 +164,7 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     host_name: Annotated[bool, typer.Option("--host-name", help="With this machine's name.")] = False,
 ) -> None:
-    """Print the environment block of a report alone; works where torch cannot be imported."""
+    """Print the environment block of a report alone, also where torch cannot be imported."""
     from fsdp_doctor.environment import collect, lines_of
 
     facts = collect(host_name)
@@ -326,164 +218,44 @@ def _usage_errors_once(command: Callable[[], None]) -> None:
             sys.stderr = sys.__stderr__
 
 
-def _supervise(options: Options) -> int:
+def _supervise(run: Options) -> int:
     """From here on this rank speaks for itself."""
     from fsdp_doctor.run import on_this_rank
 
     sys.stderr = sys.__stderr__
-    code = on_this_rank(options)
+    code = on_this_rank(run)
     if code:
         launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
     return code
 
 
-def _asked(**axes: Strings | None) -> dict[str, tuple[str, ...]]:
-    return {name: tuple(_split(values)) for name, values in axes.items() if values}
-
-
-def _split(values: Strings) -> Strings:
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def _models(values: Strings | None) -> tuple[Strings | None, pathlib.Path | None]:
-    """Separates built-in models from a directory. Raises UsageError for neither."""
-    builtin, directories = [], []
-    for value in _split(values or []):
-        if value in AXIS["model"].values and value != "custom":
-            builtin.append(value)
-        else:
-            directories.append(_model_directory(value))
-    if len(directories) > 1:
-        raise UsageError("--model takes one directory")
-    if not directories:
-        return builtin or None, None
-    return [*builtin, "custom"], directories[0]
-
-
-def _model_directory(value: str) -> pathlib.Path:
-    directory = pathlib.Path(value).expanduser()
-    known = ", ".join(name for name in AXIS["model"].values if name != "custom")
-    if not directory.is_dir():
-        raise UsageError(f"--model {value}: neither a built-in model ({known}) nor a directory")
-    config = directory / "config.json"
-    if not config.is_file():
-        raise UsageError(f"--model {value}: the directory has no config.json")
-    try:
-        data = json.loads(config.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model {value}: config.json cannot be read: {error}") from None
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise UsageError(f"--model {value}: config.json names no model_type, so it is no Hugging Face configuration")
-    return directory.resolve()
-
-
-def _cases(
-    axes: dict[str, tuple[str, ...]],
-    directory: pathlib.Path | None,
-    paths: Strings | None,
-    case_ids: Strings | None,
-    expression: str,
-    full: bool,
-    fix: bool,
-    last_failed: pathlib.Path | None,
-) -> list[Any]:
-    ids = list(case_ids or [])
-    if last_failed is not None:
-        from fsdp_doctor.report.journal import read_report
-
-        ids += [result.id for result in read_report(last_failed).bad]
-        if not ids:
-            raise UsageError(f"--last-failed: {last_failed} has no bad case")
-    return select(
-        Selection(
-            axes=axes,
-            case_ids=tuple(ids),
-            paths=tuple(_split(paths or [])),
-            expression=expression,
-            full=full,
-            fix=fix,
-            custom_model=directory is not None,
-        )
-    )
-
-
-def _device(value: str) -> str:
-    if value not in ("auto", "cuda", "xpu", "cpu"):
-        raise UsageError(f"--device {value}: use auto, cuda, xpu or cpu")
-    return value
-
-
-def _format(value: str) -> str:
-    from fsdp_doctor.report.formats import FORMATS
-
-    if value != "auto" and value not in FORMATS:
-        raise UsageError(f"--format {value}: use {', '.join(FORMATS)}")
-    return value
-
-
-def _positive(option: str, value: float) -> float:
-    if value <= 0:
-        raise UsageError(f"{option} must be more than 0 seconds, not {value:g}")
-    return value
-
-
-def _size(text: str) -> int:
-    """Bytes of a size like 512MiB, 8GiB or 1000000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text, re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"--host-memory {text}: not a size; use one like 8GiB")
-    unit = (match[2] or "").lower()
-    step = 1024 if unit.endswith("i") else 1000
-    return int(float(match[1]) * step ** (" kmgt".index(unit[0]) if unit else 0))
-
-
-def _check_writable(file: pathlib.Path) -> None:
-    """Before the run, not after it."""
-    existed = file.exists()
-    try:
-        with open(file, "a"):
-            pass
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror or error}") from None
-
-
-def _check_torch() -> None:
-    """Without importing it: the version that is installed, against the oldest that works."""
-    import importlib.metadata
-
-    for package, oldest in (("torch", (2, 6)), ("transformers", (4, 56))):
-        wanted = ".".join(str(part) for part in oldest)
+def _check_versions() -> None:
+    """Without importing anything: what is installed, against the oldest that works."""
+    for package, oldest in _NEEDS.items():
+        needed = f"{package} {'.'.join(str(number) for number in oldest)} or newer"
         try:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise CannotRun(f"{package} is not installed here; install {package} {wanted} or newer") from None
-        numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
-        if numbers < oldest:
-            raise CannotRun(f"{package} {installed} is too old; fsdp-doctor needs {package} {wanted} or newer")
+            raise CannotRun(f"{package} is not installed here; install {needed}") from None
+        if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < oldest:
+            raise CannotRun(f"{package} {installed} is too old; fsdp-doctor needs {needed}")
 
 
-def _print_paths(as_json: bool) -> None:
-    if as_json:
-        import dataclasses
-
-        print(json.dumps([dataclasses.asdict(path) for path in PATHS], indent=1))
-        return
+def _paths_as_text() -> str:
+    lines = []
     for path in PATHS:
-        c = path.contract
-        versions = "+".join(f"fsdp{version}" for version in path.fsdp)
-        print(f"{path.name}  [{versions}]\n    {path.summary}")
-        print(f"    promises: {c.form}, device {c.device}, dtype {c.dtype}, ranks {c.ranks}, keys {c.keys}")
+        contract = dataclasses.asdict(path.contract)
+        lines.append(f"{path.name}  [{'+'.join(f'fsdp{version}' for version in path.fsdp)}]")
+        lines.append(f"    {path.summary}")
+        lines.append(f"    promises {', '.join(f'{name} {value}' for name, value in contract.items())}")
         if path.used_by:
-            print(f"    used by: {path.used_by}")
+            lines.append(f"    used by {path.used_by}")
+    return "\n".join(lines)
 
 
-def _print_axes(as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({axis.name: axis.values for axis in AXES}, indent=1))
-        return
+def _axes_as_text() -> str:
+    lines = []
     for axis in AXES:
-        print(f"{axis.name}  (default {axis.default})")
-        for value, meaning in axis.values.items():
-            print(f"    {value:<24}{meaning}")
+        lines.append(f"{axis.name}  (default {axis.default})")
+        lines += [f"    {value:<24}{meaning}" for value, meaning in axis.values.items()]
+    return "\n".join(lines)

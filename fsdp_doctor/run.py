@@ -47,15 +47,16 @@ _GOODBYE_SECONDS = 10.0
 class Options:
     """What ``fsdp-doctor probe`` was asked for.
 
-    timeout, start_timeout, grace: seconds for a case, for starting workers, and for the other
-    ranks once one is in trouble. host_memory: bytes that a worker may hold, None for no limit.
+    timeout, start_timeout, grace: seconds for a stage of a case, for starting workers and building
+    a model, and for the other ranks once one is in trouble.
+    host_memory: bytes that a worker may hold, None for no limit.
     outputs: files to write, by format. expect: a report whose verdicts are the expected ones.
     """
 
     cases: tuple[Case, ...]
     device: str = "auto"
     model: pathlib.Path | None = None
-    timeout: float = 60.0
+    timeout: float = 30.0
     start_timeout: float = 300.0
     grace: float = 5.0
     host_memory: int | None = None
@@ -94,7 +95,7 @@ def on_this_rank(options: Options) -> int:
         scratch=scratch,
     )
     limits = supervise.Limits(
-        start=options.start_timeout, case=options.timeout, grace=options.grace, host_bytes=options.host_memory
+        start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
     )
     member = supervise.Member(job, store, limits, interruption)
     try:

@@ -33,11 +33,16 @@ _REPORT_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """start, case: deadlines in seconds. grace: how long the other ranks have to end by themselves
-    once one rank is in trouble. host_bytes: resident memory of one worker, None for no limit."""
+    """How long and how much a worker may take.
+
+    start: seconds for starting a generation, and for building a scenario: both grow with the model.
+    stage: seconds for each later stage of a case. grace: seconds that the other ranks have to end
+    by themselves once one rank is in trouble. host_bytes: resident memory of one worker, None for
+    no limit.
+    """
 
     start: float = 300.0
-    case: float = 60.0
+    stage: float = 30.0
     grace: float = 5.0
     host_bytes: int | None = None
 
@@ -143,6 +148,11 @@ class Member:
     def key(self, name: str) -> str:
         return f"round/{self._round}/{name}"
 
+    def stage(self) -> str:
+        """Where this rank's worker is in its case; "start" while it has said nothing of one."""
+        record = self._process.report().record if self._process is not None else None
+        return record.stage if record is not None else "start"
+
     def seconds(self) -> float:
         """How long the round has lasted."""
         return time.monotonic() - self._began
@@ -192,7 +202,7 @@ class Conductor:
         """
         self.backend = backend
         self._instruct({"do": "start", "backend": backend})
-        reports = self._gather(self._member.limits.start)
+        reports = self._gather()
         for report in reports:
             if report.refused is not None:
                 raise _ERROR_OF.get(report.refused.exit_code, DoctorFault)(report.refused.reason)
@@ -204,7 +214,7 @@ class Conductor:
     def run(self, case_number: int) -> list[RankReport]:
         """Runs a case in the present generation; returns every rank's report."""
         self._instruct({"do": "case", "case": case_number})
-        return self._gather(self._member.limits.case)
+        return self._gather()
 
     def retire(self) -> None:
         """Ends the present generation on every rank, if there is one."""
@@ -222,36 +232,43 @@ class Conductor:
         if instruction["do"] != "end":
             self._member.perform(instruction)
 
-    def _gather(self, deadline: float) -> list[RankReport]:
+    def _gather(self) -> list[RankReport]:
         member = self._member
         keys = [member.key(f"report/{rank}") for rank in range(member.job.world_size)]
-        watch = _Watch(member, deadline)
+        watch = _Watch(member)
         while not (member.tick() and member.store.check(keys)):
             watch.look()
         return [rank_report_from_dict(json.loads(member.store.get(key))) for key in keys]
 
 
 class _Watch:
-    """Decides when a round has lasted too long, and tells the ranks to stop their workers."""
+    """Decides when a round has lasted too long, and tells the ranks to stop their workers.
 
-    def __init__(self, member: Member, deadline: float) -> None:
+    The clock is that of the stage which rank 0's worker is in.
+    """
+
+    def __init__(self, member: Member) -> None:
         self._member = member
-        self._deadline = deadline
+        self._stage = member.stage()
+        self._stage_since = 0.0
         self._trouble_at: float | None = None
         self._stopped_at: float | None = None
 
     def look(self) -> None:
-        seconds = self._member.seconds()
+        member, seconds = self._member, self._member.seconds()
         if self._stopped_at is not None:
             if seconds - self._stopped_at > _REPORT_SECONDS:
                 raise DoctorFault("a supervisor did not report in time; its rank cannot be told")
             return
-        if self._trouble_at is None and self._member.store.check([self._member.key("trouble")]):
+        if self._trouble_at is None and member.store.check([member.key("trouble")]):
             self._trouble_at = seconds
-        if self._trouble_at is not None and seconds - self._trouble_at > self._member.limits.grace:
+        if member.stage() != self._stage:
+            self._stage, self._stage_since = member.stage(), seconds
+        limit = member.limits.start if self._stage in ("start", "build") else member.limits.stage
+        if self._trouble_at is not None and seconds - self._trouble_at > member.limits.grace:
             self._stop("others", "still at it when another rank was in trouble", seconds)
-        elif seconds > self._deadline:
-            self._stop("deadline", f"not done after {self._deadline:g} s", seconds)
+        elif seconds - self._stage_since > limit:
+            self._stop("deadline", f"{self._stage} not done after {limit:g} s", seconds)
 
     def _stop(self, why: str, detail: str, seconds: float) -> None:
         self._stopped_at = seconds

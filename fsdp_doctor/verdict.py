@@ -59,6 +59,7 @@ _CASCADE = re.compile(
 )
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
+_DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 
@@ -116,12 +117,14 @@ def is_cascade(failure: Failure) -> bool:
 
 
 def waiting_in(stack: str) -> str:
-    """The function of torch.distributed in which the stopped rank waited; empty if it was elsewhere.
+    """What the stopped rank waited in: a function of torch.distributed, or the device; empty if neither.
 
     ``stack`` is what faulthandler wrote; its current thread is the main thread of the worker.
     """
     current = stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]
     frames = [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
+    if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
+        return "synchronize, for the device"
     inside = []
     for file, function in frames:
         if "torch/distributed/" not in file:

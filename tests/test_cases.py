@@ -48,7 +48,7 @@ def test_an_id_holds_three_axes_always_and_the_others_away_from_their_default(fi
     assert Scenario(**(BASE | fields)).id == expected
 
 
-@pytest.mark.parametrize("order", itertools.permutations(("fsdp2", "policy", "staged", "uneven")))
+@pytest.mark.parametrize("order", list(itertools.permutations(("fsdp2", "policy", "staged", "uneven"))))
 def test_the_values_of_an_id_are_understood_in_any_order(order):
     expected = Scenario(strategy="fsdp2", offload="policy", staging="staged", dims="uneven")
     assert parse_case_id("/".join([*order, "dcp"]), PATH_NAMES) == Case(expected, "dcp")

@@ -31,7 +31,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     paths = user_paths(*(f"values:{name}" for name in _FAULTS))
-    return probe(tmp_path_factory.mktemp("planted"), *_ONE_SCENARIO, *paths, "--timeout", "60")
+    return probe(tmp_path_factory.mktemp("planted"), *_ONE_SCENARIO, *paths)
 
 
 @pytest.mark.parametrize("fault", list(_FAULTS))

@@ -1,0 +1,192 @@
+"""What a user can get wrong is one sentence and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+from program import ROOT, doctor, torchrun
+
+_PROBE = ("probe", "--device", "cpu")
+_ONE_CASE = (*_PROBE, "--case", "fsdp2/none/unstaged/state_dict")
+
+
+def _complaint(stderr: str) -> str:
+    """The doctor's sentences, without what torchrun says around them."""
+    lines = [line for line in stderr.splitlines() if line.startswith("fsdp-doctor: ")]
+    assert len(lines) == 1, stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--offload", "polcy"], "'polcy' is no value of --offload; it has none, param"),
+        (["--case", "fsdp2/policy/stagd/state_dict"], "'stagd' is no value of an axis (near it: staged"),
+        (["--case", "fsdp2/policy/staged/state_dct"], "there is no path 'state_dct' (near it: state_dict"),
+        (["--case", "fsdp2/state_dict"], "does not say its offload and staging"),
+        (["--path", "nonsense"], "there is no path 'nonsense'"),
+        (["-k", "policy and and staged"], "has 'and' where a word is expected"),
+        (["-k", "(policy"], "a parenthesis that is not closed"),
+        (["-k", "nothing_has_this"], "no case is selected"),
+        (["--model", "no/such/directory"], "neither a built-in model (qwen3"),
+        (["--timeout", "0"], "--timeout must be more than 0"),
+        (["--nproc", "0"], "--nproc must be more than 0"),
+        (["--host-memory", "much"], "not a size; use one like 8GiB"),
+        (["--device", "tpu"], "use auto, cuda, xpu, cpu"),
+        (["--format", "pdf"], "use table, lines, json"),
+        (["--resume"], "give --json FILE"),
+        (["--json", "no/such/directory/report.json"], "cannot write no/such/directory/report.json: No such file"),
+        (["--markdown", "/proc/nothing"], "cannot write /proc/nothing"),
+        (["--last-failed", "no-such-report.json"], "cannot read the report no-such-report.json: No such file"),
+        (["--path", "no_such_module:function"], "cannot import no_such_module: ModuleNotFoundError"),
+        (["--path", "faults.values:no_such_function"], "no_such_function in faults.values has no such name"),
+        (["--path", "faults.values:not_a_function"], "is a str, not a function"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = doctor(*_PROBE, *arguments)
+    assert done.code == 2, done.stderr
+    assert sentence in _complaint(done.stderr)
+    assert "Traceback" not in done.stderr
+    assert done.left == []
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "has no config.json"),
+        ("{broken", "config.json cannot be read"),
+        ("{}", "names no model_type"),
+        ("[]", "names no model_type"),
+    ],
+)
+def test_a_model_directory_that_is_none_is_exit_code_2(
+    tmp_path: pathlib.Path, content: str | None, sentence: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    done = doctor(*_PROBE, "--model", str(tmp_path))
+    assert done.code == 2
+    assert sentence in _complaint(done.stderr)
+
+
+def test_a_configuration_that_transformers_does_not_know_is_the_models_fault_and_told(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    done = doctor(*_PROBE, "--model", str(tmp_path), "--strategy", "fsdp2", "--offload", "none")
+    assert done.code == 2, done.stderr
+    assert "no_such_model" in _complaint(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "it is not JSON"),
+        ("{}", "its 'schema' is not 'fsdp-doctor/report'"),
+        (json.dumps({"schema": "fsdp-doctor/report", "schema_version": 99}), "upgrade it"),
+        (json.dumps({"schema": "fsdp-doctor/report", "schema_version": 1}), "a damaged report"),
+    ],
+)
+def test_a_report_that_is_none_of_ours_is_exit_code_2(tmp_path: pathlib.Path, content: str, sentence: str) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(content)
+    for command in (["report", str(file)], [*_PROBE, "--last-failed", str(file)], [*_PROBE, "--expect", str(file)]):
+        done = doctor(*command)
+        assert done.code == 2, done.stderr
+        assert sentence in _complaint(done.stderr)
+
+
+def test_an_unknown_option_is_exit_code_2() -> None:
+    assert doctor("probe", "--no-such-option").code == 2
+
+
+def test_usage_errors_are_told_once_however_many_ranks_there_are() -> None:
+    done = torchrun("--nproc-per-node=3", "-m", "fsdp_doctor", *_PROBE, "--offload", "polcy")
+    assert done.code == 1
+    assert _complaint(done.stderr)
+
+
+def test_more_ranks_than_devices_is_exit_code_3() -> None:
+    """No machine of a test has 64 accelerators; one without any is told what it lacks."""
+    done = doctor("probe", "--device", "cuda", "--nproc", "2", "--case", "fsdp2/none/unstaged/state_dict")
+    if done.code == 0:
+        pytest.skip("this machine has two CUDA devices")
+    assert done.code == 3, done.stderr
+    assert "rank" in _complaint(done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "do not fit together"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "are not all numbers"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+    ],
+)
+def test_a_wrong_world_is_exit_code_3(variables: dict[str, str], sentence: str) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if len(variables) == 4 else {}
+    done = doctor(*_ONE_CASE, env={**variables, **address})
+    assert done.code == 3, done.stderr
+    assert sentence in _complaint(done.stderr)
+
+
+def test_a_torch_that_is_too_old_is_exit_code_3(tmp_path: pathlib.Path) -> None:
+    metadata = tmp_path / "torch-2.5.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
+    done = doctor(*_ONE_CASE, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.code == 3
+    assert "torch 2.5.1 is too old; fsdp-doctor needs torch 2.6 or newer" in _complaint(done.stderr)
+
+
+def test_a_selection_of_which_nothing_can_run_is_exit_code_3() -> None:
+    done = doctor(*_PROBE, "--strategy", "fsdp1", "--offload", "none", "--path", "state_dict")
+    assert done.code == 3
+    assert "torch's FSDP1 needs an accelerator" in done.stdout
+    assert "none of the selected cases could be run here" in _complaint(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ["--sharding", "hsdp"],
+        ["--backend", "device-only"],
+        ["--offload", "none", "--pinning", "unpinned"],
+        ["--offload", "policy", "--transfer", "nonblocking"],
+    ],
+)
+def test_a_combination_that_cannot_be_built_is_unsupported_with_a_reason(axes: list[str]) -> None:
+    done = doctor(*_PROBE, "--strategy", "fsdp2", "--path", "state_dict", *axes)
+    assert done.code == 3
+    assert all(line.split("\t")[1] == "unsupported" and len(line.split("\t")) == 5 for line in done.stdout.splitlines())
+
+
+def test_list_needs_no_torch(tmp_path: pathlib.Path) -> None:
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('planted: torch was imported')")
+    without_torch = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for command in (["list"], ["list", "--full", "--json"], ["list", "--paths"], ["list", "--axes"], ["--help"]):
+        done = doctor(*command, env=without_torch)
+        assert done.code == 0, done.stderr
+        assert done.stdout
+
+
+def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() -> None:
+    rows = json.loads(doctor("list", "--json").stdout)
+    assert len(rows) >= 250
+    assert len({row["offload"] for row in rows}) == 8
+    assert {row["strategy"] for row in rows} == {"fsdp1", "fsdp2"}
+    assert {row["staging"] for row in rows} == {"staged", "unstaged"}
+
+
+def test_the_readme_names_exactly_the_options_of_each_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for command in ("probe", "list", "report", "env"):
+        usage = doctor(command, "--help").stdout
+        options = set(re.findall(r"^\s+(?:-o, )?(--[a-z-]+|-k)\b", usage, re.MULTILINE)) - {"--help"}
+        section = readme.split(f"### `fsdp-doctor {command}`", 1)[1].split("\n#", 1)[0]
+        assert set(re.findall(r"(?<![\w-])(--[a-z-]+|-k)\b", section)) == options, command
