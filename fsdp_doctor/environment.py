@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -17,18 +18,31 @@ from typing import Any
 
 PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_ALGO",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_NET",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_BLOCKING_WAIT",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS",
     "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_BLOCKING_WAIT",
 )
-VARIABLE_PREFIXES = ("NCCL_", "GLOO_")
 
 Facts = dict[str, Any]
 
@@ -40,7 +54,7 @@ def without_torch(host_name: bool = False) -> Facts:
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "variables": {name: home_as_tilde(value) for name, value in sorted(os.environ.items()) if _allowed(name)},
+        "variables": {name: home_as_tilde(value) for name in VARIABLES if (value := os.environ.get(name)) is not None},
     }
     if host_name:
         facts["host"] = socket.gethostname()
@@ -98,14 +112,12 @@ def _version(package: str) -> str:
         return ""
 
 
-def _allowed(name: str) -> bool:
-    return name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
-
-
 def home_as_tilde(text: str) -> str:
     """``text`` with the home directory written as ``~``, for everything that goes into a report."""
     home = os.path.expanduser("~")
-    return text.replace(home, "~") if len(home) > 1 else text
+    if len(home) < 2:
+        return text
+    return re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
 
 
 def _nvidia_driver() -> str:

@@ -20,7 +20,10 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 def compile_expression(text: str) -> Predicate:
     """Returns a predicate over case ids. Raises UsageError where the text does not parse."""
     tokens = _TOKEN.findall(text)
-    predicate, rest = _disjunction(tokens, text)
+    try:
+        predicate, rest = _disjunction(tokens, text)
+    except RecursionError:
+        raise UsageError("-k has too many parentheses") from None
     if rest:
         raise UsageError(f"-k {text!r}: {rest[0]!r} is not expected there; join words with and, or, not")
     return predicate

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_doctor.errors import UsageError
+
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -50,6 +52,17 @@ def _template(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
     if name == "qwen3-buffers":
         _add_buffers(model)
     return model
+
+
+def check_directory(directory: pathlib.Path) -> None:
+    """Raises UsageError if transformers cannot read the configuration in it."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory)
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"--model {directory}: transformers cannot read its configuration: {first_line}") from None
 
 
 def _as_module(model: Any) -> nn.Module:

@@ -91,7 +91,7 @@ def _confirmed(first: CaseResult, again: CaseResult) -> CaseResult:
         verdict=first.verdict,
         seconds=first.seconds,
         peak_extra_bytes=first.peak_extra_bytes,
-        wall_seconds=first.wall_seconds + again.wall_seconds,
+        wall_seconds=round(first.wall_seconds + again.wall_seconds, 4),
         confirmation=again.verdict,
         ranks=first.ranks,
     )

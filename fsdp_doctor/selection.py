@@ -70,7 +70,7 @@ def select(selection: Selection) -> list[Case]:
     """
     user_paths = tuple(name for name in selection.paths if is_user_path(name))
     if selection.case_ids:
-        cases = [parse_case_id(case_id, PATH_NAMES) for case_id in selection.case_ids]
+        cases = [_named_case(case_id, selection) for case_id in selection.case_ids]
         if selection.fix:
             cases += [Case(case.scenario, FIX) for case in cases]
     else:
@@ -83,6 +83,23 @@ def select(selection: Selection) -> list[Case]:
     if not cases:
         raise UsageError("no case is selected; `fsdp-doctor list` shows what the same options select")
     return _by_generation(dict.fromkeys(cases))
+
+
+def _named_case(case_id: str, selection: Selection) -> Case:
+    """The case of an id, which says everything: the options that select along axes do not go with it."""
+    beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
+    beside += ["--path"] * bool(selection.paths) + ["--full"] * selection.full
+    if beside:
+        raise UsageError(f"an id says the whole case: leave out {', '.join(beside)} beside --case and --last-failed")
+    case = parse_case_id(case_id, PATH_NAMES)
+    strategy = case.scenario.strategy
+    if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario.version)}:
+        raise UsageError(
+            f"case {case_id!r}: {strategy} has no path {case.path!r}; `fsdp-doctor list --paths` shows them"
+        )
+    if case.scenario.model == "custom" and not selection.custom_model:
+        raise UsageError(f"case {case_id!r} is of a model of its own: give it with --model DIR")
+    return case
 
 
 def _scenarios(selection: Selection) -> Iterable[Scenario]:

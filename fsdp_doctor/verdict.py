@@ -8,6 +8,7 @@ worker.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ _CASCADE = re.compile(
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
 _DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
+_IN_TORCH = re.compile(r"(^|/)torch/")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 
@@ -94,11 +96,11 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
     if missing:
         return Verdict(kind="lost", reason=f"no report came from {_ranks(missing)}", ranks=tuple(missing))
     events = sorted((event for report in reports for event in _events(report)), key=_by_cause)
+    hanging = [report for report in reports if report.stopped == "deadline"]
+    if hanging and all(event.cascade for event in events):
+        return _hang(hanging, reports)
     if events:
         return _from_events(events, reports)
-    hanging = [report for report in reports if report.stopped == "deadline"]
-    if hanging:
-        return _hang(hanging)
     unfinished = [report.rank for report in reports if report.record is None or not report.record.done]
     if unfinished:
         reason = f"{_ranks(unfinished)} did not finish and did not say why"
@@ -125,12 +127,8 @@ def waiting_in(stack: str) -> str:
     frames = [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
     if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
         return "synchronize, for the device"
-    inside = []
-    for file, function in frames:
-        if "torch/distributed/" not in file:
-            break
-        inside.append(function)
-    named = [function for function in inside if function != "wrapper"]
+    in_torch = itertools.takewhile(lambda frame: _IN_TORCH.search(frame[0]), frames)
+    named = [function for file, function in in_torch if "torch/distributed/" in file and function != "wrapper"]
     return named[-1] if named else ""
 
 
@@ -162,12 +160,10 @@ def _events(report: RankReport) -> list[_Event]:
 
 
 def _kind_of(failure: Failure, stage: str) -> Kind:
-    if failure.type.endswith("OutOfMemoryError") or failure.type == "MemoryError":
-        return "oom"
-    if _OUT_OF_MEMORY.search(failure.message):
-        return "oom"
     if stage in ("reference", "verify"):
         return "lost"
+    if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):
+        return "oom"
     return "poisoned" if stage == "next step" else "crash"
 
 
@@ -217,16 +213,17 @@ def _in_stage(report: RankReport) -> str:
     return "" if report.record.stage == "extract" else f" ({report.record.stage})"
 
 
-def _hang(reports: Sequence[RankReport]) -> Verdict:
+def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
     """The ranks to look at: those that wait for nobody, else those still in the path, else all."""
-    still_in = [r for r in reports if r.process_state or not _agreeing(r)]
+    still_in = [r for r in hanging if r.process_state or not _agreeing(r)]
     busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
-    named = busy or still_in or list(reports)
-    standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in reports)
+    named = busy or still_in or list(hanging)
+    standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in hanging)
     return Verdict(
         kind="hang",
-        reason=f"{reports[0].stopped_detail}: {standing}",
+        reason=f"{hanging[0].stopped_detail}: {standing}",
         ranks=tuple(report.rank for report in named),
+        also=tuple(problem.sentence for problem in _problems(reports)),
     )
 
 
@@ -264,9 +261,11 @@ def _severity(kind: ProblemKind) -> int:
 
 def _from_records(reports: Sequence[RankReport]) -> Verdict:
     reasons = {r.record.unsupported for r in reports if r.record and r.record.unsupported}
-    if reasons:
-        return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     found = _problems(reports)
+    if reasons and not found:
+        if not all(r.record and r.record.unsupported for r in reports):
+            return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
+        return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     if not found:
         return Verdict(kind="ok")
     worst = found[0]

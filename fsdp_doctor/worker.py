@@ -76,7 +76,7 @@ def run(job: Job, generation: int, backend: str, channel: socket.socket, stacks:
 def _join(job: Job, generation: int, backend: str, send: Callable[[Message], None]) -> Examiner:
     import torch.distributed as dist
 
-    from fsdp_doctor import runtime
+    from fsdp_doctor import models, runtime
     from fsdp_doctor.environment import of_torch
     from fsdp_doctor.errors import CannotRun
     from fsdp_doctor.examination import Examiner
@@ -88,6 +88,8 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
             f"there are more ranks than devices on this node: rank {job.rank} is number {job.local_rank + 1} here, "
             f"torch sees {num_devices} of {device_type}; start one rank per device"
         )
+    if job.custom_model is not None:
+        models.check_directory(job.custom_model)
     store, _, _ = next(dist.rendezvous("env://"))
     joined = runtime.start(
         dist.PrefixStore(f"generation/{generation}", store),

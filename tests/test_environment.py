@@ -43,9 +43,9 @@ def test_the_host_name_is_told_only_where_it_was_asked_for():
 
 def test_the_home_directory_is_written_as_a_tilde(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.setenv("NCCL_TOPO_FILE", "/home/someone/topo.xml:/home/someone/more.xml")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "/home/someone/topo.xml:/home/someone/more.xml")
     facts = without_torch()
-    assert facts["variables"]["NCCL_TOPO_FILE"] == "~/topo.xml:~/more.xml"
+    assert facts["variables"]["PYTORCH_ALLOC_CONF"] == "~/topo.xml:~/more.xml"
     assert "someone" not in json.dumps(facts["variables"])
 
 

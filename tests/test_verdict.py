@@ -43,6 +43,19 @@ Current thread 0x00007f01 (most recent call first):
 # The same, written in the other order: the current thread first.
 BUSY_FIRST = "Current thread" + BUSY.split("Current thread")[1] + "\n" + _OTHER_THREAD
 WAITING_FIRST = "Current thread" + WAITING.split("Current thread")[1] + "\n" + _OTHER_THREAD
+BARRIER = """\
+Current thread 0x00007f01 (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/venv/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/me/mine.py", line 7 in wait
+"""
+NO_FRAME = """\
+Current thread 0x00007f01 (most recent call first):
+  <no Python frame>
+
+Thread 0x00007f00 (most recent call first):
+  File "/venv/torch/distributed/elastic/heartbeat.py", line 20 in beat
+"""
 WAITING_IN_DTENSOR = """\
 Current thread 0x00007f01 (most recent call first):
   File "/venv/torch/_ops.py", line 882 in redispatch
@@ -320,7 +333,7 @@ def test_an_exception_without_a_message_is_told_by_its_type():
 def test_a_rank_that_was_ended_for_the_sake_of_others_is_told_with_the_cause():
     verdict = classify([failed(0), stopped(1, WAITING, why="others")], 2)
     assert (verdict.kind, verdict.ranks) == ("crash", (0,))
-    assert verdict.also == ("rank 1 waited in foreach_all_gather",)
+    assert verdict.also == ("rank 1 waited in unshard",)
 
 
 # The stage says whose fault it is.
@@ -397,7 +410,7 @@ def test_a_hang_names_the_rank_that_waits_for_nobody(culprit, stacks):
     assert (verdict.kind, verdict.ranks) == ("hang", (culprit,))
     assert verdict.reason.startswith("not done after 60 s: ")
     assert f"rank {culprit} was busy" in verdict.reason
-    assert f"rank {1 - culprit} waited in foreach_all_gather" in verdict.reason
+    assert f"rank {1 - culprit} waited in unshard" in verdict.reason
 
 
 def test_a_hang_in_which_all_wait_names_all():
@@ -407,7 +420,7 @@ def test_a_hang_in_which_all_wait_names_all():
 def test_a_rank_that_waits_to_agree_is_not_the_one_to_look_at():
     verdict = classify([stopped(0, WAITING, stage="agree"), stopped(1, WAITING)], 2)
     assert (verdict.kind, verdict.ranks) == ("hang", (1,))
-    assert "rank 0 waited in foreach_all_gather (agree)" in verdict.reason
+    assert "rank 0 waited in unshard (agree)" in verdict.reason
 
 
 def test_a_hang_while_agreeing_names_all():
@@ -435,9 +448,11 @@ def test_a_worker_that_we_ended_at_the_deadline_did_not_die():
 @pytest.mark.parametrize(
     ("stack", "function"),
     [
-        (WAITING, "foreach_all_gather"),
-        (WAITING_FIRST, "foreach_all_gather"),
-        (WAITING.replace("/venv/torch", "torch"), "foreach_all_gather"),
+        (WAITING, "unshard"),
+        (WAITING_FIRST, "unshard"),
+        (WAITING.replace("/venv/torch", "torch"), "unshard"),
+        (BARRIER, "barrier"),
+        (NO_FRAME, ""),
         (BUSY, ""),
         (BUSY_FIRST, ""),
         ("", ""),

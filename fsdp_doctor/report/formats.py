@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from fsdp_doctor.report import junit, lines, markdown, table
+from fsdp_doctor.report.layout import printable
 from fsdp_doctor.report.model import Report, report_to_dict
 
 FORMATS: dict[str, str] = {
@@ -24,13 +25,13 @@ def render(report: Report, name: str, *, width: int = 132, color: bool = False) 
         case "table":
             return table.render(report, max(width, _NARROWEST), color)
         case "lines":
-            return lines.render(report)
+            return printable(lines.render(report))
         case "json":
             return json.dumps(report_to_dict(report), indent=1) + "\n"
         case "markdown":
-            return markdown.render(report).rstrip("\n") + "\n"
+            return printable(markdown.render(report)).rstrip("\n") + "\n"
         case "junit":
             return junit.render(report)
         case "svg":
-            return table.render_svg(report) + "\n"
+            return printable(table.render_svg(report)) + "\n"
     raise AssertionError(name)

@@ -63,12 +63,12 @@ def read_report(path: pathlib.Path) -> Report:
         data = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the report {path}: {_reason(error)}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no report of fsdp-doctor: it is not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise UsageError(f"{path} is no report of fsdp-doctor: its 'schema' is not {SCHEMA!r}")
     version = data.get("schema_version")
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise UsageError(
             f"{path} has schema version {version}, this fsdp-doctor reads up to {SCHEMA_VERSION}: upgrade it"
         )
@@ -76,7 +76,7 @@ def read_report(path: pathlib.Path) -> Report:
         if not data["complete"]:
             data["results"] = _with_journal(data["results"], _journal_of(path))
         return report_from_dict(data)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is a damaged report: {type(error).__name__}: {error}") from None
 
 
@@ -84,8 +84,8 @@ def _with_journal(results: list[Any], journal: pathlib.Path) -> list[Any]:
     """The journal's results where it has more than the file; its last line may be half written."""
     found = []
     with contextlib.suppress(OSError):
-        for line in journal.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+        for line in journal.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 data = json.loads(line)
                 result_from_dict(data)
                 found.append(data)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from xml.etree import ElementTree
 
 from fsdp_doctor.cases import Scenario
-from fsdp_doctor.report.layout import rerun_command
+from fsdp_doctor.report.layout import printable, rerun_command
 from fsdp_doctor.report.model import CaseResult, Report
-
-# XML 1.0 has no way to write most control characters, and a traceback can hold them.
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(report: Report) -> str:
@@ -26,7 +22,7 @@ def render(report: Report) -> str:
         suite = ElementTree.SubElement(root, "testsuite", name="run", tests="1", errors="1", failures="0", skipped="0")
         case = ElementTree.SubElement(suite, "testcase", name="complete", classname="run")
         missing = report.num_selected - len(report.results)
-        message = _text(f"the run is incomplete: {report.ended}; {missing} cases have no result")
+        message = printable(f"the run is incomplete: {report.ended}; {missing} cases have no result")
         ElementTree.SubElement(case, "error", message=message)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -59,7 +55,7 @@ def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) ->
     case = ElementTree.SubElement(
         suite,
         "testcase",
-        name=_text(result.case.path),
+        name=printable(result.case.path),
         classname=result.case.scenario.id,
         time=f"{result.wall_seconds:.3f}",
     )
@@ -68,15 +64,13 @@ def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) ->
         return
     verdict = result.verdict
     message = f"{verdict.kind}: {verdict.reason}"
-    element = ElementTree.SubElement(case, outcome, message=_text(message))
+    element = ElementTree.SubElement(case, outcome, message=printable(message))
     if outcome != "skipped":
         element.set("type", verdict.kind)
         tracebacks = [
             f"rank {r.rank}:\n{r.record.failure.traceback}" for r in result.ranks if r.record and r.record.failure
         ]
         stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
-        element.text = _text("\n".join([message, *verdict.also, rerun_command(report, result), *tracebacks, *stacks]))
-
-
-def _text(text: str) -> str:
-    return _NOT_XML.sub("?", text)
+        element.text = printable(
+            "\n".join([message, *verdict.also, rerun_command(report, result), *tracebacks, *stacks])
+        )

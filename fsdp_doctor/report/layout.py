@@ -13,6 +13,8 @@ from fsdp_doctor.paths import FIX, PATH_NAMES
 from fsdp_doctor.report.model import CaseResult, Report
 from fsdp_doctor.verdict import NEUTRAL, Kind, fold
 
+# XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
+_NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 
 
@@ -131,6 +133,11 @@ def bytes_text(number: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def printable(text: str) -> str:
+    """``text`` without the characters that XML and most terminals cannot show; lone surrogates among them."""
+    return _NOT_PRINTABLE.sub("?", text)
 
 
 def _title(group: Scenario) -> str:

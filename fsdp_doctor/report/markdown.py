@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fsdp_doctor.environment import lines_of
 from fsdp_doctor.report.layout import (
     Failure,
@@ -22,29 +24,55 @@ _LIMIT = 60_000
 _TRACEBACK_LINES = 12
 _STACK_LINES = 14
 _SHOWN_CASES = 5
+_REASON_CHARACTERS = 2_000
 
 
 def render(report: Report) -> str:
+    """Never longer than GitHub takes: what does not fit is counted, and stands in the JSON report."""
     failures = distinct_failures(report)
     number_of = numbers(failures)
-    head = [f"## fsdp-doctor {report.version}", "", summary(report), "", "```", report.command, "```", ""]
-    head += [*_environment(report), ""]
-    matrix = [line for grid in grids(report) for line in _grid(grid, number_of)]
-    comparison = _comparison(report)
-    text = "\n".join([*head, *matrix, *comparison])
-    for failure in failures:
-        block = "\n".join(_block(report, failure, len(text) < _LIMIT // 2))
-        if len(text) + len(block) > _LIMIT:
-            left = len(failures) - failure.number + 1
-            text += f"\n{left} more distinct failures are in the JSON report.\n"
-            break
-        text += block
-    return text
+    text = _Text(_LIMIT)
+    text.add([f"## fsdp-doctor {report.version}", "", summary(report), ""])
+    text.add([*_fenced(report.command), "", *_environment(report), ""])
+    text.add_all("tables", [[_grid(grid, number_of)] for grid in grids(report)], share=0.5)
+    text.add_all("rows of the fix", [[_comparison(report)]], share=0.6)
+    text.add_all(
+        "distinct failures",
+        [[_block(report, failure, details=True), _block(report, failure, details=False)] for failure in failures],
+        share=1.0,
+    )
+    return text.value
+
+
+class _Text:
+    """Grows up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.value = ""
+
+    def add(self, lines: list[str]) -> None:
+        self.value += "\n".join(lines) + "\n" if lines else ""
+
+    def add_all(self, what: str, parts: list[list[list[str]]], share: float) -> None:
+        """Adds each part in the first of its forms that leaves the text within ``share`` of the limit."""
+        left_out = 0
+        for forms in parts:
+            fitting = (
+                form for form in forms if len(self.value) + sum(map(len, form)) + len(form) < self._limit * share
+            )
+            form = next(fitting, None)
+            if form is None:
+                left_out += 1
+            else:
+                self.add(form)
+        if left_out:
+            self.add(["", f"{left_out} more {what} are in the JSON report.", ""])
 
 
 def _environment(report: Report) -> list[str]:
     facts = lines_of(report.environment)
-    return ["<details><summary>Environment</summary>", "", "```", *facts, "```", "", "</details>"]
+    return ["<details><summary>Environment</summary>", "", *_fenced("\n".join(facts)), "", "</details>"]
 
 
 def _grid(grid: Grid, number_of: dict[str, int]) -> list[str]:
@@ -90,16 +118,15 @@ def _comparison(report: Report) -> list[str]:
     return [*lines, ""]
 
 
-def _block(report: Report, failure: Failure, roomy: bool) -> list[str]:
-    cases = "case" if len(failure.results) == 1 else "cases"
-    lines = ["", f"### [{failure.number}] {failure.kind}: {len(failure.results)} {cases}", "", "```"]
-    lines += [failure.reason, *failure.results[0].verdict.also]
-    lines += ["```", ""]
+def _block(report: Report, failure: Failure, *, details: bool) -> list[str]:
+    count = len(failure.results)
+    lines = ["", f"### [{failure.number}] {failure.kind}: {count} {'case' if count == 1 else 'cases'}", ""]
+    lines += _fenced("\n".join([failure.reason, *failure.results[0].verdict.also])[:_REASON_CHARACTERS])
     shown = [result.id for result in failure.results[:_SHOWN_CASES]]
-    more = len(failure.results) - len(shown)
-    lines += [f"`{case_id}`  " for case_id in shown] + ([f"and {more} more"] if more else [])
+    lines += ["", *(f"`{case_id}`  " for case_id in shown)]
+    lines += [f"and {count - len(shown)} more"] if count > len(shown) else []
     lines += ["", f"Alone: `{rerun_command(report, failure.results[0])}`", ""]
-    if roomy:
+    if details:
         lines += _details("Traceback", _last(failure.traceback, _TRACEBACK_LINES))
         for rank, stack in failure.stacks:
             lines += _details(f"Stack of rank {rank}", "\n".join(_main_thread(stack)[:_STACK_LINES]))
@@ -109,7 +136,14 @@ def _block(report: Report, failure: Failure, roomy: bool) -> list[str]:
 def _details(title: str, text: str) -> list[str]:
     if not text.strip():
         return []
-    return [f"<details><summary>{title}</summary>", "", "```", text.rstrip(), "```", "", "</details>", ""]
+    return [f"<details><summary>{title}</summary>", "", *_fenced(text.rstrip()), "", "</details>", ""]
+
+
+def _fenced(text: str) -> list[str]:
+    """A code block whose fence is longer than any run of backticks in it."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [fence, text, fence]
 
 
 def _last(text: str, lines: int) -> str:

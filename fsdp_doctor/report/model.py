@@ -83,7 +83,7 @@ def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seco
         verdict=verdict,
         seconds=max(seconds, default=None),
         peak_extra_bytes=max(peaks, default=None),
-        wall_seconds=wall_seconds,
+        wall_seconds=round(wall_seconds, 4),
         ranks=tuple(reports) if verdict.bad else (),
     )
 
@@ -114,7 +114,7 @@ def result_to_dict(result: CaseResult) -> dict[str, Any]:
         "verdict": _verdict_to_dict(result.verdict),
         "seconds": result.seconds,
         "peak_extra_bytes": result.peak_extra_bytes,
-        "wall_seconds": round(result.wall_seconds, 4),
+        "wall_seconds": result.wall_seconds,
         "confirmation": _verdict_to_dict(result.confirmation) if result.confirmation else None,
         "ranks": [rank_report_to_dict(report) for report in result.ranks],
     }

@@ -16,6 +16,7 @@ from fsdp_doctor.report.layout import (
     fixes,
     grids,
     numbers,
+    printable,
     rerun_command,
     seconds_text,
     summary,
@@ -34,10 +35,11 @@ _STYLE: dict[Kind, str] = {
 }
 _BAD_STYLE = "bold red"
 _SHOWN_CASES = 3
+_BETWEEN_COLUMNS = 3
 
 
 def render(report: Report, width: int, color: bool) -> str:
-    """The whole report as text. ``width`` in columns; failures below the matrix are never cut."""
+    """The whole report as text. ``width`` in columns; what stands below the matrix is never cut or wrapped."""
     console = Console(
         width=width,
         file=io.StringIO(),
@@ -46,17 +48,20 @@ def render(report: Report, width: int, color: bool) -> str:
         highlight=False,
         legacy_windows=False,
     )
-    console.print(_everything(report), soft_wrap=False)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
+    failures = distinct_failures(report)
+    console.print(_matrix(report, failures, width))
+    if fixes(report):
+        console.print(_side_by_side(report))
+    console.print(_failures(report, failures, with_commands=True), soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
-def render_svg(report: Report, width: int = 132) -> str:
-    """The matrix alone as an SVG picture."""
+def render_svg(report: Report, width: int = 150) -> str:
+    """The matrix, and its failures in a line each, as an SVG picture."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
     failures = distinct_failures(report)
-    console.print(_matrix(report, failures))
+    console.print(_matrix(report, failures, width))
     console.print(_failures(report, failures, with_commands=False))
     console.print(Text(summary(report)))
     return console.export_svg(title=f"{report.command}  ({report.world_size} x {_machine(report)})")
@@ -67,16 +72,7 @@ def _machine(report: Report) -> str:
     return str(accelerators[0]) if accelerators and report.device != "cpu" else report.device
 
 
-def _everything(report: Report) -> RenderableType:
-    failures = distinct_failures(report)
-    parts: list[RenderableType] = [_matrix(report, failures)]
-    if fixes(report):
-        parts.append(_side_by_side(report))
-    parts.append(_failures(report, failures, with_commands=True))
-    return Group(*parts)
-
-
-def _matrix(report: Report, failures: list[Failure]) -> RenderableType:
+def _matrix(report: Report, failures: list[Failure], width: int) -> RenderableType:
     number_of = numbers(failures)
     parts: list[RenderableType] = []
     for grid in grids(report):
@@ -85,17 +81,32 @@ def _matrix(report: Report, failures: list[Failure]) -> RenderableType:
             text = f"{grid.title}: {len(grid.cells)} cases {alike.verdict.kind}: {alike.verdict.reason}\n"
             parts.append(Text(text, style="dim"))
         else:
-            parts.append(_table(grid, number_of))
+            parts += _tables(grid, number_of, width)
     return Group(*parts)
 
 
-def _table(grid: Grid, number_of: dict[str, int]) -> Table:
+def _tables(grid: Grid, number_of: dict[str, int], width: int) -> list[Table]:
+    """One table, or several beneath each other where the terminal is too narrow for all offloads."""
+    cells = [_cell(result, number_of).cell_len for result in grid.cells.values()]
+    headers = [len(part) for offload in grid.offloads for part in _header(offload).split("\n")]
+    room = width - max(len(path) for path in grid.paths) - 2
+    across = max(1, room // (max(*cells, *headers) + _BETWEEN_COLUMNS))
+    return [
+        _table(grid, grid.offloads[first : first + across], number_of) for first in range(0, len(grid.offloads), across)
+    ]
+
+
+def _header(offload: str) -> str:
+    return offload.replace("+", "\n+")
+
+
+def _table(grid: Grid, offloads: tuple[str, ...], number_of: dict[str, int]) -> Table:
     table = Table(title=grid.title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("path", no_wrap=True)
-    for offload in grid.offloads:
-        table.add_column(offload.replace("+", "\n+"))
+    for offload in offloads:
+        table.add_column(_header(offload), no_wrap=True)
     for path in grid.paths:
-        table.add_row(path, *(_cell(grid.cells.get((path, offload)), number_of) for offload in grid.offloads))
+        table.add_row(path, *(_cell(grid.cells.get((path, offload)), number_of) for offload in offloads))
     return table
 
 
@@ -145,10 +156,10 @@ def _failures(report: Report, failures: list[Failure], *, with_commands: bool) -
     for failure in failures:
         head = f"\n{failure.number}  {failure.kind}, {_count(len(failure.results))}: "
         text.append(head, style=_STYLE.get(failure.kind, _BAD_STYLE))
-        text.append(failure.reason + "\n")
+        text.append(printable(failure.reason) + "\n")
         first = failure.results[0]
         for also in first.verdict.also:
-            text.append(f"   also: {also}\n", style="dim")
+            text.append(f"   also: {printable(also)}\n", style="dim")
         if not with_commands:
             continue
         for result in failure.results[:_SHOWN_CASES]:
