@@ -7,7 +7,7 @@ The model is never moved and never changed, so a module that ``model.to(device)`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+
+# torch 2.13 deprecates the name that older versions have.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def full_tensors(model: nn.Module, *, device: torch.device | str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,7 +81,7 @@ def _gather_flat(handle: Any, shard: torch.Tensor) -> torch.Tensor:
         return shard
     group = private.shard_group(handle)
     flat = torch.empty(shard.numel() * dist.get_world_size(group), dtype=shard.dtype, device=shard.device)
-    dist.all_gather_into_tensor(flat, shard.contiguous(), group=group)
+    _all_gather(flat, shard.contiguous(), group=group)
     return flat
 
 
