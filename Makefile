@@ -18,7 +18,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/speed.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

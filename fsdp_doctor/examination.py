@@ -138,6 +138,7 @@ class _Examination:
             compute_device=self._runtime.device,
             compute_dtype=COMPUTE_DTYPE,
             parameter_devices=verify.parameter_devices(trainer.model),
+            shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
         )
         self._drain(trainer, verifier)
         self._add(problems=verifier.problems())

@@ -47,6 +47,11 @@ class Reference:
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     flat: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffer_names: frozenset[str] = frozenset()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers alone."""
+        return {name: self.full[name] for name in self.buffer_names}
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     Every rank must call it. Raises LayoutError where the shards do not fit together.
     """
     runtime.synchronize()
-    reference = Reference()
+    reference = Reference(buffer_names=frozenset(name for name, _ in fsdp1.buffers(model)))
     parts = list(_unit_parts(reference, model, optimizer))
     parts += _entry_parts(reference, model, optimizer)
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
@@ -94,7 +99,6 @@ def shard_slices(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placemen
 
 def _entry_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
     """FSDP2's parameters, plain parameters and buffers, each tensor once."""
-    buffers = {name for name, _ in fsdp1.buffers(model)}
     in_units = set(reference.parameters)
     seen: set[int] = set()
     for name, tensor in fsdp2.entries(model):
@@ -104,7 +108,7 @@ def _entry_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.
         local = _to_host(fsdp2.local_tensor(tensor))
         reference.local[name] = local
         yield _Part(local, _joiner(reference.full, name, tensor))
-        if name in buffers:
+        if name in reference.buffer_names:
             continue
         reference.parameters.append(name)
         for key, state in (optimizer.state[tensor] if optimizer else {}).items():

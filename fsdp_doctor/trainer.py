@@ -84,7 +84,7 @@ class Trainer:
         if self._staged and self.scenario.param_offload:
             self.offload()
         if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:
-            fsdp2.offload(self.model, non_blocking=False)
+            fsdp2.unstage(self.model, self.runtime.device)
         self._staged = False
         if self.scenario.param_offload:
             self._load_parameters()
@@ -92,9 +92,10 @@ class Trainer:
             self._move_optimizer(self.runtime.device, non_blocking=False)
 
     def tensor_ids(self) -> set[int]:
-        """The tensors that live as long as the trainer: a path that yields them keeps nothing alive."""
+        """The tensors that live as long as the trainer: a path that yields one of them keeps nothing alive."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
-        return {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers(), *state)}
+        tensors = (*self.model.parameters(), *self.model.buffers(), *state)
+        return {id(part) for tensor in tensors for part in (tensor, fsdp2.local_tensor(tensor))}
 
     def _load_parameters(self) -> None:
         non_blocking = self.scenario.transfer == "nonblocking"

@@ -35,6 +35,7 @@ class Verifier:
         compute_device: torch.device,
         compute_dtype: torch.dtype,
         parameter_devices: dict[str, torch.device],
+        shard_group_of_one: bool,
     ) -> None:
         self._contract = contract
         self._reference = reference
@@ -42,6 +43,7 @@ class Verifier:
         self._compute_device = compute_device
         self._compute_dtype = compute_dtype
         self._parameter_devices = parameter_devices
+        self._shard_group_of_one = shard_group_of_one
         self._expected = self._expected_tensors()
         self._seen: set[str] = set()
         self._found: dict[ProblemKind, dict[str, list[str]]] = {}
@@ -73,7 +75,8 @@ class Verifier:
     def _expected_tensors(self) -> dict[str, torch.Tensor]:
         match self._contract.form:
             case "flat":
-                return {f"{prefix}_flat_param": flat for prefix, flat in self._reference.flat.items()}
+                flat = {f"{prefix}_flat_param": shard for prefix, shard in self._reference.flat.items()}
+                return flat | self._reference.buffers()
             case "optimizer":
                 return self._reference.optimizer
             case _ if self._contract.keys == "parameters":
@@ -92,7 +95,6 @@ class Verifier:
         elif promised == "info":
             fits = entry.form == "info"
         elif promised == "sharded":
-            # A buffer or another plain parameter is a plain tensor in a sharded state dict too.
             fits = sharded or (entry.form == "tensor" and self._is_plain(entry.name))
         else:
             fits = entry.form in ("tensor", "sharded tensor")
@@ -101,8 +103,8 @@ class Verifier:
         return fits
 
     def _is_plain(self, name: str) -> bool:
-        local = self._reference.local.get(name)
-        return local is not None and local.shape == self._reference.full[name].shape
+        """Whether this entry has nothing to be sharded into: a buffer, or anything in a shard group of one."""
+        return self._shard_group_of_one or name in self._reference.buffers()
 
     def _check_place(self, entry: Entry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)

@@ -41,6 +41,18 @@ def load(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None:
 
 
 @torch.no_grad()
+def unstage(model: nn.Module, device: torch.device) -> None:
+    """Undoes ``load`` under CPUOffloadPolicy: shards to the CPU, where torch expects them, buffers to ``device``.
+
+    A half-moved module trains again after it. The policy moves parameters only, so the buffers
+    that ``model.to`` took along must come back.
+    """
+    model.to("cpu")
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+@torch.no_grad()
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, as it lies: no copy, no collective, half-moved ones too.
 

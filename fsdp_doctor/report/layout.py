@@ -15,6 +15,8 @@ from fsdp_doctor.verdict import NEUTRAL, Kind, fold
 
 # XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# The names that verification found, and the list at the end of some of torch's messages.
+_NAMES = re.compile(r": [\w.]+\.[\w.]+(, [\w.]+)*( and \d+ more)?(?=;|$)|: \[\(.*$", re.DOTALL)
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 
 
@@ -83,12 +85,17 @@ def distinct_failures(report: Report) -> list[Failure]:
     """The bad results, grouped, the most frequent first."""
     groups: dict[tuple[Kind, str], list[CaseResult]] = {}
     for result in report.bad:
-        groups.setdefault((result.verdict.kind, _RANKS.sub("", fold(result.verdict.reason))), []).append(result)
+        groups.setdefault((result.verdict.kind, _sort_of(result.verdict.reason)), []).append(result)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [
         Failure(number=number, kind=kind, reason=results[0].verdict.reason, results=tuple(results))
         for number, ((kind, _), results) in enumerate(ordered, start=1)
     ]
+
+
+def _sort_of(reason: str) -> str:
+    """A reason without what differs between models and ranks: the ranks, the devices, the names."""
+    return _NAMES.sub("", _RANKS.sub("", fold(reason)))
 
 
 def numbers(failures: Sequence[Failure]) -> dict[str, int]:
