@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -52,7 +54,7 @@ def render(report: Report, width: int, color: bool) -> str:
     console.print(_matrix(report, failures, width))
     if fixes(report):
         console.print(_side_by_side(report))
-    console.print(_failures(report, failures, with_commands=True), soft_wrap=True)
+    console.print(_failures(report, failures), soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -62,9 +64,12 @@ def render_svg(report: Report, width: int = 150) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
     failures = distinct_failures(report)
     console.print(_matrix(report, failures, width))
-    console.print(_failures(report, failures, with_commands=False))
+    for failure in failures:
+        console.print(_line(failure), no_wrap=True, overflow="ellipsis")
     console.print(Text(summary(report)))
-    return console.export_svg(title=f"{report.command}  ({report.world_size} x {_machine(report)})")
+    svg = console.export_svg(title=f"{report.command}  ({report.world_size} x {_machine(report)})")
+    # rich asks for a web font; a picture in a report fetches nothing.
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 
 def _machine(report: Report) -> str:
@@ -101,7 +106,7 @@ def _header(offload: str) -> str:
 
 
 def _table(grid: Grid, offloads: tuple[str, ...], number_of: dict[str, int]) -> Table:
-    table = Table(title=grid.title, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(title=grid.title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
     table.add_column("path", no_wrap=True)
     for offload in offloads:
         table.add_column(_header(offload), no_wrap=True)
@@ -124,16 +129,10 @@ def _verdict(kind: Kind) -> Text:
 
 
 def _side_by_side(report: Report) -> Table:
-    table = Table(
-        title="each path, and the fix in the same scenario",
-        title_justify="left",
-        title_style="bold",
-        pad_edge=False,
-    )
+    title = "each path, and the fix in the same scenario"
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
     for column in ("case", "verdict", "time", "peak extra", "fix", "time", "peak extra"):
-        table.add_column(
-            column, no_wrap=column == "case", justify="right" if column in ("time", "peak extra") else "left"
-        )
+        table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")
     fix_of = fixes(report)
     for result in report.results:
         fix = fix_of.get(result.case.scenario)
@@ -151,23 +150,23 @@ def _side_by_side(report: Report) -> Table:
     return table
 
 
-def _failures(report: Report, failures: list[Failure], *, with_commands: bool) -> RenderableType:
+def _failures(report: Report, failures: list[Failure]) -> RenderableType:
     text = Text()
     for failure in failures:
-        head = f"\n{failure.number}  {failure.kind}, {_count(len(failure.results))}: "
-        text.append(head, style=_STYLE.get(failure.kind, _BAD_STYLE))
-        text.append(printable(failure.reason) + "\n")
-        first = failure.results[0]
-        for also in first.verdict.also:
+        text.append("\n").append(_line(failure)).append("\n")
+        for also in failure.results[0].verdict.also:
             text.append(f"   also: {printable(also)}\n", style="dim")
-        if not with_commands:
-            continue
         for result in failure.results[:_SHOWN_CASES]:
             confirmed = {None: "", True: "  (confirmed)", False: "  (not confirmed)"}[result.confirmed]
             text.append(f"   {rerun_command(report, result)}{confirmed}\n", style="dim")
         if len(failure.results) > _SHOWN_CASES:
             text.append(f"   and {len(failure.results) - _SHOWN_CASES} more\n", style="dim")
     return text
+
+
+def _line(failure: Failure) -> Text:
+    head = f"{failure.number}  {failure.kind}, {_count(len(failure.results))}: "
+    return Text(head, style=_STYLE.get(failure.kind, _BAD_STYLE)).append(printable(failure.reason), style="default")
 
 
 def _count(cases: int) -> str:
