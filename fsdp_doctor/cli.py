@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ import typer
 
 from fsdp_doctor import __version__, launch, options
 from fsdp_doctor.cases import AXES
-from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
+from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, UsageError
 from fsdp_doctor.paths import PATHS
 
 if TYPE_CHECKING:
@@ -101,12 +102,10 @@ def probe(
         resume_from=read_report(json_file) if resume and json_file and json_file.exists() else None,
         host_name=host_name,
     )
-    if launch.is_rank_zero():
-        for file in outputs.values():
-            options.check_writable(file)
+    options.check_outputs(outputs)
     _check_versions()
     if launch.under_torchrun():
-        raise SystemExit(_supervise(run))
+        raise SystemExit(_conduct(run))
     nproc = launch.num_ranks(run.device) if nproc is None else int(options.positive("--nproc", nproc))
     raise SystemExit(launch.start_torchrun(sys.argv[1:], nproc))
 
@@ -153,9 +152,16 @@ def report(
     )
     if output is not None:
         options.check_writable(output)
-        output.write_text(text)
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DoctorFault(f"cannot write {output}: {error.strerror or error}") from None
     else:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         sys.stdout.write(text)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     print(summary(found), file=sys.stderr)
 
 
@@ -182,9 +188,12 @@ def version(
 
 
 def main() -> None:
-    """The entry point. Under torchrun every rank comes here, and rank 0 speaks for all of them."""
+    """The entry point. Under torchrun every rank comes here; all but rank 0 follow what it says."""
     try:
-        _usage_errors_once(app)
+        if launch.is_rank_zero():
+            app()
+        elif sys.argv[1:2] == ["probe"] and "--help" not in sys.argv:
+            raise SystemExit(_follow())
     except FsdpDoctorError as error:
         if not launch.is_rank_zero() and isinstance(error, CannotRun):
             # Most likely rank 0 says the same. If it does, torchrun ends this process meanwhile.
@@ -192,6 +201,9 @@ def main() -> None:
         print(f"fsdp-doctor: {error}", file=sys.stderr)
         launch.tell_torchrun(str(error))
         raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("fsdp-doctor: stopped by SIGINT", file=sys.stderr)
+        raise SystemExit(Interrupted.exit_code) from None
     except Exception as error:
         traceback.print_exc()
         sentence = f"its own fault, {type(error).__name__}: {error}; please report the traceback above"
@@ -200,30 +212,17 @@ def main() -> None:
         raise SystemExit(DoctorFault.exit_code) from None
 
 
-def _usage_errors_once(command: Callable[[], None]) -> None:
-    """Each rank reads the same command line: only rank 0 complains of it, the others just end."""
-    if launch.is_rank_zero():
-        command()
-        return
-    with open(os.devnull, "w") as nowhere:
-        sys.stderr = nowhere
-        try:
-            command()
-        except UsageError:
-            raise SystemExit(0) from None
-        except SystemExit as request:
-            # typer's own complaints end in SystemExit(2); what ran under _supervise() has its code.
-            raise SystemExit(0 if sys.stderr is nowhere else request.code) from None
-        finally:
-            sys.stderr = sys.__stderr__
+def _follow() -> int:
+    from fsdp_doctor.run import follow
+
+    _check_versions()
+    return follow()
 
 
-def _supervise(run: Options) -> int:
-    """From here on this rank speaks for itself."""
-    from fsdp_doctor.run import on_this_rank
+def _conduct(run: Options) -> int:
+    from fsdp_doctor.run import conduct
 
-    sys.stderr = sys.__stderr__
-    code = on_this_rank(run)
+    code = conduct(run)
     if code:
         launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
     return code

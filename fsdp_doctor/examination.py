@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import gc
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_doctor import reference, verify
 from fsdp_doctor.cases import Case, Scenario
@@ -25,6 +25,9 @@ from fsdp_doctor.tracebacks import failure_from
 from fsdp_doctor.trainer import COMPUTE_DTYPE, Trainer, Unsupported
 
 Report = Callable[[Record], None]
+_PROGRESS_SECONDS = 1.0
+# Threads of a process group hold the tensors of the last collective a little longer than it runs.
+_RELEASE_SECONDS = 0.5
 
 
 class Examiner:
@@ -78,20 +81,22 @@ class _Examination:
         self._path = path
         self._contract = path.contract
         self._runtime = runtime
-        self._report = report
+        self._tell = report
+        self._reported_at = 0.0
         self._function = function
         self.record = Record(case_id=case.id, stage="build")
 
     def run(self, kept: Trainer | None) -> Trainer | None:
         """Returns the trainer, in the state between two steps, if it may be used again."""
-        trainer = kept
+        trainer, truth = kept, None
         with self._catching():
             trainer = trainer or self._build()
-            self._extract(trainer)
-        if not self.record.unsupported and self._agree() and trainer is not None and self._unbroken:
+            truth = self._extract(trainer)
+        if not self.record.unsupported and self._agree() and self._unbroken and trainer and truth:
             with self._catching():
                 self._enter("next step")
                 trainer.resume(undo_staging=self._path.undoes_staging)
+                self._check_weights(trainer, truth, "the next training step would start from other weights")
                 trainer.step()
                 self._runtime.synchronize()
             self._agree()
@@ -117,7 +122,8 @@ class _Examination:
             trainer.step()
         return trainer
 
-    def _extract(self, trainer: Trainer) -> None:
+    def _extract(self, trainer: Trainer) -> reference.Reference:
+        """Brings the scenario to its state, runs the path and verifies it; returns the reference."""
         scenario: Scenario = self._case.scenario
         self._enter("reference")
         wants_optimizer = self._contract.form == "optimizer"
@@ -127,10 +133,11 @@ class _Examination:
         if scenario.staging == "staged":
             self._enter("staging")
             trainer.stage()
-        # A non-blocking offload or staging is left in flight: that is what is under test.
-        if scenario.transfer == "blocking":
-            self._runtime.synchronize()
-        self._enter("extract")
+        before: verify.State = {}
+        if self._watches_state:
+            self._enter("fingerprint")
+            self._check_weights(trainer, truth, "the offload or the staging changed weights")
+            before = verify.state_of(trainer.model, trainer.optimizer)
         verifier = verify.Verifier(
             self._contract,
             truth,
@@ -140,16 +147,29 @@ class _Examination:
             parameter_devices=verify.parameter_devices(trainer.model),
             shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
         )
+        self._enter("extract")
         self._drain(trainer, verifier)
+        self._enter("fingerprint")
         self._add(problems=verifier.problems())
+        if self._watches_state:
+            self._add(problems=verify.changes(before, verify.state_of(trainer.model, trainer.optimizer)))
+        return truth
+
+    @property
+    def _watches_state(self) -> bool:
+        """Reading the model would wait for copies in flight, and so hide the race that a non-blocking
+        scenario is there to show: nothing of ours looks at it there until the path is through."""
+        return self._case.scenario.transfer == "blocking"
+
+    def _check_weights(self, trainer: Trainer, truth: reference.Reference, what: str) -> None:
+        self._runtime.synchronize()
+        lost = verify.lost_weights(trainer.model, truth)
+        if lost:
+            self._add(problems=(Problem(kind="poisoned", detail=f"{what}: {verify.first_names(lost)}"),))
 
     def _drain(self, trainer: Trainer, verifier: verify.Verifier) -> None:
         """Runs the path, reads and checks each entry, then looks at what is left behind."""
-        # Reading the model for its fingerprint would wait for copies that are in flight,
-        # and so hide the race that a non-blocking scenario is there to show.
-        watch_state = self._case.scenario.transfer == "blocking"
-        before = verify.state_of(trainer.model, trainer.optimizer) if watch_state else {}
-        allocated = self._runtime.allocated_bytes() if watch_state else None
+        allocated = self._runtime.allocated_bytes() if self._watches_state else None
         self._runtime.reset_peak()
         subject = Subject(
             model=trainer.model,
@@ -158,8 +178,8 @@ class _Examination:
             scratch=self._runtime.scratch / self._case.id.replace("/", "-"),
             control=self._runtime.control,
         )
-        timed = _Timed(self._runtime, watch_state)
-        alive: list[weakref.ref[torch.Tensor]] = []
+        timed = _Timed(self._runtime, self._watches_state)
+        alive: list[TensorWeakRef] = []
         own = trainer.tensor_ids()
         num_tensors = 0
         entries = timed.over(lambda: self._function(subject))
@@ -167,11 +187,12 @@ class _Examination:
             num_tensors += 1
             entry = verifier.read(name, value)
             if isinstance(value, torch.Tensor) and id(value) not in own:
-                alive.append(weakref.ref(value))
+                alive.append(TensorWeakRef(value))
             del value
             self._stay("verify")
             verifier.check(entry)
             self._stay("extract")
+            self._show_progress(num_tensors)
         peak = self._runtime.peak_bytes()
         del entries
         self._add(
@@ -179,23 +200,27 @@ class _Examination:
             num_tensors=num_tensors,
             peak_extra_bytes=peak - allocated if peak is not None and allocated is not None else None,
         )
-        if watch_state:
-            self._add(problems=verify.changes(before, verify.state_of(trainer.model, trainer.optimizer)))
         self._look_for_leak(allocated, alive)
 
-    def _look_for_leak(self, allocated: int | None, alive: list[weakref.ref[torch.Tensor]]) -> None:
-        kept = _kept(alive)
-        now = self._runtime.allocated_bytes() if allocated is not None else None
-        if kept or (now is not None and allocated is not None and now > allocated):
+    def _look_for_leak(self, allocated: int | None, alive: list[TensorWeakRef]) -> None:
+        kept, surplus = _kept(alive), self._surplus(allocated)
+        if kept or surplus:
             gc.collect()
-            kept = _kept(alive)
-            now = self._runtime.allocated_bytes() if allocated is not None else None
-        if now is not None and allocated is not None and now > allocated:
-            detail = f"{now - allocated} bytes of device memory not given back after the path's result was dropped"
+        end = time.monotonic() + _RELEASE_SECONDS
+        while (kept or surplus) and time.monotonic() < end:
+            time.sleep(0.001)
+            kept, surplus = _kept(alive), self._surplus(allocated)
+        if surplus:
+            detail = f"{surplus} bytes of device memory not given back after the path's result was dropped"
             self._add(problems=(Problem(kind="leak", detail=detail),))
         elif kept:
             detail = f"{len(kept)} yielded tensors ({sum(kept)} bytes) still referenced after the result was dropped"
             self._add(problems=(Problem(kind="leak", detail=detail),))
+
+    def _surplus(self, allocated: int | None) -> int:
+        """Bytes of device memory above ``allocated``; 0 where nobody counts them."""
+        now = self._runtime.allocated_bytes() if allocated is not None else None
+        return max(0, now - allocated) if now is not None and allocated is not None else 0
 
     def _agree(self) -> bool:
         """Tells the other ranks whether this one failed. False if they ended otherwise.
@@ -209,13 +234,18 @@ class _Examination:
             self._enter("agree")
         try:
             same = self._same_everywhere(failed)
-            self._add(healthy=self.record.healthy and same and self._group_works(), stage=stage)
+            works = same and self._group_works()
+            self._add(healthy=self.record.healthy and works, stage=stage)
         except Exception as error:
             if not failed:
                 self._add(failure=failure_from(error))
             self._add(healthy=False)
             return False
-        return same
+        if same and not works:
+            self._add(
+                problems=(Problem(kind="poisoned", detail="a collective over the model's group gives a wrong sum"),)
+            )
+        return works
 
     def _same_everywhere(self, failed: bool) -> bool:
         mine = torch.tensor([int(failed)])
@@ -243,6 +273,16 @@ class _Examination:
     def _enter(self, stage: Stage) -> None:
         self._stay(stage)
         self._report(self.record)
+
+    def _report(self, record: Record) -> None:
+        self._reported_at = time.monotonic()
+        self._tell(record)
+
+    def _show_progress(self, num_tensors: int) -> None:
+        """A path that goes on yielding is no hang, however long it takes."""
+        if time.monotonic() - self._reported_at > _PROGRESS_SECONDS:
+            self._add(num_tensors=num_tensors)
+            self._report(self.record)
 
     def _stay(self, stage: Stage) -> None:
         self.record = dataclasses.replace(self.record, stage=stage)
@@ -279,7 +319,7 @@ class _Timed:
         self.seconds += time.perf_counter() - start
 
 
-def _kept(alive: list[weakref.ref[torch.Tensor]]) -> list[int]:
+def _kept(alive: list[TensorWeakRef]) -> list[int]:
     """Bytes of each yielded tensor that somebody still holds and whose memory was not freed."""
     sizes = [local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
     return [size for size in sizes if size]

@@ -40,11 +40,13 @@ def full_tensors(model: nn.Module, *, device: torch.device | str | None = None) 
     """
     _refuse_meta(model)
     target = torch.device(device) if device is not None else None
-    with torch.no_grad():
-        for names, tensor in _gathered(model):
-            moved = tensor if target is None else tensor.to(target)
-            for name in names:
-                yield name, moved
+    for names, tensor in _gathered(model):
+        moved = tensor if target is None else tensor.to(target)
+        del tensor
+        for name in names:
+            yield name, moved
+        # Not to hold this one while the next is gathered.
+        del moved
 
 
 def _gathered(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
@@ -54,6 +56,7 @@ def _gathered(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
         for names, tensor in _unit(prefix, handle):
             in_units.update(names)
             yield names, tensor
+            del tensor
     rest: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in fsdp2.entries(model):
         if name not in in_units and not isinstance(tensor, FlatParameter):
@@ -75,6 +78,7 @@ def _unit(prefix: str, handle: Any) -> Iterator[tuple[list[str], torch.Tensor]]:
         yield aliases[name], view.clone()
 
 
+@torch.no_grad()
 def _gather_flat(handle: Any, shard: torch.Tensor) -> torch.Tensor:
     shard = shard.to(private.compute_device(handle))
     if not private.is_sharded(handle):
@@ -85,6 +89,7 @@ def _gather_flat(handle: Any, shard: torch.Tensor) -> torch.Tensor:
     return flat
 
 
+@torch.no_grad()
 def _full(tensor: torch.Tensor, fallback: torch.device) -> torch.Tensor:
     """A DTensor gathered on its mesh's device, or a copy of a plain tensor."""
     local = fsdp2.local_tensor(tensor)

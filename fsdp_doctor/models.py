@@ -55,14 +55,12 @@ def _template(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
 
 
 def check_directory(directory: pathlib.Path) -> None:
-    """Raises UsageError if transformers cannot read the configuration in it."""
-    from transformers import AutoConfig
-
+    """Raises UsageError if transformers cannot build the model that is in it."""
     try:
-        AutoConfig.from_pretrained(directory)
+        _template("custom", "even", directory)
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--model {directory}: transformers cannot read its configuration: {first_line}") from None
+        raise UsageError(f"--model {directory}: transformers cannot build it: {first_line}") from None
 
 
 def _as_module(model: Any) -> nn.Module:

@@ -17,7 +17,7 @@ import typer
 from fsdp_doctor.cases import AXIS, Case
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.report.formats import FORMATS
-from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.report.journal import journal_of, read_report
 from fsdp_doctor.selection import Selection, select
 
 _PANEL = "Selection"
@@ -195,6 +195,16 @@ def size(option: str, text: str) -> int:
     unit = (match[2] or "").lower()
     step = 1024 if unit.endswith("i") else 1000
     return int(float(match[1]) * step ** (" kmgt".index(unit[0]) if unit else 0))
+
+
+def check_outputs(outputs: dict[str, pathlib.Path]) -> None:
+    """Every file that the run is to write, and that no two are one."""
+    if len({file.resolve() for file in outputs.values()}) < len(outputs):
+        raise UsageError(f"two of {', '.join(f'--{name}' for name in outputs)} name the same file")
+    for file in outputs.values():
+        check_writable(file)
+    if "json" in outputs:
+        check_writable(journal_of(outputs["json"]))
 
 
 def check_writable(file: pathlib.Path) -> None:

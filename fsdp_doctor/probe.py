@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.cases import Case, Scenario
 from fsdp_doctor.errors import DoctorFault
+from fsdp_doctor.paths import find_path
 from fsdp_doctor.records import RankReport
 from fsdp_doctor.report.model import CaseResult, result_of
 from fsdp_doctor.supervise import Conductor
 from fsdp_doctor.verdict import Verdict, classify
 
-_BEFORE_THE_PATH = ("build", "reference", "offload", "staging")
+_BEFORE_THE_PATH = ("build", "offload", "staging")
 
 
 def results(
@@ -24,19 +25,20 @@ def results(
     confirm: bool,
 ) -> Iterator[CaseResult]:
     """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list."""
-    unbuildable: dict[Scenario, str] = {}
+    unbuildable: dict[tuple[Scenario, bool], str] = {}
     for number in numbers:
         case = cases[number]
-        if case.scenario in unbuildable:
-            yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[case.scenario]))
+        built = (case.scenario, find_path(case.path, case.scenario.version).without_mesh)
+        if built in unbuildable:
+            yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
             continue
         result = _examine(conductor, number, case, world_size)
         if confirm and result.verdict.bad:
             conductor.retire()
             again = _examine(conductor, number, case, world_size)
             result = _confirmed(result, again)
-        if result.verdict.bad and _failed_before_the_path(result.ranks):
-            unbuildable[case.scenario] = f"its scenario failed before any path could run: see {case.id}"
+        if result.verdict.kind in ("crash", "hang") and _failed_before_the_path(result.ranks):
+            unbuildable[built] = f"its scenario failed before any path could run: see {case.id}"
         yield result
 
 

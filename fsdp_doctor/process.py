@@ -27,6 +27,7 @@ from fsdp_doctor.tracebacks import short
 _OUTPUT_KEPT = 8 * 1024
 _STACKS_KEPT = 64 * 1024
 _TERMINATE_SECONDS = 2.0
+_KILL_SECONDS = 20.0
 _STACK_SECONDS = 2.0
 _CHUNK = 1 << 16
 
@@ -120,7 +121,7 @@ class Process:
     @property
     def suspended(self) -> bool:
         """Whether a signal stopped the worker, so that it must be woken to tell its stack."""
-        return bool(_process_state(self.pid))
+        return "stopped" in _process_state(self.pid)
 
     def resident_bytes(self) -> int:
         """The worker's resident memory; 0 once it is gone."""
@@ -142,15 +143,11 @@ class Process:
         state.stack = short(self._stacks.decode(errors="replace"))
         self.kill()
 
-    def leave(self) -> None:
-        """No more cases will come."""
-        self.kill()
-
     def kill(self) -> None:
         """Terminates the worker and all it started, then kills what is left. Returns when it is gone."""
         if self._closed:
             return
-        for number, patience in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, 60.0)):
+        for number, patience in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
                 os.killpg(self.pid, signal.SIGCONT)

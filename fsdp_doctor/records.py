@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Stage = Literal[
-    "build",  # the model is built, sharded and (phase trained) trained for one step
+    "build",  # the model is built, sharded and (phase trained) trained for two steps
     "reference",  # the shards are joined by hand
     "offload",  # the framework's manual offload
     "staging",  # verl's load_fsdp_model_to_gpu
+    "fingerprint",  # the training state is read, before the path and after it: the doctor's own work
     "extract",  # the path runs, and its tensors are read to the host
     "verify",  # what was read is compared with the reference: the doctor's own work
     "agree",  # the ranks tell one another how the extraction ended
@@ -58,7 +59,7 @@ class Record:
     peak_extra_bytes: device memory that the path had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
     num_tensors: how many entries the path yielded on this rank.
-    healthy: after a failure, whether the process group still carries a collective.
+    healthy: whether the ranks ended alike and the process group still carries a collective.
     """
 
     case_id: str

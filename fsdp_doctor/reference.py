@@ -23,6 +23,8 @@ from fsdp_doctor.fsdp import fsdp1, fsdp2, private
 from fsdp_doctor.runtime import Runtime
 
 _BATCH_BYTES = 256 << 20
+# The optimizer under test is AdamW. A rank without a piece of a parameter cannot tell its state's names.
+_ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 Slices = tuple[slice, ...]
 
@@ -111,7 +113,7 @@ def _entry_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.
         if name in reference.buffer_names:
             continue
         reference.parameters.append(name)
-        for key, state in (optimizer.state[tensor] if optimizer else {}).items():
+        for key, state in (optimizer.state.get(tensor, {}) if optimizer else {}).items():
             yield _Part(_to_host(fsdp2.local_tensor(state)), _joiner(reference.optimizer, f"{name}.{key}", state))
 
 
@@ -123,13 +125,17 @@ def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> C
             into[name] = pieces[dist.get_rank()].view(tensor.shape)
             return
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        replicas: dict[str, torch.Tensor] = {}
         for rank, piece in enumerate(pieces):
-            target = full[shard_slices(tensor.shape, tensor.device_mesh, tensor.placements, rank)]
+            slices = shard_slices(tensor.shape, tensor.device_mesh, tensor.placements, rank)
+            target = full[slices]
             if target.numel() != piece.numel():
                 raise LayoutError(
                     f"rank {rank} holds {piece.numel()} elements of {name}, {tuple(tensor.shape)}, "
                     f"where {tensor.placements} gives it {target.numel()}"
                 )
+            if not torch.equal(replicas.setdefault(str(slices), piece).view(torch.uint8), piece.view(torch.uint8)):
+                raise LayoutError(f"the replicas of {name} differ, the one of rank {rank} from one before it")
             target.copy_(piece.view(target.shape))
         into[name] = full
 
@@ -177,7 +183,7 @@ def _original_state_parts(
         names, private.original_shapes(handle), private.original_parameters(handle), strict=True
     ):
         own = dict(optimizer.state.get(parameter, {}))
-        for key in ("step", "exp_avg", "exp_avg_sq"):
+        for key in _ADAM_STATE:
             local = _to_host(own[key]) if key in own else torch.empty(0)
             yield _Part(local, _stitcher(reference.optimizer, f"{name}.{key}", shape, handle))
 

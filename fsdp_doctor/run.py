@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import io
 import os
 import pathlib
 import shlex
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from fsdp_doctor import __version__, launch
 from fsdp_doctor.cases import Case
 from fsdp_doctor.environment import Facts, home_as_tilde, without_torch
-from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.paths import is_user_path
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.journal import Journal
@@ -33,7 +34,7 @@ from fsdp_doctor.report.progress import Progress
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from fsdp_doctor.supervise import Conductor
+    from fsdp_doctor.supervise import Conductor, Interruption
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
@@ -41,6 +42,7 @@ ON_THE_CPU = (
 )
 _PR_SET_PDEATHSIG = 1
 _GOODBYE_SECONDS = 10.0
+_RENDEZVOUS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +70,15 @@ class Options:
     host_name: bool = False
 
 
-def on_this_rank(options: Options) -> int:
-    """Runs this rank's part; returns its exit code. Every process that torchrun started calls it."""
-    place = launch.place()
-    # Supervisors must not outlive a torchrun that was killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def conduct(options: Options) -> int:
+    """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
     from fsdp_doctor import supervise
     from fsdp_doctor.worker import Job
 
-    interruption = supervise.Interruption()
-    supervise.prepare()
-    import torch.distributed as dist
-
-    torchrun_store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore("fsdp-doctor", torchrun_store)
-    scratch = _shared_scratch(store, place.rank)
+    place, store, interruption = _join_the_others()
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
-        rank=place.rank,
+        rank=0,
         world_size=place.world_size,
         local_rank=place.local_rank,
         num_nodes=place.num_nodes,
@@ -97,21 +91,54 @@ def on_this_rank(options: Options) -> int:
     limits = supervise.Limits(
         start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
     )
+    supervise.share_job(store, job, limits)
     member = supervise.Member(job, store, limits, interruption)
     try:
-        if place.rank != 0:
-            member.follow()
-            return EXIT_OK
-        try:
-            return _conduct(supervise.Conductor(member), options, place.world_size)
-        finally:
-            member.close()
-            _wait_for_the_others(store, place.world_size)
+        return _run(supervise.Conductor(member), options, place)
     finally:
         member.close()
         shutil.rmtree(scratch, ignore_errors=True)
-        if place.rank != 0:
+        _wait_for_the_others(store, place.world_size)
+
+
+def follow() -> int:
+    """Every other rank's part: it reads no option and no file, and does what rank 0 says."""
+    from fsdp_doctor import supervise
+
+    place, store, interruption = _join_the_others()
+    job, limits = supervise.receive_job(store, place, interruption)
+    # On another node than rank 0's the directory is one of the same name.
+    job.scratch.mkdir(parents=True, exist_ok=True)
+    member = supervise.Member(job, store, limits, interruption)
+    try:
+        member.follow()
+        return EXIT_OK
+    finally:
+        member.close()
+        shutil.rmtree(job.scratch, ignore_errors=True)
+        with contextlib.suppress(RuntimeError):
             store.set(f"bye/{place.rank}", "")
+
+
+def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
+    """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
+    from fsdp_doctor import supervise
+
+    place = launch.place()
+    # Supervisors must not outlive a torchrun that was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    supervise.prepare()
+    import torch.distributed as dist
+
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS)))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).strip().splitlines()[0]
+        raise CannotRun(
+            f"rank {place.rank} cannot meet the {place.world_size - 1} other ranks at {address}: {reason}"
+        ) from None
+    return place, dist.PrefixStore("fsdp-doctor", store), supervise.Interruption()
 
 
 def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
@@ -123,43 +150,34 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
-def _shared_scratch(store: dist.Store, rank: int) -> pathlib.Path:
-    """A new directory for this run; on another node than rank 0's, one of the same name."""
-    if rank == 0:
-        store.set("scratch", tempfile.mkdtemp(prefix="fsdp-doctor-"))
-    scratch = pathlib.Path(store.get("scratch").decode())
-    scratch.mkdir(parents=True, exist_ok=True)
-    return scratch
-
-
-def _conduct(conductor: Conductor, options: Options, world_size: int) -> int:
-    """Runs the cases, keeps and prints the report, judges it: rank 0's part."""
+def _run(conductor: Conductor, options: Options, place: launch.Place) -> int:
+    """Runs the cases, keeps and prints the report, judges it."""
     from fsdp_doctor import probe
 
-    before = options.resume_from.results if options.resume_from else ()
-    done = {result.case for result in before}
-    numbers = [number for number, case in enumerate(options.cases) if case not in done]
+    keeper = _Keeper(options, place)
+    numbers = keeper.numbers_to_run()
+    trouble: FsdpDoctorError | None = None
     try:
-        ready = conductor.start(options.cases[numbers[0]].scenario.backend)[0].ready if numbers else None
-        facts = ready.environment if ready else {}
-        keeper = _Keeper(options, _first_report(options, world_size, facts, before))
-        trouble: FsdpDoctorError | None = None
+        if numbers:
+            ready = conductor.start(options.cases[numbers[0]].scenario.backend)[0].ready
+            keeper.open(ready.environment if ready else {})
         with Progress(len(numbers)) as progress:
-            try:
-                for result in probe.results(
-                    conductor, options.cases, numbers, world_size=world_size, confirm=options.confirm
-                ):
-                    keeper.add(result)
-                    progress.add(result)
-            except FsdpDoctorError as error:
-                trouble = error
-            except Exception as error:
-                traceback.print_exc()
-                trouble = DoctorFault(
-                    f"its own fault, {type(error).__name__}: {error}; please report the traceback above"
-                )
+            for result in probe.results(
+                conductor, options.cases, numbers, world_size=place.world_size, confirm=options.confirm
+            ):
+                keeper.add(result)
+                progress.add(result)
+    except FsdpDoctorError as error:
+        if isinstance(error, (UsageError, CannotRun)) and not keeper.is_open:
+            # Said by the workers as they start: nothing ran, and an older report stays what it was.
+            raise
+        trouble = error
+    except Exception as error:
+        traceback.print_exc()
+        trouble = DoctorFault(f"its own fault, {type(error).__name__}: {error}; please report the traceback")
     finally:
-        conductor.end()
+        with contextlib.suppress(RuntimeError):
+            conductor.end()
     report, lost = keeper.finish(ended=str(trouble or ""))
     _print(report, options)
     if trouble or lost:
@@ -170,16 +188,32 @@ def _conduct(conductor: Conductor, options: Options, world_size: int) -> int:
 class _Keeper:
     """Holds the report while it grows, and keeps it on disk where the user wants it."""
 
-    def __init__(self, options: Options, report: Report) -> None:
+    def __init__(self, options: Options, place: launch.Place) -> None:
         self._options = options
-        self._report = report
-        self._results = list(report.results)
+        self._report = _first_report(options, place)
+        self._results = list(self._report.results)
         self._start = time.monotonic()
         self._lost: DoctorFault | None = None
         self._journal: Journal | None = None
+        self.is_open = False
+
+    def numbers_to_run(self) -> list[int]:
+        """The cases without a result: places in the job's list."""
+        done = {result.case for result in self._results}
+        return [number for number, case in enumerate(self._options.cases) if case not in done]
+
+    def open(self, facts: Facts) -> None:
+        """The workers have started and told what they found: from here on results are kept on disk."""
+        self.is_open = True
+        self._report = dataclasses.replace(
+            self._report,
+            device=str(facts.pop("device", self._report.device)),
+            environment=self._report.environment | facts,
+        )
+        self._report = dataclasses.replace(self._report, notes=(ON_THE_CPU,) if self._report.device == "cpu" else ())
         with self._noting_a_full_disk():
-            if "json" in options.outputs:
-                self._journal = Journal(options.outputs["json"], report)
+            if "json" in self._options.outputs:
+                self._journal = Journal(self._options.outputs["json"], self._report)
 
     def add(self, result: CaseResult) -> None:
         self._results.append(result)
@@ -192,13 +226,15 @@ class _Keeper:
         report = dataclasses.replace(
             self._report,
             results=tuple(self._results),
-            complete=len(self._results) == self._report.num_selected,
+            complete=not self.numbers_to_run(),
             ended=ended,
             seconds=round(self._report.seconds + time.monotonic() - self._start, 3),
         )
-        if self._journal is not None:
-            with self._noting_a_full_disk():
+        with self._noting_a_full_disk():
+            if self._journal is not None:
                 self._journal.close(report)
+            elif "json" in self._options.outputs:
+                _write(self._options.outputs["json"], formats.render(report, "json"))
         for name, path in self._options.outputs.items():
             if name != "json":
                 with self._noting_a_full_disk():
@@ -218,43 +254,59 @@ class _Keeper:
 
 def _write(path: pathlib.Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _first_report(options: Options, world_size: int, facts: Facts, before: tuple[CaseResult, ...]) -> Report:
-    device = str(facts.pop("device", options.device))
-    earlier = options.resume_from
-    return Report(
+def _first_report(options: Options, place: launch.Place) -> Report:
+    """The report before anything ran, or the earlier one that is gone on with."""
+    rerun = _rerun_options(options, place)
+    report = Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=home_as_tilde(shlex.join(["fsdp-doctor", *sys.argv[1:]])),
-        device=device,
-        world_size=world_size,
+        device=options.device,
+        world_size=place.world_size,
         num_selected=len(options.cases),
-        environment=without_torch(options.host_name) | facts,
-        rerun_options=_rerun_options(options, world_size),
-        notes=(ON_THE_CPU,) if device == "cpu" else (),
-        seconds=earlier.seconds if earlier else 0.0,
-        results=before,
+        environment=without_torch(options.host_name),
+        rerun_options=rerun,
+    )
+    earlier = options.resume_from
+    if earlier is None:
+        return report
+    if (earlier.world_size, earlier.rerun_options) != (report.world_size, rerun):
+        raise UsageError(
+            f"--resume: the report is of {earlier.world_size} ranks with options {earlier.rerun_options!r}, "
+            f"this run is of {report.world_size} with {rerun!r}; their results cannot stand in one report"
+        )
+    selected = set(options.cases)
+    return dataclasses.replace(
+        earlier,
+        command=report.command,
+        num_selected=report.num_selected,
+        results=tuple(r for r in earlier.results if r.case in selected and r.verdict.kind != "lost"),
     )
 
 
-def _rerun_options(options: Options, world_size: int) -> str:
-    words = ["--nproc", str(world_size)]
+def _rerun_options(options: Options, place: launch.Place) -> str:
+    """What a command that runs one case alone needs besides the case."""
+    words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
     if options.device != "auto":
         words += ["--device", options.device]
     if options.model is not None:
         words += ["--model", home_as_tilde(str(options.model))]
     if options.host_memory is not None:
         words += ["--host-memory", str(options.host_memory)]
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _print(report: Report, options: Options) -> None:
     """The chosen format to stdout; the summary and hints to stderr."""
     tty = sys.stdout.isatty()
+    # A report can quote what this terminal or pipe has no characters for.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     name = options.format if options.format != "auto" else ("table" if tty else "lines")
     width = shutil.get_terminal_size((132, 24)).columns
     color = tty and "NO_COLOR" not in os.environ
@@ -287,4 +339,7 @@ def _unexpected(report: Report, expected: Report) -> bool:
         if result.verdict.kind != wanted:
             surprises += 1
             print(f"expected {wanted}, got {result.verdict.kind}: {result.id}", file=sys.stderr)
+    not_run = len(expected_kind.keys() - {result.id for result in report.results})
+    if not_run:
+        print(f"note: {not_run} cases of the expected report were not selected", file=sys.stderr)
     return surprises > 0

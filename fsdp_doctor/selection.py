@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_doctor.cases import AXES, AXIS, Case, Scenario, check_axis_value, parse_case_id
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.expression import compile_expression
 from fsdp_doctor.paths import FIX, PATH_NAMES, is_user_path, paths_for
 
@@ -66,7 +66,7 @@ class Selection:
 def select(selection: Selection) -> list[Case]:
     """The selected cases, in the order in which they run: scenarios one after the other.
 
-    Raises UsageError for a value, id or path that does not exist and where nothing is left.
+    Raises UsageError for a value, id or path that does not exist, CannotRun where nothing is left.
     """
     user_paths = tuple(name for name in selection.paths if is_user_path(name))
     if selection.case_ids:
@@ -81,7 +81,7 @@ def select(selection: Selection) -> list[Case]:
         kept = {case.scenario for case in cases if case.path != FIX or matches(case.id)}
         cases = [case for case in cases if case.scenario in kept]
     if not cases:
-        raise UsageError("no case is selected; `fsdp-doctor list` shows what the same options select")
+        raise CannotRun("no case is selected; `fsdp-doctor list` shows what the same options select")
     return _by_generation(dict.fromkeys(cases))
 
 

@@ -8,9 +8,11 @@ nothing a case does can take it along.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
+import pathlib
 import signal
 import time
 from collections.abc import Callable
@@ -20,25 +22,29 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_doctor.cases import Case, scenario_from_dict
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, UsageError
+from fsdp_doctor.launch import Place
 from fsdp_doctor.process import Process
-from fsdp_doctor.records import RankReport, rank_report_from_dict, rank_report_to_dict
+from fsdp_doctor.records import RankReport, Record, rank_report_from_dict, rank_report_to_dict
 from fsdp_doctor.worker import Job
 
 # The first polls of a round are short, so that the supervisors add little to a case of some
 # milliseconds; later ones are long, so that they leave the processor to the workers.
 _SHORT_POLL, _LONG_POLL, _SHORT_PHASE = 0.002, 0.02, 0.3
 _REPORT_SECONDS = 60.0
+# What takes long because the model is large, and not because something is stuck.
+_GROWING_STAGES = ("start", "build", "reference", "fingerprint", "verify")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How long and how much a worker may take.
 
-    start: seconds for starting a generation, and for building a scenario: both grow with the model.
-    stage: seconds for each later stage of a case. grace: seconds that the other ranks have to end
-    by themselves once one rank is in trouble. host_bytes: resident memory of one worker, None for
-    no limit.
+    start: seconds for starting a generation, for building a scenario and for the doctor's own work
+    on it, which grow with the model. stage: seconds without progress elsewhere. grace: seconds that
+    the other ranks have to end by themselves once one rank is in trouble. host_bytes: resident
+    memory of one worker, None for no limit.
     """
 
     start: float = 300.0
@@ -48,7 +54,7 @@ class Limits:
 
 
 class Interruption:
-    """Turns SIGINT and SIGTERM into an exception at the next safe point."""
+    """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe point."""
 
     def __init__(self) -> None:
         self._received: int | None = None
@@ -62,6 +68,39 @@ class Interruption:
         """Raises Interrupted if a signal came."""
         if self._received is not None:
             raise Interrupted(f"stopped by {signal.Signals(self._received).name}")
+
+
+def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
+    """Rank 0 says what the job is; see :func:`receive_job`."""
+    shared = {
+        "device_type": job.device_type,
+        "cases": [[dataclasses.asdict(case.scenario), case.path] for case in job.cases],
+        "user_paths": job.user_paths,
+        "custom_model": str(job.custom_model) if job.custom_model else None,
+        "scratch": str(job.scratch),
+        "limits": dataclasses.asdict(limits),
+    }
+    store.set("job", json.dumps(shared))
+
+
+def receive_job(store: dist.Store, place: Place, interruption: Interruption) -> tuple[Job, Limits]:
+    """What rank 0 said, for the rank of ``place``. Where rank 0 refuses to begin, torchrun ends the wait."""
+    while not store.check(["job"]):
+        interruption.check()
+        time.sleep(_LONG_POLL)
+    shared = json.loads(store.get("job"))
+    job = Job(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        num_nodes=place.num_nodes,
+        device_type=shared["device_type"],
+        cases=tuple(Case(scenario_from_dict(scenario), path) for scenario, path in shared["cases"]),
+        user_paths=tuple(shared["user_paths"]),
+        custom_model=pathlib.Path(shared["custom_model"]) if shared["custom_model"] else None,
+        scratch=pathlib.Path(shared["scratch"]),
+    )
+    return job, Limits(**shared["limits"])
 
 
 class Member:
@@ -142,16 +181,15 @@ class Member:
     def close(self) -> None:
         """Ends the worker, if there is one."""
         if self._process is not None:
-            self._process.leave()
+            self._process.kill()
             self._process = None
 
     def key(self, name: str) -> str:
         return f"round/{self._round}/{name}"
 
-    def stage(self) -> str:
-        """Where this rank's worker is in its case; "start" while it has said nothing of one."""
-        record = self._process.report().record if self._process is not None else None
-        return record.stage if record is not None else "start"
+    def last_record(self) -> Record | None:
+        """What this rank's worker said last of its case."""
+        return self._process.report().record if self._process is not None else None
 
     def seconds(self) -> float:
         """How long the round has lasted."""
@@ -206,9 +244,9 @@ class Conductor:
         for report in reports:
             if report.refused is not None:
                 raise _ERROR_OF.get(report.refused.exit_code, DoctorFault)(report.refused.reason)
-        ended = next((report for report in reports if report.ready is None), None)
-        if ended is not None:
-            raise DoctorFault(f"the worker of rank {ended.rank} did not start: {_how(ended)}")
+        missing = sorted((report for report in reports if report.ready is None), key=lambda r: r.exit_time)
+        if missing:
+            raise DoctorFault(f"the worker of rank {missing[0].rank} did not start: {_how(missing[0])}")
         return reports
 
     def run(self, case_number: int) -> list[RankReport]:
@@ -242,15 +280,15 @@ class Conductor:
 
 
 class _Watch:
-    """Decides when a round has lasted too long, and tells the ranks to stop their workers.
+    """Decides when a round stands still, and tells the ranks to stop their workers.
 
-    The clock is that of the stage which rank 0's worker is in.
+    Progress is any record of rank 0's worker: another stage, or another tensor now and then.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._stage = member.stage()
-        self._stage_since = 0.0
+        self._seen = member.last_record()
+        self._seen_at = 0.0
         self._trouble_at: float | None = None
         self._stopped_at: float | None = None
 
@@ -262,13 +300,14 @@ class _Watch:
             return
         if self._trouble_at is None and member.store.check([member.key("trouble")]):
             self._trouble_at = seconds
-        if member.stage() != self._stage:
-            self._stage, self._stage_since = member.stage(), seconds
-        limit = member.limits.start if self._stage in ("start", "build") else member.limits.stage
+        if member.last_record() is not self._seen:
+            self._seen, self._seen_at = member.last_record(), seconds
+        stage = self._seen.stage if self._seen is not None else "start"
+        limit = member.limits.start if stage in _GROWING_STAGES else member.limits.stage
         if self._trouble_at is not None and seconds - self._trouble_at > member.limits.grace:
             self._stop("others", "still at it when another rank was in trouble", seconds)
-        elif seconds - self._stage_since > limit:
-            self._stop("deadline", f"{self._stage} not done after {limit:g} s", seconds)
+        elif seconds - self._seen_at > limit:
+            self._stop("deadline", f"no progress in stage {stage} for {limit:g} s", seconds)
 
     def _stop(self, why: str, detail: str, seconds: float) -> None:
         self._stopped_at = seconds

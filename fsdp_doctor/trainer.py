@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from fsdp_doctor import models
 from fsdp_doctor.cases import Scenario
@@ -94,8 +95,9 @@ class Trainer:
     def tensor_ids(self) -> set[int]:
         """The tensors that live as long as the trainer: a path that yields one of them keeps nothing alive."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
-        tensors = (*self.model.parameters(), *self.model.buffers(), *state)
-        return {id(part) for tensor in tensors for part in (tensor, fsdp2.local_tensor(tensor))}
+        own = (*self.model.parameters(), *self.model.buffers(), *state)
+        shards = (fsdp2.local_tensor(tensor) for tensor in own if isinstance(tensor, DTensor))
+        return {id(tensor) for tensor in (*own, *shards)}
 
     def _load_parameters(self) -> None:
         non_blocking = self.scenario.transfer == "nonblocking"
@@ -139,6 +141,9 @@ def _why_not(scenario: Scenario, runtime: Runtime) -> str:
     """Why the scenario cannot be built here; empty if it can."""
     if scenario.version == 1 and not runtime.has_accelerator:
         return "torch's FSDP1 needs an accelerator"
+    # torch 2.6's FSDP2 calls it in the first forward, and fails in the backward too.
+    if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
+        return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
     if scenario.sharding == "hsdp" and (runtime.world_size < 4 or runtime.world_size % 2):
         return f"hsdp needs an even number of ranks, at least 4; there are {runtime.world_size}"
     if scenario.backend == "device-only" and not runtime.has_accelerator:

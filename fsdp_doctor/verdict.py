@@ -50,6 +50,9 @@ MEANING: dict[Kind, str] = {
 
 NEUTRAL: frozenset[Kind] = frozenset({"ok", "unsupported", "skipped"})
 
+# Where the doctor works, and not the case.
+_OWN_STAGES = ("reference", "fingerprint", "verify")
+
 _PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
 
 _CASCADE = re.compile(
@@ -160,7 +163,7 @@ def _events(report: RankReport) -> list[_Event]:
 
 
 def _kind_of(failure: Failure, stage: str) -> Kind:
-    if stage in ("reference", "verify"):
+    if stage in _OWN_STAGES:
         return "lost"
     if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):
         return "oom"
@@ -219,8 +222,9 @@ def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdi
     busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
     named = busy or still_in or list(hanging)
     standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in hanging)
+    own = all(report.record and report.record.stage in _OWN_STAGES for report in hanging)
     return Verdict(
-        kind="hang",
+        kind="lost" if own else "hang",
         reason=f"{hanging[0].stopped_detail}: {standing}",
         ranks=tuple(report.rank for report in named),
         also=tuple(problem.sentence for problem in _problems(reports)),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_doctor.fsdp import fsdp1, fsdp2, private
 from fsdp_doctor.fsdp.names import unwrapped
 from fsdp_doctor.paths import Contract
 from fsdp_doctor.records import Problem, ProblemKind
-from fsdp_doctor.reference import Reference
+from fsdp_doctor.reference import Reference, shard_slices
 
 _SHOWN = 3
 
@@ -68,7 +71,7 @@ class Verifier:
         """What was found: one problem for each kind, with the first few names of each sort."""
         self._check_names()
         return tuple(
-            Problem(kind=kind, detail="; ".join(f"{what}: {_names(names)}" for what, names in sorts.items()))
+            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in sorts.items()))
             for kind, sorts in self._found.items()
         )
 
@@ -146,7 +149,11 @@ class Verifier:
         if entry.data is None:
             return
         if entry.form in ("dtensor", "sharded tensor") and self._contract.form == "sharded":
-            expected = _own_part(entry, expected)
+            if not entry.tiles:
+                self._note("wrong", "its shards do not make up the whole tensor once", entry.name)
+                return
+            own = self._reference.local.get(entry.name)
+            expected = own if own is not None else _own_part(entry, expected)
         difference = compare(entry.data, expected.to(entry.data.dtype))
         if difference:
             self._note("wrong", difference, entry.name)
@@ -176,7 +183,8 @@ _FORM_IN_WORDS = {
 class Entry:
     """One yielded entry, read: what it is, where it lies, and its data on the host.
 
-    offsets: where the local part begins in the full tensor, for a sharded entry.
+    slices: where the local part lies in the full tensor, for a sharded entry.
+    tiles: whether all ranks' parts are shards that make up the tensor.
     """
 
     def __init__(
@@ -190,6 +198,7 @@ class Entry:
         local_device: torch.device | None = None,
         data: torch.Tensor | None = None,
         slices: tuple[slice, ...] | None = None,
+        tiles: bool = True,
     ) -> None:
         self.name = name
         self.form = form
@@ -199,11 +208,10 @@ class Entry:
         self.local_device = local_device
         self.data = data
         self.slices = slices
+        self.tiles = tiles
 
 
 def _read(name: str, value: Any) -> Entry:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-
     if isinstance(value, tuple):
         shape, dtype = value
         return Entry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
@@ -217,7 +225,8 @@ def _read(name: str, value: Any) -> Entry:
             device=value.device,
             local_device=local.device,
             data=local.detach().cpu(),
-            slices=_dtensor_slices(value),
+            slices=shard_slices(value.shape, value.device_mesh, value.placements, dist.get_rank()),
+            tiles=value.device_mesh.size() == 1 or any(isinstance(p, Shard) for p in value.placements),
         )
     if isinstance(value, ShardedTensor):
         return _read_sharded_tensor(name, value)
@@ -239,14 +248,6 @@ def _read(name: str, value: Any) -> Entry:
     )
 
 
-def _dtensor_slices(value: DTensor) -> tuple[slice, ...]:
-    import torch.distributed as dist
-
-    from fsdp_doctor.reference import shard_slices
-
-    return shard_slices(value.shape, value.device_mesh, value.placements, dist.get_rank())
-
-
 def _read_sharded_tensor(name: str, value: Any) -> Entry:
     shards = value.local_shards()
     local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
@@ -265,6 +266,7 @@ def _read_sharded_tensor(name: str, value: Any) -> Entry:
         device=local.device,
         data=local.detach().cpu(),
         slices=slices,
+        tiles=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata) == value.size().numel(),
     )
 
 
@@ -273,15 +275,22 @@ def _own_part(entry: Entry, full: torch.Tensor) -> torch.Tensor:
 
 
 def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a path returned: a mapping, or anything that yields pairs."""
+    """(name, value) of what a path returned: a mapping, or anything that yields pairs.
+
+    An entry is let go before the next one is asked for, so that what is streamed is not held twice.
+    """
     if isinstance(result, Mapping):
-        yield from result.items()
-    elif isinstance(result, Iterable):
-        for item in result:
-            name, value = item
-            yield name, value
-    else:
+        result = result.items()
+    if not isinstance(result, Iterable):
         raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
+    yield from map(_pair, result)
+
+
+def _pair(item: Any) -> tuple[str, Any]:
+    name, value = item
+    if not isinstance(name, str):
+        raise TypeError(f"a path yields (name, tensor) with a str for a name, not {type(name).__name__}")
+    return name, value
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
@@ -306,9 +315,11 @@ State = dict[str, tuple[str, ...]]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What an extraction must leave alone, on this rank: shards, buffers, placements, Adam's steps.
+    """What an extraction must leave alone, on this rank.
 
-    Local only, no collective; it reads local shards as they lie, half-moved ones too.
+    Shards, buffers and their placements; which tensors are parameters, which of them train and have
+    gradients; the optimizer's state and whether it still holds the model's parameters; train or
+    eval. Local only, no collective; it reads local shards as they lie, half-moved ones too.
     """
     state: State = {}
     for prefix, handle in fsdp1.units(model):
@@ -317,9 +328,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     for name, tensor in fsdp2.entries(model):
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
         shard = fsdp2.local_tensor(tensor)
-        state[name] = (*_fingerprint(tensor, shard), str(placements))
-    steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
-    state["optimizer steps"] = (str(steps),)
+        role = (id(tensor), tensor.requires_grad, tensor.grad is None)
+        state[name] = (*_fingerprint(tensor, shard), str(placements), str(role))
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(held):
+        state[f"optimizer parameter {index}"] = (str(id(parameter)),)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer state {index}.{key}"] = _fingerprint(value, fsdp2.local_tensor(value))
+    state["training mode"] = (str([module.training for module in model.modules()]),)
     return state
 
 
@@ -334,8 +350,27 @@ def changes(before: State, after: State) -> tuple[Problem, ...]:
     changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
     if not changed:
         return ()
-    detail = f"the extraction changed {len(changed)} of {len(before)} parts of the training state: {_names(changed)}"
+    detail = (
+        f"the extraction changed {len(changed)} of {len(before)} parts of the training state: {first_names(changed)}"
+    )
     return (Problem(kind="poisoned", detail=detail),)
+
+
+def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
+    """The parameters and buffers whose local shard on this rank is not what the reference says.
+
+    Local only; the caller has synchronized with the device.
+    """
+    lost = []
+    for prefix, handle in fsdp1.units(model):
+        expected = truth.flat[prefix]
+        if compare(private.flat_shard(handle).cpu()[: expected.numel()], expected):
+            lost.append(f"{prefix}_flat_param")
+    for name, tensor in fsdp2.entries(model):
+        local = truth.local.get(name)
+        if local is not None and compare(fsdp2.local_tensor(tensor).detach().cpu(), local):
+            lost.append(name)
+    return lost
 
 
 def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
@@ -343,7 +378,7 @@ def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
     return {unwrapped(name): tensor.device for name, tensor in fsdp2.entries(model)}
 
 
-def _names(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 

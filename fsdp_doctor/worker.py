@@ -45,7 +45,9 @@ class Job:
 
 
 def run(job: Job, generation: int, backend: str, channel: socket.socket, stacks: int) -> None:
-    """The whole life of a worker: join, say Ready, run the cases whose numbers come in, until EOF.
+    """The whole life of a worker: join, say Ready, run the cases whose numbers come in, until it is ended.
+
+    What keeps it from joining through no fault of ours is Refused; any other exception ends it.
 
     channel: to the supervisor; messages go out as JSON lines, case numbers come in as lines.
     stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
@@ -62,11 +64,6 @@ def run(job: Job, generation: int, backend: str, channel: socket.socket, stacks:
         examiner = _join(job, generation, backend, send)
     except FsdpDoctorError as error:
         send(Refused(reason=str(error), exit_code=error.exit_code))
-        return
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        reason = f"rank {job.rank} cannot join the process group: {type(error).__name__}: {first_line}"
-        send(Refused(reason=reason, exit_code=3))
         return
     with channel.makefile("r") as numbers:
         for number in numbers:

@@ -30,7 +30,6 @@ def _complaint(stderr: str) -> str:
         (["--path", "nonsense"], "there is no path 'nonsense'"),
         (["-k", "policy and and staged"], "has 'and' where a word is expected"),
         (["-k", "(policy"], "a parenthesis that is not closed"),
-        (["-k", "nothing_has_this"], "no case is selected"),
         (["--model", "no/such/directory"], "neither a built-in model (qwen3"),
         (["--timeout", "0"], "--timeout must be more than 0"),
         (["--nproc", "0"], "--nproc must be more than 0"),
@@ -140,6 +139,12 @@ def test_a_torch_that_is_too_old_is_exit_code_3(tmp_path: pathlib.Path) -> None:
     done = doctor(*_ONE_CASE, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert done.code == 3
     assert "torch 2.5.1 is too old; fsdp-doctor needs torch 2.6 or newer" in _complaint(done.stderr)
+
+
+def test_a_selection_of_nothing_is_exit_code_3() -> None:
+    done = doctor(*_PROBE, "-k", "nothing_has_this")
+    assert done.code == 3
+    assert "no case is selected" in _complaint(done.stderr)
 
 
 def test_a_selection_of_which_nothing_can_run_is_exit_code_3() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import weakref
 
 import pytest
 import torch
@@ -50,3 +51,19 @@ def test_the_dtype_and_device_asked_for_are_delivered() -> None:
     model = nn.Linear(2, 2, dtype=torch.float16)
     (name, tensor), _ = full_tensors(model, device="meta")
     assert (name, tensor.dtype, tensor.device.type) == ("weight", torch.float16, "meta")
+
+
+def test_the_callers_grad_mode_is_left_alone() -> None:
+    entries = full_tensors(nn.Linear(2, 2))
+    next(entries)
+    assert torch.is_grad_enabled()
+
+
+def test_one_tensor_is_held_at_a_time() -> None:
+    """What was yielded and dropped is gone before the next is made."""
+    entries = full_tensors(nn.Linear(2, 2))
+    _, tensor = next(entries)
+    held = weakref.ref(tensor)
+    del tensor
+    next(entries)
+    assert held() is None

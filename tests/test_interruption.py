@@ -86,6 +86,33 @@ def test_a_partial_report_is_gone_on_with(tmp_path: pathlib.Path) -> None:
     assert run.code == 0, run.stderr
 
 
+def test_a_partial_report_of_other_ranks_is_not_gone_on_with(tmp_path: pathlib.Path) -> None:
+    assert probe(tmp_path, *_SCENARIO).code == 0
+    run = probe(tmp_path, *_SCENARIO, "--resume", "--nproc", "3")
+    assert run.code == 2
+    assert "their results cannot stand in one report" in run.stderr
+    assert run.report is not None
+    assert run.report.world_size == 2
+
+
+def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(tmp_path: pathlib.Path) -> None:
+    """Interrupted while the workers start: the file says so, and keeps no result of another run."""
+    assert probe(tmp_path, *_SCENARIO).code == 0
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    slow = ("--path", "faults.slow_import:healthy", "-k", "slow_import")
+    env = {"FSDP_DOCTOR_TEST_FIFO": str(fifo)}
+    started = start_probe(tmp_path / "report.json", *_SCENARIO, *slow, env=env)
+    fifo.read_text()
+    started.interrupt()
+    run = started.wait(tmp_path / "report.json")
+    assert run.code == 130, run.stderr
+    assert run.report is not None
+    assert not run.report.complete
+    assert run.report.results == ()
+    assert run.left == []
+
+
 def test_a_full_disk_is_exit_code_4_and_the_results_are_printed(tmp_path: pathlib.Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.fail("this test needs /dev/full, which every Linux has")

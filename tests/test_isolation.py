@@ -91,7 +91,7 @@ def test_bad_verdicts_are_exit_code_1(faulty: Run) -> None:
         ("exits_at_once_with_0", "rank 1: ended with exit code 0"),
         ("sys_exit_3", "rank 0: ended with exit code 3"),
         ("stopped", "rank 1 was stopped by a signal"),
-        ("endless_loop", "extract not done after 12 s: rank 0 waited in all_reduce; rank 1 was busy"),
+        ("endless_loop", "no progress in stage extract for 12 s: rank 0 waited in all_reduce; rank 1 was busy"),
         ("eats_memory", "the limit is 3072 MiB"),
     ],
 )

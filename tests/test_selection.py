@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fsdp_doctor.cases import AXES, AXIS
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.paths import FIX, paths_for
 from fsdp_doctor.selection import Selection, select
 
@@ -162,15 +162,25 @@ def test_a_path_of_the_user_joins_the_table():
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"expression": "zebra"},
+        {"expression": "zebra", "fix": True},
+        {"paths": ("full_state_dict",), "axes": {"strategy": ("fsdp2",)}},
+    ],
+)
+def test_a_selection_of_nothing_cannot_run(options):
+    with pytest.raises(CannotRun, match="no case is selected"):
+        select(Selection(**options))
+
+
+@pytest.mark.parametrize(
     ("options", "complaint"),
     [
         ({"paths": ("zebra",)}, "there is no path 'zebra'"),
         ({"axes": {"offload": ("zebra",)}}, "'zebra' is no value of --offload"),
         ({"axes": {"offload": ("none", "zebra")}, "full": True}, "'zebra' is no value of --offload"),
         ({"case_ids": ("zebra/dcp",)}, "'zebra' is no value of an axis"),
-        ({"expression": "zebra"}, "no case is selected"),
-        ({"expression": "zebra", "fix": True}, "no case is selected"),
-        ({"paths": ("full_state_dict",), "axes": {"strategy": ("fsdp2",)}}, "no case is selected"),
         ({"expression": "dcp dcp"}, "is not expected there"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from program import Run, probe, user_paths
 
-_ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "policy", "--staging", "unstaged", "--path", "state_dict")
+_ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "param", "--staging", "unstaged", "--path", "state_dict")
 _FAULTS: dict[str, tuple[str, str]] = {
     "honest": ("ok", ""),
     "drops_a_key": ("incomplete", "missing of 25 names: model.norm.weight"),
@@ -21,6 +21,11 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "yields_shards": ("wrong", "dtensor where a full tensor was promised"),
     "keeps_memory": ("leak", "still referenced"),
     "changes_a_weight": ("poisoned", "the extraction changed 1 of"),
+    "changes_weights_when_the_model_is_loaded": ("poisoned", "the next training step would start from other weights"),
+    "leaves_eval_mode": ("poisoned", "parts of the training state: training mode"),
+    "freezes_a_parameter": ("poisoned", "the extraction changed 1 of"),
+    "replaces_a_parameter": ("poisoned", "parts of the training state: model.norm.weight"),
+    "yields_names_that_are_none": ("crash", "with a str for a name, not list"),
     "breaks_the_next_step": ("poisoned", "RuntimeError: planted in the next training step"),
     "raises_everywhere": ("crash", "KeyError: 'planted on every rank'"),
     "raises_out_of_memory": ("oom", "can't allocate memory"),

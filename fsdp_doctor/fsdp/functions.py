@@ -66,7 +66,7 @@ def load_user_path(name: str) -> tuple[PathFunction, Contract]:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--path {name}: cannot import {module_name}: {type(error).__name__}: {error}") from None
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -27,7 +27,8 @@ from fsdp_doctor.report.model import (
 )
 
 
-def _journal_of(path: pathlib.Path) -> pathlib.Path:
+def journal_of(path: pathlib.Path) -> pathlib.Path:
+    """Where the finished cases of a run are while its report at ``path`` is not complete."""
     return path.with_name(path.name + ".journal")
 
 
@@ -38,12 +39,12 @@ class Journal:
         self._path = path
         with _writing(path):
             _replace(path, report)
-            self._file: IO[str] = open(_journal_of(path), "w")
+            self._file: IO[str] = open(journal_of(path), "w", encoding="utf-8")
         for result in report.results:
             self.add(result)
 
     def add(self, result: CaseResult) -> None:
-        with _writing(_journal_of(self._path)):
+        with _writing(journal_of(self._path)):
             self._file.write(json.dumps(result_to_dict(result)) + "\n")
             self._file.flush()
 
@@ -54,13 +55,13 @@ class Journal:
         with _writing(self._path):
             _replace(self._path, report)
         with contextlib.suppress(OSError):
-            _journal_of(self._path).unlink()
+            journal_of(self._path).unlink()
 
 
 def read_report(path: pathlib.Path) -> Report:
     """Reads a report, a partial one with its journal too. Raises UsageError for anything else."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the report {path}: {_reason(error)}") from None
     except (ValueError, RecursionError) as error:
@@ -74,7 +75,7 @@ def read_report(path: pathlib.Path) -> Report:
         )
     try:
         if not data["complete"]:
-            data["results"] = _with_journal(data["results"], _journal_of(path))
+            data["results"] = _with_journal(data["results"], journal_of(path))
         return report_from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is a damaged report: {type(error).__name__}: {error}") from None
@@ -84,7 +85,7 @@ def _with_journal(results: list[Any], journal: pathlib.Path) -> list[Any]:
     """The journal's results where it has more than the file; its last line may be half written."""
     found = []
     with contextlib.suppress(OSError):
-        for line in journal.read_text(errors="replace").splitlines():
+        for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 data = json.loads(line)
                 result_from_dict(data)
@@ -96,7 +97,7 @@ def _replace(path: pathlib.Path, report: Report) -> None:
     """Writes beside ``path`` and renames, so that a reader never sees half a report."""
     beside = path.with_name(path.name + ".new")
     try:
-        with open(beside, "w") as file:
+        with open(beside, "w", encoding="utf-8") as file:
             json.dump(report_to_dict(report), file, indent=1)
             file.write("\n")
             file.flush()

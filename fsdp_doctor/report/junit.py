@@ -18,6 +18,9 @@ def render(report: Report) -> str:
         suite = ElementTree.SubElement(root, "testsuite", {"name": scenario.id, **_counts(results)})
         for result in results:
             _testcase(suite, report, result)
+    if report.notes:
+        properties = ElementTree.SubElement(root, "properties")
+        ElementTree.SubElement(properties, "property", name="notes", value=printable(" ".join(report.notes)))
     if not report.complete:
         suite = ElementTree.SubElement(root, "testsuite", name="run", tests="1", errors="1", failures="0", skipped="0")
         case = ElementTree.SubElement(suite, "testcase", name="complete", classname="run")
@@ -64,6 +67,8 @@ def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) ->
         return
     verdict = result.verdict
     message = f"{verdict.kind}: {verdict.reason}"
+    if result.confirmation is not None:
+        message += f" (run again in fresh workers: {result.confirmation.kind})"
     element = ElementTree.SubElement(case, outcome, message=printable(message))
     if outcome != "skipped":
         element.set("type", verdict.kind)

@@ -142,6 +142,11 @@ def bytes_text(number: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
+def main_thread(stack: str) -> list[str]:
+    """The lines of the worker's main thread out of all threads' stacks, innermost frame first."""
+    return ("Current thread" + stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]).strip().splitlines()
+
+
 def printable(text: str) -> str:
     """``text`` without the characters that XML and most terminals cannot show; lone surrogates among them."""
     return _NOT_PRINTABLE.sub("?", text)

@@ -12,6 +12,7 @@ from fsdp_doctor.report.layout import (
     distinct_failures,
     fixes,
     grids,
+    main_thread,
     numbers,
     rerun_command,
     seconds_text,
@@ -33,6 +34,7 @@ def render(report: Report) -> str:
     number_of = numbers(failures)
     text = _Text(_LIMIT)
     text.add([f"## fsdp-doctor {report.version}", "", summary(report), ""])
+    text.add([line for note in report.notes for line in (f"> {note}", "")])
     text.add([*_fenced(report.command), "", *_environment(report), ""])
     text.add_all("tables", [[_grid(grid, number_of)] for grid in grids(report)], share=0.5)
     text.add_all("rows of the fix", [[_comparison(report)]], share=0.6)
@@ -98,7 +100,7 @@ def _cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _comparison(report: Report) -> list[str]:
-    """The fix in each scenario against the slowest path that worked there."""
+    """The fix in each scenario, and how many of the paths beside it were ok."""
     fix_of = fixes(report)
     if not fix_of:
         return []
@@ -123,13 +125,16 @@ def _block(report: Report, failure: Failure, *, details: bool) -> list[str]:
     lines = ["", f"### [{failure.number}] {failure.kind}: {count} {'case' if count == 1 else 'cases'}", ""]
     lines += _fenced("\n".join([failure.reason, *failure.results[0].verdict.also])[:_REASON_CHARACTERS])
     shown = [result.id for result in failure.results[:_SHOWN_CASES]]
+    confirmed = sum(result.confirmed is True for result in failure.results)
+    ran_again = sum(result.confirmed is not None for result in failure.results)
+    lines += ["", f"Run again in fresh workers: {confirmed} of {ran_again} gave the same verdict."] if ran_again else []
     lines += ["", *(f"`{case_id}`  " for case_id in shown)]
     lines += [f"and {count - len(shown)} more"] if count > len(shown) else []
     lines += ["", f"Alone: `{rerun_command(report, failure.results[0])}`", ""]
     if details:
         lines += _details("Traceback", _last(failure.traceback, _TRACEBACK_LINES))
         for rank, stack in failure.stacks:
-            lines += _details(f"Stack of rank {rank}", "\n".join(_main_thread(stack)[:_STACK_LINES]))
+            lines += _details(f"Stack of rank {rank}", "\n".join(main_thread(stack)[:_STACK_LINES]))
     return lines
 
 
@@ -149,7 +154,3 @@ def _fenced(text: str) -> list[str]:
 def _last(text: str, lines: int) -> str:
     found = text.rstrip().splitlines()
     return "\n".join(found if len(found) <= lines else ["...", *found[-lines:]])
-
-
-def _main_thread(stack: str) -> list[str]:
-    return ("Current thread" + stack.split("Current thread", 1)[-1]).splitlines()

@@ -17,6 +17,7 @@ from fsdp_doctor.report.layout import (
     distinct_failures,
     fixes,
     grids,
+    main_thread,
     numbers,
     printable,
     rerun_command,
@@ -38,10 +39,21 @@ _STYLE: dict[Kind, str] = {
 _BAD_STYLE = "bold red"
 _SHOWN_CASES = 3
 _BETWEEN_COLUMNS = 3
+_SIDE_BY_SIDE_WIDTH = 150
+_STACK_LINES = 7
 
 
 def render(report: Report, width: int, color: bool) -> str:
     """The whole report as text. ``width`` in columns; what stands below the matrix is never cut or wrapped."""
+    failures = distinct_failures(report)
+    text = _text(_matrix(report, failures, width), width, color)
+    if fixes(report):
+        # A row is worth more whole than in view: a narrow terminal wraps it.
+        text += _text(_side_by_side(report), max(width, _SIDE_BY_SIDE_WIDTH), color)
+    return text + _text(_failures(report, failures), width, color, soft_wrap=True)
+
+
+def _text(part: RenderableType, width: int, color: bool, soft_wrap: bool = False) -> str:
     console = Console(
         width=width,
         file=io.StringIO(),
@@ -50,11 +62,7 @@ def render(report: Report, width: int, color: bool) -> str:
         highlight=False,
         legacy_windows=False,
     )
-    failures = distinct_failures(report)
-    console.print(_matrix(report, failures, width))
-    if fixes(report):
-        console.print(_side_by_side(report))
-    console.print(_failures(report, failures), soft_wrap=True)
+    console.print(part, soft_wrap=soft_wrap)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -66,7 +74,8 @@ def render_svg(report: Report, width: int = 150) -> str:
     console.print(_matrix(report, failures, width))
     for failure in failures:
         console.print(_line(failure), no_wrap=True, overflow="ellipsis")
-    console.print(Text(summary(report)))
+    for line in (summary(report), *report.notes):
+        console.print(Text(line))
     svg = console.export_svg(title=f"{report.command}  ({report.world_size} x {_machine(report)})")
     # rich asks for a web font; a picture in a report fetches nothing.
     return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
@@ -156,6 +165,9 @@ def _failures(report: Report, failures: list[Failure]) -> RenderableType:
         text.append("\n").append(_line(failure)).append("\n")
         for also in failure.results[0].verdict.also:
             text.append(f"   also: {printable(also)}\n", style="dim")
+        for rank, stack in failure.stacks:
+            shown = main_thread(stack)[1 : 1 + _STACK_LINES]
+            text.append("\n".join([f"   stack of rank {rank}:", *(f"   {line}" for line in shown)]) + "\n", style="dim")
         for result in failure.results[:_SHOWN_CASES]:
             confirmed = {None: "", True: "  (confirmed)", False: "  (not confirmed)"}[result.confirmed]
             text.append(f"   {rerun_command(report, result)}{confirmed}\n", style="dim")

@@ -91,6 +91,38 @@ def changes_a_weight(model: nn.Module) -> Entries:
         next(model.parameters()).mul_(1.5)
 
 
+def changes_weights_when_the_model_is_loaded(model: nn.Module) -> Entries:
+    """Leaves everything as it was, and lies in wait for the framework's next model.to(device)."""
+    yield from honest(model)
+    original = model.to
+
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        with torch.no_grad():
+            next(model.parameters()).mul_(3)
+        return original(*args, **kwargs)
+
+    model.to = to  # type: ignore[method-assign]
+
+
+def leaves_eval_mode(model: nn.Module) -> Entries:
+    yield from honest(model.eval())
+
+
+def freezes_a_parameter(model: nn.Module) -> Entries:
+    yield from honest(model)
+    next(model.parameters()).requires_grad_(False)
+
+
+def replaces_a_parameter(model: nn.Module) -> Entries:
+    """With an equal one, which the optimizer does not know."""
+    yield from honest(model)
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+
+
+def yields_names_that_are_none(model: nn.Module) -> Any:
+    return (([name], tensor) for name, tensor in honest(model))
+
+
 def breaks_the_next_step(model: nn.Module) -> Entries:
     yield from honest(model)
 
