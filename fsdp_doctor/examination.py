@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_doctor import reference, verify
+from fsdp_doctor import reference, training_state, verify
 from fsdp_doctor.cases import Case, Scenario
 from fsdp_doctor.fsdp.fsdp2 import local_tensor
 from fsdp_doctor.fsdp.functions import FUNCTIONS, PathFunction, load_user_path
@@ -133,11 +133,11 @@ class _Examination:
         if scenario.staging == "staged":
             self._enter("staging")
             trainer.stage()
-        before: verify.State = {}
+        before: training_state.State = {}
         if self._watches_state:
             self._enter("fingerprint")
             self._check_weights(trainer, truth, "the offload or the staging changed weights")
-            before = verify.state_of(trainer.model, trainer.optimizer)
+            before = training_state.state_of(trainer.model, trainer.optimizer)
         verifier = verify.Verifier(
             self._contract,
             truth,
@@ -152,7 +152,9 @@ class _Examination:
         self._enter("fingerprint")
         self._add(problems=verifier.problems())
         if self._watches_state:
-            self._add(problems=verify.changes(before, verify.state_of(trainer.model, trainer.optimizer)))
+            self._add(
+                problems=training_state.changes(before, training_state.state_of(trainer.model, trainer.optimizer))
+            )
         return truth
 
     @property
@@ -163,7 +165,7 @@ class _Examination:
 
     def _check_weights(self, trainer: Trainer, truth: reference.Reference, what: str) -> None:
         self._runtime.synchronize()
-        lost = verify.lost_weights(trainer.model, truth)
+        lost = training_state.lost_weights(trainer.model, truth)
         if lost:
             self._add(problems=(Problem(kind="poisoned", detail=f"{what}: {verify.first_names(lost)}"),))
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import pathlib
 import sys
 import time
 import uuid
@@ -90,6 +91,9 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # The ranks run the package that this process runs, from wherever it was started.
+    package = str(pathlib.Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     # torchrun itself sets this, and says so in five lines.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:

@@ -231,12 +231,12 @@ def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torc
     lengths = [torch.empty_like(mine) for _ in range(runtime.world_size)]
     dist.all_gather(lengths, mine, group=runtime.control)
     longest = torch.stack(lengths).amax(dim=0).tolist()
-    for begin, end in _batches([n * t.element_size() for n, t in zip(longest, tensors, strict=True)]):
+    for begin, end in batches([n * t.element_size() for n, t in zip(longest, tensors, strict=True)]):
         yield from _gather_batch(tensors[begin:end], [own[begin:end].tolist() for own in lengths], runtime)
 
 
-def _batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of tensors that are gathered in one collective."""
+def batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of tensors, by their sizes in bytes, that are moved in one go."""
     begin, held = 0, 0
     for index, size in enumerate(sizes):
         if index > begin and held + size > _BATCH_BYTES:

@@ -1,8 +1,7 @@
-"""Holds what a path yields against its contract and the reference, and the model against itself."""
+"""Holds what a path yields against its contract and the reference."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+from fsdp_doctor.fsdp import fsdp2
 from fsdp_doctor.fsdp.names import unwrapped
 from fsdp_doctor.paths import Contract
 from fsdp_doctor.records import Problem, ProblemKind
@@ -297,7 +296,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
     """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits."""
     if actual.numel() != expected.numel():
         return f"{actual.numel()} elements, not {expected.numel()}"
-    a, b = _bits(actual), _bits(expected)
+    a, b = bits(actual), bits(expected)
     if torch.equal(a, b):
         return ""
     itemsize = actual.element_size()
@@ -307,70 +306,8 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
     return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-State = dict[str, tuple[str, ...]]
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What an extraction must leave alone, on this rank.
-
-    Shards, buffers and their placements; which tensors are parameters, which of them train and have
-    gradients; the optimizer's state and whether it still holds the model's parameters; train or
-    eval. Local only, no collective; it reads local shards as they lie, half-moved ones too.
-    """
-    state: State = {}
-    for prefix, handle in fsdp1.units(model):
-        shard = private.flat_shard(handle)
-        state[f"{prefix}_flat_param"] = _fingerprint(handle.flat_param, shard)
-    for name, tensor in fsdp2.entries(model):
-        placements = tensor.placements if isinstance(tensor, DTensor) else ()
-        shard = fsdp2.local_tensor(tensor)
-        role = (id(tensor), tensor.requires_grad, tensor.grad is None)
-        state[name] = (*_fingerprint(tensor, shard), str(placements), str(role))
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(held):
-        state[f"optimizer parameter {index}"] = (str(id(parameter)),)
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"optimizer state {index}.{key}"] = _fingerprint(value, fsdp2.local_tensor(value))
-    state["training mode"] = (str([module.training for module in model.modules()]),)
-    return state
-
-
-def _fingerprint(wrapper: torch.Tensor, local: torch.Tensor) -> tuple[str, ...]:
-    data = _bits(local.detach().cpu()).numpy().tobytes()
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return (str(wrapper.device), str(local.device), str(local.dtype), str(tuple(local.shape)), digest)
-
-
-def changes(before: State, after: State) -> tuple[Problem, ...]:
-    """A problem if the extraction changed what the next training step starts from."""
-    changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
-    if not changed:
-        return ()
-    detail = (
-        f"the extraction changed {len(changed)} of {len(before)} parts of the training state: {first_names(changed)}"
-    )
-    return (Problem(kind="poisoned", detail=detail),)
-
-
-def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
-    """The parameters and buffers whose local shard on this rank is not what the reference says.
-
-    Local only; the caller has synchronized with the device.
-    """
-    lost = []
-    for prefix, handle in fsdp1.units(model):
-        expected = truth.flat[prefix]
-        if compare(private.flat_shard(handle).cpu()[: expected.numel()], expected):
-            lost.append(f"{prefix}_flat_param")
-    for name, tensor in fsdp2.entries(model):
-        local = truth.local.get(name)
-        if local is not None and compare(fsdp2.local_tensor(tensor).detach().cpu(), local):
-            lost.append(name)
-    return lost
 
 
 def parameter_devices(model: nn.Module) -> dict[str, torch.device]:

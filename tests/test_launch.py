@@ -41,6 +41,12 @@ def test_torchrun_with_the_launcher_file_of_a_checkout(tmp_path: pathlib.Path) -
     assert done.left == []
 
 
+def test_the_launcher_file_alone_from_another_directory(tmp_path: pathlib.Path) -> None:
+    done = run(sys.executable, str(ROOT / "fsdp-doctor"), "probe", *_TWO_CASES, env={"PYTHONPATH": ""}, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert _ids(done) == _IDS
+
+
 def test_torchrun_with_the_module() -> None:
     done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", *_TWO_CASES)
     assert done.code == 0, done.stderr
