@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import io
 import json
 import os
@@ -229,7 +228,9 @@ def _conduct(run: Options) -> int:
 
 
 def _check_versions() -> None:
-    """Without importing anything: what is installed, against the oldest that works."""
+    """Without importing torch: what is installed, against the oldest that works."""
+    import importlib.metadata
+
     for package, oldest in _NEEDS.items():
         needed = f"{package} {'.'.join(str(number) for number in oldest)} or newer"
         try:

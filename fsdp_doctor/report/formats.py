@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from fsdp_doctor.report import junit, lines, markdown, table
 from fsdp_doctor.report.layout import printable
 from fsdp_doctor.report.model import Report, report_to_dict
 
@@ -21,6 +20,9 @@ _NARROWEST = 60
 
 def render(report: Report, name: str, *, width: int = 132, color: bool = False) -> str:
     """The report in one of FORMATS, ending in a newline."""
+    # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
+    from fsdp_doctor.report import junit, lines, markdown, table
+
     match name:
         case "table":
             return table.render(report, max(width, _NARROWEST), color)
