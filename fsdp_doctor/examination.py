@@ -187,7 +187,7 @@ class _Examination:
         entries = timed.over(lambda: self._function(subject))
         for name, value in entries:
             num_tensors += 1
-            entry = verifier.read(name, value)
+            entry = verify.read(name, value)
             if isinstance(value, torch.Tensor) and id(value) not in own:
                 alive.append(TensorWeakRef(value))
             del value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import io
@@ -40,7 +39,6 @@ ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
     "offloading causes cannot show here. CPUOffloadPolicy runs unpinned: there is nothing to pin memory for."
 )
-_PR_SET_PDEATHSIG = 1
 _GOODBYE_SECONDS = 10.0
 _RENDEZVOUS_SECONDS = 60.0
 
@@ -76,6 +74,7 @@ def conduct(options: Options) -> int:
     from fsdp_doctor.worker import Job
 
     place, store, interruption = _join_the_others()
+    keeper = _Keeper(options, place)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         rank=0,
@@ -94,7 +93,7 @@ def conduct(options: Options) -> int:
     supervise.share_job(store, job, limits)
     member = supervise.Member(job, store, limits, interruption)
     try:
-        return _run(supervise.Conductor(member), options, place)
+        return _run(supervise.Conductor(member), keeper, options, place)
     finally:
         member.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -123,10 +122,11 @@ def follow() -> int:
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
     from fsdp_doctor import supervise
+    from fsdp_doctor.worker import die_with_parent
 
     place = launch.place()
     # Supervisors must not outlive a torchrun that was killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    die_with_parent(signal.SIGTERM)
     supervise.prepare()
     import torch.distributed as dist
 
@@ -150,11 +150,10 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
-def _run(conductor: Conductor, options: Options, place: launch.Place) -> int:
+def _run(conductor: Conductor, keeper: _Keeper, options: Options, place: launch.Place) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
     from fsdp_doctor import probe
 
-    keeper = _Keeper(options, place)
     numbers = keeper.numbers_to_run()
     trouble: FsdpDoctorError | None = None
     try:

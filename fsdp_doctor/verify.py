@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ _SHOWN = 3
 class Verifier:
     """Checks one path's yield, entry by entry, on one rank.
 
-    Call :meth:`read` for each entry while the path runs (it brings the data to the host), then
-    :meth:`check` with what it returned, and :meth:`problems` at the end.
+    Call :meth:`check` with each entry, as :func:`read` returned it while the path was running, and
+    :meth:`problems` at the end.
     """
 
     def __init__(
@@ -49,10 +50,6 @@ class Verifier:
         self._expected = self._expected_tensors()
         self._seen: set[str] = set()
         self._found: dict[ProblemKind, dict[str, list[str]]] = {}
-
-    def read(self, name: str, value: Any) -> Entry:
-        """Looks at one entry and copies its data to the host. An exception here is the path's."""
-        return _read(name, value)
 
     def check(self, entry: Entry) -> None:
         """Compares one entry. Nothing here touches the device."""
@@ -179,38 +176,27 @@ _FORM_IN_WORDS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """One yielded entry, read: what it is, where it lies, and its data on the host.
 
-    slices: where the local part lies in the full tensor, for a sharded entry.
-    tiles: whether all ranks' parts are shards that make up the tensor.
+    local_device: where the local part of a DTensor lies. slices: where the local part lies in the
+    full tensor, for a sharded entry. tiles: whether all ranks' parts are shards that make up the tensor.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        form: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        local_device: torch.device | None = None,
-        data: torch.Tensor | None = None,
-        slices: tuple[slice, ...] | None = None,
-        tiles: bool = True,
-    ) -> None:
-        self.name = name
-        self.form = form
-        self.shape = shape
-        self.dtype = dtype
-        self.device = device
-        self.local_device = local_device
-        self.data = data
-        self.slices = slices
-        self.tiles = tiles
+    name: str
+    form: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    local_device: torch.device | None = None
+    data: torch.Tensor | None = None
+    slices: tuple[slice, ...] | None = None
+    tiles: bool = True
 
 
-def _read(name: str, value: Any) -> Entry:
+def read(name: str, value: Any) -> Entry:
+    """Looks at one entry and brings its data to the host. An exception here is the path's."""
     if isinstance(value, tuple):
         shape, dtype = value
         return Entry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))

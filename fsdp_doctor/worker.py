@@ -104,6 +104,11 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
     return examiner
 
 
+def die_with_parent(number: signal.Signals) -> None:
+    """Has the kernel send this process a signal when the process that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 def become_worker(parent: int, output: int) -> None:
     """What a fork must do before anything else. ``output``: where stdout and stderr go.
 
@@ -111,7 +116,7 @@ def become_worker(parent: int, output: int) -> None:
     that the worker starts can be ended with it. It dies with its supervisor, however that ends.
     """
     os.setsid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
