@@ -87,8 +87,7 @@ class Process:
         if self._closed:
             time.sleep(seconds)
             return
-        for key, _ in self._selector.select(seconds):
-            self._readers[key.fd]()
+        self._drain(seconds)
         if not self._ended:
             self._reap()
 
@@ -170,8 +169,7 @@ class Process:
 
     def _drain(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
-            if key.fd in self._readers:
-                self._readers[key.fd]()
+            self._readers[key.fd]()
 
     def _take_stacks(self) -> None:
         """Asks for every thread's stack and waits until the last one was written.

@@ -151,10 +151,9 @@ class Member:
 
     def tick(self) -> bool:
         """One look at the worker and at the store. True once this rank's report is posted."""
-        if self._posted:
-            self._poll()
-            return True
         self._poll()
+        if self._posted:
+            return True
         process = self._process
         assert process is not None
         self._watch_memory(process)
@@ -330,12 +329,11 @@ def prepare() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import transformers
 
-    import fsdp_doctor.examination
+    import fsdp_doctor.examination  # noqa: F401, the workers' own rooms
 
     # Lazy attributes of transformers: looked up here once instead of in every worker.
     for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
         getattr(transformers, name, None)
-    assert fsdp_doctor.examination
     # Workers collect garbage often; what was imported need not be looked at again each time.
     gc.collect()
     gc.freeze()

@@ -9,6 +9,8 @@ import re
 import pytest
 from program import ROOT, doctor, torchrun
 
+from fsdp_doctor.verdict import MEANING
+
 _PROBE = ("probe", "--device", "cpu")
 _ONE_CASE = (*_PROBE, "--case", "fsdp2/none/unstaged/state_dict")
 
@@ -108,7 +110,7 @@ def test_usage_errors_are_told_once_however_many_ranks_there_are() -> None:
 
 
 def test_more_ranks_than_devices_is_exit_code_3() -> None:
-    """No machine of a test has 64 accelerators; one without any is told what it lacks."""
+    """A machine without CUDA has fewer devices than any number of ranks."""
     done = doctor("probe", "--device", "cuda", "--nproc", "2", "--case", "fsdp2/none/unstaged/state_dict")
     if done.code == 0:
         pytest.skip("this machine has two CUDA devices")
@@ -186,6 +188,11 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert len({row["offload"] for row in rows}) == 8
     assert {row["strategy"] for row in rows} == {"fsdp1", "fsdp2"}
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
+
+
+def test_the_readme_explains_exactly_the_verdicts_that_there_are() -> None:
+    table = (ROOT / "README.md").read_text().split("| verdict | meaning |", 1)[1].split("\n\n", 1)[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(MEANING)
 
 
 def test_the_readme_names_exactly_the_options_of_each_command() -> None:
