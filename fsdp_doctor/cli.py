@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_doctor import __version__, launch, options
+from fsdp_doctor import __version__, devices, launch, options
 from fsdp_doctor.cases import AXES
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, UsageError
 from fsdp_doctor.paths import PATHS
@@ -48,7 +48,19 @@ File = pathlib.Path | None
 def probe(
     *,
     choose: Choose,
-    device: Annotated[str, typer.Option(help="auto, cuda, xpu or cpu.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help=f"{', '.join(devices.NAMES)}; auto is the accelerator, else the emulated one.")
+    ] = "auto",
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that each device has, as 2GiB.")
+    ] = None,
+    late_completion: Annotated[
+        bool,
+        typer.Option(
+            "--late-completion/--no-late-completion",
+            help="Non-blocking copies of the emulated device finish as late as they may, or at once.",
+        ),
+    ] = True,
     nproc: Annotated[
         int | None,
         typer.Option(help="Ranks to start where torchrun did not; by default one per accelerator, 2 without."),
@@ -88,7 +100,7 @@ def probe(
     chosen = choose()
     run = Options(
         cases=chosen.cases,
-        device=options.device(device),
+        device=options.device(device, device_memory, late_completion),
         model=chosen.model,
         timeout=options.positive("--timeout", timeout),
         start_timeout=options.positive("--start-timeout", start_timeout),
@@ -105,7 +117,7 @@ def probe(
     _check_versions()
     if launch.under_torchrun():
         raise SystemExit(_conduct(run))
-    nproc = launch.num_ranks(run.device) if nproc is None else int(options.positive("--nproc", nproc))
+    nproc = launch.num_ranks(run.device.type) if nproc is None else int(options.positive("--nproc", nproc))
     raise SystemExit(launch.start_torchrun(sys.argv[1:], nproc))
 
 

@@ -73,10 +73,10 @@ def tell_torchrun(sentence: str) -> None:
 
 
 def num_ranks(device: str) -> int:
-    """One rank for each accelerator of this node; two where there is none or the CPU is asked for."""
+    """One rank for each accelerator of this node; two where there is none or none is asked for."""
     import torch
 
-    if device == "cpu" or not torch.accelerator.is_available():
+    if device in ("cpu", "emulated") or not torch.accelerator.is_available():
         return _RANKS_WITHOUT_ACCELERATOR
     return int(torch.accelerator.device_count())
 

@@ -14,14 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
+from fsdp_doctor import devices
 from fsdp_doctor.cases import AXIS, Case
+from fsdp_doctor.devices import Device
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.report.formats import FORMATS
 from fsdp_doctor.report.journal import journal_of, read_report
 from fsdp_doctor.selection import Selection, select
 
 _PANEL = "Selection"
-_DEVICES = ("auto", "cuda", "xpu", "cpu")
 _BUILT_IN_MODELS = tuple(name for name in AXIS["model"].values if name != "custom")
 
 
@@ -169,10 +170,11 @@ def _model_directory(value: str) -> pathlib.Path:
     return directory.resolve()
 
 
-def device(value: str) -> str:
-    if value not in _DEVICES:
-        raise UsageError(f"--device {value}: use {', '.join(_DEVICES)}")
-    return value
+def device(name: str, memory: str | None, late_completion: bool) -> Device:
+    if name not in devices.NAMES:
+        raise UsageError(f"--device {name}: use {', '.join(devices.NAMES)}")
+    limit = size("--device-memory", memory) if memory is not None else None
+    return Device(type=name, memory=limit, late_completion=late_completion)
 
 
 def output_format(value: str) -> str:

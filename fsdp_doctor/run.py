@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_doctor import __version__, launch
+from fsdp_doctor import __version__, devices, launch
 from fsdp_doctor.cases import Case
+from fsdp_doctor.devices import Device
 from fsdp_doctor.environment import Facts, home_as_tilde, without_torch
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.paths import is_user_path
@@ -39,6 +40,11 @@ ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
     "offloading causes cannot show here. CPUOffloadPolicy runs unpinned: there is nothing to pin memory for."
 )
+ON_THE_EMULATED_DEVICE = (
+    "The device is emulated in host memory: torch's FSDP code is the real one, the accelerator is not, and seconds "
+    "say nothing about a GPU."
+)
+EAGER = "Late completion is off: non-blocking copies finished at once, so no race of theirs can show."
 _GOODBYE_SECONDS = 10.0
 _RENDEZVOUS_SECONDS = 60.0
 
@@ -54,7 +60,7 @@ class Options:
     """
 
     cases: tuple[Case, ...]
-    device: str = "auto"
+    device: Device = dataclasses.field(default_factory=Device)
     model: pathlib.Path | None = None
     timeout: float = 30.0
     start_timeout: float = 300.0
@@ -74,14 +80,16 @@ def conduct(options: Options) -> int:
     from fsdp_doctor.worker import Job
 
     place, store, interruption = _join_the_others()
-    keeper = _Keeper(options, place)
+    device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
+    devices.load(device, asked=options.device.type)
+    keeper = _Keeper(options, place, device)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         rank=0,
         world_size=place.world_size,
         local_rank=place.local_rank,
         num_nodes=place.num_nodes,
-        device_type=options.device,
+        device=device,
         cases=options.cases,
         user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
         custom_model=options.model,
@@ -106,6 +114,7 @@ def follow() -> int:
 
     place, store, interruption = _join_the_others()
     job, limits = supervise.receive_job(store, place, interruption)
+    devices.load(job.device, asked=job.device.type)
     # On another node than rank 0's the directory is one of the same name.
     job.scratch.mkdir(parents=True, exist_ok=True)
     member = supervise.Member(job, store, limits, interruption)
@@ -187,9 +196,9 @@ def _run(conductor: Conductor, keeper: _Keeper, options: Options, place: launch.
 class _Keeper:
     """Holds the report while it grows, and keeps it on disk where the user wants it."""
 
-    def __init__(self, options: Options, place: launch.Place) -> None:
+    def __init__(self, options: Options, place: launch.Place, device: Device) -> None:
         self._options = options
-        self._report = _first_report(options, place)
+        self._report = _first_report(options, place, device)
         self._results = list(self._report.results)
         self._start = time.monotonic()
         self._lost: DoctorFault | None = None
@@ -204,12 +213,7 @@ class _Keeper:
     def open(self, facts: Facts) -> None:
         """The workers have started and told what they found: from here on results are kept on disk."""
         self.is_open = True
-        self._report = dataclasses.replace(
-            self._report,
-            device=str(facts.pop("device", self._report.device)),
-            environment=self._report.environment | facts,
-        )
-        self._report = dataclasses.replace(self._report, notes=(ON_THE_CPU,) if self._report.device == "cpu" else ())
+        self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
         with self._noting_a_full_disk():
             if "json" in self._options.outputs:
                 self._journal = Journal(self._options.outputs["json"], self._report)
@@ -258,18 +262,19 @@ def _write(path: pathlib.Path, text: str) -> None:
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _first_report(options: Options, place: launch.Place) -> Report:
+def _first_report(options: Options, place: launch.Place, device: Device) -> Report:
     """The report before anything ran, or the earlier one that is gone on with."""
     rerun = _rerun_options(options, place)
     report = Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=home_as_tilde(shlex.join(["fsdp-doctor", *sys.argv[1:]])),
-        device=options.device,
+        device=device.type,
         world_size=place.world_size,
         num_selected=len(options.cases),
         environment=without_torch(options.host_name),
         rerun_options=rerun,
+        notes=_notes(device),
     )
     earlier = options.resume_from
     if earlier is None:
@@ -288,11 +293,23 @@ def _first_report(options: Options, place: launch.Place) -> Report:
     )
 
 
+def _notes(device: Device) -> tuple[str, ...]:
+    if device.type == "cpu":
+        return (ON_THE_CPU,)
+    if device.type != "emulated":
+        return ()
+    return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
+
+
 def _rerun_options(options: Options, place: launch.Place) -> str:
     """What a command that runs one case alone needs besides the case."""
     words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
-    if options.device != "auto":
-        words += ["--device", options.device]
+    if options.device.type != "auto":
+        words += ["--device", options.device.type]
+    if options.device.memory is not None:
+        words += ["--device-memory", str(options.device.memory)]
+    if not options.device.late_completion:
+        words += ["--no-late-completion"]
     if options.model is not None:
         words += ["--model", home_as_tilde(str(options.model))]
     if options.host_memory is not None:

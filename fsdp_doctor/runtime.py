@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import pathlib
-import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_doctor import devices
+from fsdp_doctor.devices import Device
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
@@ -73,21 +75,6 @@ def _mesh(device_type: str, sharding: str, world_size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (world_size // shard_size, shard_size), mesh_dim_names=("ddp", "fsdp"))
 
 
-def resolve_device_type(asked: str) -> str:
-    """``auto`` is the accelerator that torch sees, else the CPU."""
-    if asked != "auto":
-        return asked
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def count_devices(device_type: str) -> int:
-    """How many ranks this node has a device for. Any number of ranks shares the CPU."""
-    if device_type == "cpu":
-        return sys.maxsize
-    return int(torch.get_device_module(device_type).device_count())
-
-
 def start(
     store: dist.Store,
     *,
@@ -95,7 +82,7 @@ def start(
     world_size: int,
     local_rank: int,
     num_nodes: int,
-    device_type: str,
+    kind: Device,
     backend: str,
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,
@@ -104,9 +91,13 @@ def start(
 
     backend: a value of the axis of that name.
     """
-    device = torch.device(device_type, local_rank) if device_type != "cpu" else torch.device("cpu")
+    device = torch.device(kind.type, local_rank) if kind.type != "cpu" else torch.device("cpu")
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
+    if kind.memory is not None:
+        devices.limit_memory(device, kind.memory)
+    if device.type == "emulated":
+        torch.get_device_module(device).set_late_completion(kind.late_completion)
     dist.init_process_group(
         _backend(device.type, backend), store=store, rank=rank, world_size=world_size, timeout=_NEVER
     )

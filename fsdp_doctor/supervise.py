@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_doctor.cases import Case, scenario_from_dict
+from fsdp_doctor.devices import Device
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, UsageError
 from fsdp_doctor.launch import Place
 from fsdp_doctor.process import Process
@@ -73,7 +74,7 @@ class Interruption:
 def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
     """Rank 0 says what the job is; see :func:`receive_job`."""
     shared = {
-        "device_type": job.device_type,
+        "device": dataclasses.asdict(job.device),
         "cases": [[dataclasses.asdict(case.scenario), case.path] for case in job.cases],
         "user_paths": job.user_paths,
         "custom_model": str(job.custom_model) if job.custom_model else None,
@@ -94,7 +95,7 @@ def receive_job(store: dist.Store, place: Place, interruption: Interruption) -> 
         world_size=place.world_size,
         local_rank=place.local_rank,
         num_nodes=place.num_nodes,
-        device_type=shared["device_type"],
+        device=Device(**shared["device"]),
         cases=tuple(Case(scenario_from_dict(scenario), path) for scenario, path in shared["cases"]),
         user_paths=tuple(shared["user_paths"]),
         custom_model=pathlib.Path(shared["custom_model"]) if shared["custom_model"] else None,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_doctor.cases import Case
+from fsdp_doctor.devices import Device
 from fsdp_doctor.errors import FsdpDoctorError
 from fsdp_doctor.records import Message, Ready, Refused, message_to_dict
 
@@ -37,7 +38,7 @@ class Job:
     world_size: int
     local_rank: int
     num_nodes: int
-    device_type: str
+    device: Device
     cases: tuple[Case, ...]
     user_paths: tuple[str, ...]
     custom_model: pathlib.Path | None
@@ -73,17 +74,16 @@ def run(job: Job, generation: int, backend: str, channel: socket.socket, stacks:
 def _join(job: Job, generation: int, backend: str, send: Callable[[Message], None]) -> Examiner:
     import torch.distributed as dist
 
-    from fsdp_doctor import models, runtime
+    from fsdp_doctor import devices, models, runtime
     from fsdp_doctor.environment import of_torch
     from fsdp_doctor.errors import CannotRun
     from fsdp_doctor.examination import Examiner
 
-    device_type = runtime.resolve_device_type(job.device_type)
-    num_devices = runtime.count_devices(device_type)
+    num_devices = devices.count(job.device.type)
     if job.local_rank >= num_devices:
         raise CannotRun(
             f"there are more ranks than devices on this node: rank {job.rank} is number {job.local_rank + 1} here, "
-            f"torch sees {num_devices} of {device_type}; start one rank per device"
+            f"torch sees {num_devices} of {job.device.type}; start one rank per device"
         )
     if job.custom_model is not None:
         models.check_directory(job.custom_model)
@@ -94,13 +94,13 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
         world_size=job.world_size,
         local_rank=job.local_rank,
         num_nodes=job.num_nodes,
-        device_type=device_type,
+        kind=job.device,
         backend=backend,
         scratch=job.scratch,
         custom_model=job.custom_model,
     )
     examiner = Examiner(joined, job.user_paths, report=send)
-    send(Ready(environment={"device": device_type, **of_torch()}))
+    send(Ready(environment=of_torch()))
     return examiner
 
 

@@ -1,0 +1,85 @@
+"""Which device a run is on: what the user may ask for, what ``auto`` becomes, what a device can be told."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsdp_doctor.errors import CannotRun, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = ("auto", "cuda", "xpu", "cpu", "emulated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device of a run, the same on all ranks.
+
+    type: as in ``torch.device``; ``auto`` until :func:`resolve`.
+    memory: bytes that each device has, None for all that there are.
+    late_completion: whether non-blocking copies of the emulated device finish as late as they may.
+    """
+
+    type: str = "auto"
+    memory: int | None = None
+    late_completion: bool = True
+
+
+def resolve(asked: str) -> str:
+    """``auto`` is the accelerator that torch sees, else the emulated one. Makes no context on a device.
+
+    ``torch.accelerator.is_available`` asks the accelerator's own Python module, which with
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 leaves CUDA alone.
+    """
+    import torch
+
+    if asked != "auto":
+        return asked
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "emulated"
+
+
+def load(device: Device, asked: str) -> None:
+    """Makes the device known to torch, before any process is forked.
+
+    asked: what the user said, for the sentence of the refusal. Raises CannotRun where the emulated
+    device cannot be built, UsageError where the device cannot be told what it was told.
+    """
+    if device.type == "emulated":
+        _load_emulation(asked)
+    elif not device.late_completion:
+        raise UsageError(f"--no-late-completion is for the emulated device, and the device is {device.type}")
+    if device.type == "cpu" and device.memory is not None:
+        raise UsageError("--device-memory is for an accelerator; --host-memory limits what a worker holds on the CPU")
+
+
+def _load_emulation(asked: str) -> None:
+    try:
+        import fsdp_doctor.emulated  # noqa: F401, which registers the device
+    except ImportError as reason:
+        why = "torch sees no accelerator here, and " if asked == "auto" else ""
+        raise CannotRun(f"{why}{reason}; --device cpu runs without one, where an offload breaks nothing") from None
+
+
+def count(device_type: str) -> int:
+    """How many ranks this node has a device for. Any number of ranks shares the CPU."""
+    import torch
+
+    if device_type in ("cpu", "emulated"):
+        return sys.maxsize
+    return int(torch.get_device_module(device_type).device_count())
+
+
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """From now on this process gets an out-of-memory error beyond ``nbytes`` on ``device``."""
+    import torch
+
+    module = torch.get_device_module(device)
+    if device.type == "emulated":
+        module.set_memory_limit(nbytes)
+    else:
+        total = module.mem_get_info(device)[1]
+        module.set_per_process_memory_fraction(min(1.0, nbytes / total), device)

@@ -1,0 +1,52 @@
+"""An accelerator in host memory. Importing this package registers it as ``torch.device("emulated")``.
+
+PyTorch's own FSDP code runs on it and fails on it as it does on CUDA: device memory is apart from
+host memory and counted, pinned memory is told from pageable memory, streams and events are
+torch's, non-blocking copies are late, and the process group backend ``emulated`` refuses CPU
+tensors. See README.md beside this file for what is emulated and what is not.
+
+Raises :class:`EmulationUnavailable` where the device cannot be built.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from fsdp_doctor.emulated.build import EmulationUnavailable
+
+__all__ = ["EmulationUnavailable"]
+
+_DEFAULT_DEVICES = 8
+
+
+def _register() -> None:
+    from fsdp_doctor.emulated.library import _C
+
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", "emulated"):
+        raise EmulationUnavailable(f"torch has room for one device of this kind, and {taken} has taken it")
+    torch.utils.rename_privateuse1_backend("emulated")
+    _C.register_device()
+    _C.set_device_count(max(_DEFAULT_DEVICES, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    # Streams of the device can be made from here on, and the module makes one.
+    from fsdp_doctor.emulated import device
+
+    torch._register_device_module("emulated", device)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    if dist.is_available():
+        dist.Backend.register_backend("emulated", _backend, devices=["emulated"])
+
+
+def _backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    from fsdp_doctor.emulated.library import _C
+
+    host = dist.ProcessGroupGloo(dist.PrefixStore("emulated", store), rank, size, timeout)
+    backend: dist.Backend = _C.make_backend(host)
+    return backend
+
+
+_register()

@@ -1,0 +1,422 @@
+#include "fallback.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/library.h>
+
+#include <string>
+#include <unordered_set>
+
+#include "copy.h"
+#include "device.h"
+#include "memory.h"
+#include "streams.h"
+
+namespace emulated {
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+void release_storage(void* context) {
+  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
+}
+
+c10::Storage host_storage_on(const c10::Storage& device) {
+  // The host's storage keeps the device's: gloo may hold a host tensor longer than the caller does.
+  auto* impl = device.unsafeGetStorageImpl();
+  c10::raw::intrusive_ptr::incref(impl);
+  c10::DataPtr data(impl->mutable_data(), impl, &release_storage, c10::Device(c10::kCPU));
+  return {c10::Storage::use_byte_size_t(), impl->nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true};
+}
+
+at::Tensor shaped(at::Tensor tensor, const at::Tensor& like) {
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return tensor;
+}
+
+at::Tensor new_tensor(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  return shaped(
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype()), like);
+}
+
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
+  return shaped(
+      at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype()),
+      like);
+}
+
+// A host storage that a CPU kernel made becomes the device's.
+c10::DataPtr adopted(c10::Storage host, c10::DeviceIndex device) {
+  void* data = host.mutable_data();
+  const auto nbytes = host.nbytes();
+  auto* impl = host.unsafeReleaseStorageImpl();
+  return on_device(c10::DataPtr(data, impl, &release_storage, c10::Device(c10::kCPU)), nbytes, device);
+}
+
+// What is to be known of an operation before its arguments are seen.
+struct Traits {
+  bool touches_memory; // false: it changes or returns only sizes, strides and storages
+  bool takes_cpu_indices;
+  bool random;
+};
+
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns()) {
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Traits traits_of(const c10::OperatorHandle& op) {
+  static const std::unordered_set<std::string> kMetadata{
+      "aten::resize_", "aten::set_", "aten::resize_as_", "aten::as_strided_", "aten::is_set_to"};
+  static const std::unordered_set<std::string> kCpuIndices{
+      "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
+      "aten::_unsafe_index_put", "aten::tensor_split"};
+  const auto& name = op.schema().name();
+  return {
+      !is_view(op.schema()) && kMetadata.count(name) == 0,
+      kCpuIndices.count(name) > 0,
+      op.hasTag(at::Tag::nondeterministic_seeded),
+  };
+}
+
+// The tensors among the arguments, those in lists too.
+template <typename Visit>
+void each_tensor(const IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorList()) {
+      visit(tensor);
+    }
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      if (tensor.has_value()) {
+        visit(*tensor);
+      }
+    }
+  }
+}
+
+// The device of a call: of its tensors, or of the device that it is told.
+struct Where {
+  c10::DeviceIndex device = -1;
+  bool result_on_cpu = false;
+};
+
+Where where(c10::ArrayRef<IValue> arguments) {
+  Where result;
+  for (const auto& value : arguments) {
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      if (result.device < 0 && tensor.defined() && tensor.device().type() == kEmulated) {
+        result.device = tensor.device().index();
+      }
+    });
+    if (value.isDevice()) {
+      const auto told = value.toDevice();
+      result.result_on_cpu = told.is_cpu();
+      if (told.type() == kEmulated) {
+        result.device = told.has_index() ? told.index() : current_device();
+      }
+    }
+    if (value.isStorage() && value.toStorage().device_type() == kEmulated) {
+      result.device = value.toStorage().device().index();
+    }
+  }
+  return {result.device < 0 ? current_device() : result.device, result.result_on_cpu};
+}
+
+void check_same_device(const at::Tensor& tensor, c10::DeviceIndex device, const Traits& traits) {
+  const auto& other = tensor.device();
+  const bool same = other.type() == kEmulated && other.index() == device;
+  const bool scalar = other.is_cpu() && tensor.dim() == 0;
+  TORCH_CHECK(
+      same || scalar || (other.is_cpu() && traits.takes_cpu_indices),
+      "Expected all tensors to be on the same device, but found at least two devices, ",
+      c10::Device(kEmulated, device),
+      " and ",
+      other,
+      "!");
+}
+
+// A CUDA kernel that reads a freed storage dies of it; the host's would end the process.
+void check_memory(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || tensor.storage().nbytes() != 0) {
+    return;
+  }
+  TORCH_CHECK(false, "emulated error: an illegal memory access was encountered (the storage of the tensor is empty)");
+}
+
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, c10::DeviceIndex device) : traits_(traits_of(op)), device_(device) {}
+
+  IValue argument(const IValue& value, const c10::Argument& declared) {
+    if (value.isTensor()) {
+      return host(value.toTensor());
+    }
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> hosts;
+      for (const at::Tensor& tensor : value.toTensorList()) {
+        hosts.push_back(host(tensor));
+      }
+      return hosts;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> hosts;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        hosts.push_back(tensor.has_value() ? std::optional<at::Tensor>(host(*tensor)) : std::nullopt);
+      }
+      return hosts;
+    }
+    if (value.isStorage()) {
+      return view_.to_host(value.toStorage());
+    }
+    if (value.isDevice()) {
+      return c10::Device(c10::kCPU);
+    }
+    if (traits_.random && is_generator(declared)) {
+      has_generator_ = true;
+      return draw(value.isNone() ? default_generator(device_) : value.toGenerator());
+    }
+    return value;
+  }
+
+  IValue result(const IValue& value) {
+    if (value.isTensor()) {
+      return view_.to_device(value.toTensor(), device_);
+    }
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> results;
+      for (const at::Tensor& tensor : value.toTensorList()) {
+        results.push_back(view_.to_device(tensor, device_));
+      }
+      return results;
+    }
+    return value;
+  }
+
+  void write_back() {
+    view_.write_back(device_);
+  }
+
+  // Random, and with no argument for a generator: it takes the CPU's own.
+  bool draws_from_the_cpu() const {
+    return traits_.random && !has_generator_;
+  }
+
+ private:
+  static bool is_generator(const c10::Argument& declared) {
+    static const auto generator = c10::GeneratorType::get();
+    return declared.type()->isSubtypeOf(*c10::OptionalType::create(generator));
+  }
+
+  at::Tensor host(const at::Tensor& tensor) {
+    if (!tensor.defined()) {
+      return tensor;
+    }
+    check_same_device(tensor, device_, traits_);
+    if (traits_.touches_memory) {
+      check_memory(tensor);
+    }
+    return view_.to_host(tensor);
+  }
+
+  Traits traits_;
+  c10::DeviceIndex device_;
+  HostView view_;
+  bool has_generator_ = false;
+};
+
+// Lends the CPU's default generator the state that the device's would give, for one call.
+class LentGenerator {
+ public:
+  LentGenerator(bool needed, c10::DeviceIndex device) {
+    if (needed) {
+      auto cpu = at::detail::getDefaultCPUGenerator();
+      kept_ = cpu.clone();
+      cpu.set_current_seed(draw(default_generator(device)).current_seed());
+    }
+  }
+  ~LentGenerator() {
+    if (kept_.defined()) {
+      auto cpu = at::detail::getDefaultCPUGenerator();
+      cpu.set_state(kept_.get_state());
+    }
+  }
+
+ private:
+  at::Generator kept_;
+};
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& declared = op.schema().arguments();
+  const auto begin = stack->size() - declared.size();
+  const auto place = where(c10::ArrayRef<IValue>(*stack).slice(begin));
+  before_kernel(current_stream(place.device));
+  Call call(op, place.device);
+  for (size_t i = 0; i < declared.size(); ++i) {
+    auto& value = (*stack)[begin + i];
+    value = call.argument(value, declared[i]);
+  }
+  {
+    const LentGenerator lent(call.draws_from_the_cpu(), place.device);
+    const at::AutoDispatchBelowAutograd below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  call.write_back();
+  if (!place.result_on_cpu) {
+    const auto first = stack->size() - op.schema().returns().size();
+    for (size_t i = first; i < stack->size(); ++i) {
+      (*stack)[i] = call.result((*stack)[i]);
+    }
+  }
+}
+
+// For what returns a value or a size to the host, and so waits for the stream.
+void run_on_host_after_waiting(const c10::OperatorHandle& op, Stack* stack) {
+  const auto begin = stack->size() - op.schema().arguments().size();
+  const auto place = where(c10::ArrayRef<IValue>(*stack).slice(begin));
+  synchronize(current_stream(place.device));
+  run_on_host(op, stack);
+}
+
+// On CUDA `x.data = y` may change a tensor's device between the CPU and the accelerator; FSDP1's
+// offload does it. PyTorch allows it between the backends that it knows, so not for PrivateUse1.
+bool may_replace(const at::Tensor& tensor, const at::Tensor& data) {
+  const auto dense = [](const at::Tensor& t) {
+    return t.layout() == at::kStrided && !t.key_set().has(c10::DispatchKey::Python) && !t.is_meta();
+  };
+  return tensor.key_set() == data.key_set() || (dense(tensor) && dense(data));
+}
+
+void record_stream(at::Tensor& tensor, c10::Stream stream) {
+  TORCH_CHECK(stream.device_type() == kEmulated, "record_stream: ", stream, " is not a stream of an emulated device");
+}
+
+bool waits_for_the_host(const std::string& name) {
+  static const std::unordered_set<std::string> kWaits{
+      "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique",
+      "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"};
+  return kWaits.count(name) > 0;
+}
+
+// A composite that would come down to many kernels, where the CPU's has a kernel of its own for it.
+bool whole_on_the_host(const std::string& name) {
+  static const std::unordered_set<std::string> kWhole{"aten::convolution", "aten::convolution_backward"};
+  return name.rfind("aten::_foreach_", 0) == 0 || kWhole.count(name) > 0;
+}
+
+bool is_ours(const std::string& name) {
+  static const std::unordered_set<std::string> kOurs{
+      "aten::copy_", "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::record_stream"};
+  return kOurs.count(name) > 0;
+}
+
+} // namespace
+
+c10::Storage HostView::to_host(const c10::Storage& storage) {
+  if (storage.device_type() != kEmulated) {
+    return storage;
+  }
+  for (const auto& [device, host] : storages_) {
+    if (device.is_alias_of(storage)) {
+      return host;
+    }
+  }
+  storages_.emplace_back(storage, host_storage_on(storage));
+  return storages_.back().second;
+}
+
+at::Tensor HostView::to_host(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.device().type() != kEmulated) {
+    return tensor;
+  }
+  tensors_.emplace_back(tensor, new_tensor(to_host(tensor.storage()), c10::DispatchKey::CPU, tensor));
+  return tensors_.back().second;
+}
+
+at::Tensor HostView::to_device(const at::Tensor& host, c10::DeviceIndex device) {
+  if (!host.defined() || !host.device().is_cpu()) {
+    return host;
+  }
+  for (const auto& [own, its_host] : tensors_) {
+    if (its_host.is_same(host)) {
+      return own;
+    }
+  }
+  auto storage = device_storage(host.storage(), device);
+  for (const auto& [own, _] : tensors_) {
+    if (own.storage().is_alias_of(storage)) {
+      return view_of(own, host);
+    }
+  }
+  return new_tensor(std::move(storage), c10::DispatchKey::PrivateUse1, host);
+}
+
+c10::Storage HostView::device_storage(const c10::Storage& host, c10::DeviceIndex device) {
+  for (const auto& [own, its_host] : storages_) {
+    if (its_host.is_alias_of(host)) {
+      return own;
+    }
+  }
+  c10::Storage own(
+      c10::Storage::use_byte_size_t(), host.nbytes(), adopted(host, device), device_allocator(), /*resizable=*/true);
+  storages_.emplace_back(own, host);
+  return own;
+}
+
+void HostView::write_back(c10::DeviceIndex device) {
+  for (const auto& [own, host] : storages_) {
+    if (own.data() != host.data() || own.nbytes() != host.nbytes()) {
+      own.set_nbytes(host.nbytes());
+      own.set_data_ptr_noswap(adopted(host, own.device().index()));
+    }
+  }
+  for (const auto& [own, host] : tensors_) {
+    auto* impl = own.unsafeGetTensorImpl();
+    auto storage = device_storage(host.storage(), device);
+    if (!storage.is_alias_of(own.storage())) {
+      impl->set_storage_keep_dtype(std::move(storage));
+    }
+    if (own.sizes() != host.sizes() || own.strides() != host.strides() ||
+        own.storage_offset() != host.storage_offset()) {
+      impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+    }
+  }
+}
+
+void register_kernels() {
+  static auto* everything = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+
+  // A backend's fallback comes after the composite kernels of PyTorch, which would take an operation
+  // apart, or compute into an `out=` of their own making, where the CPU has one kernel for it.
+  static auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) != 0 || is_ours(name.name) || !op.has_value()) {
+      continue;
+    }
+    if (waits_for_the_host(name.name)) {
+      aten->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host_after_waiting>());
+    } else if (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || whole_on_the_host(name.name)) {
+      aten->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
+  }
+  aten->impl("copy_", TORCH_FN(copy_));
+  aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
+  aten->impl("record_stream", TORCH_FN(record_stream));
+}
+
+} // namespace emulated

@@ -1,0 +1,49 @@
+// Memory of the emulated devices: it lies in host memory and is counted. Pinned host memory is told apart.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+
+namespace emulated {
+
+constexpr c10::DeviceType kEmulated = c10::DeviceType::PrivateUse1;
+
+// What lies behind a DataPtr of a device or of pinned memory. A copy in flight holds its blocks, so
+// that they outlive a tensor that is freed meanwhile, as the caching allocators of CUDA see to.
+struct Block : c10::intrusive_ptr_target {
+  c10::DataPtr memory;
+  size_t nbytes = 0;
+  c10::Device device = c10::Device(c10::kCPU);
+};
+
+using BlockPtr = c10::intrusive_ptr<Block>;
+
+struct MemoryStats {
+  int64_t allocated = 0; // bytes in tensors now
+  int64_t peak = 0; // the highest that `allocated` has been since the last reset
+  int64_t allocations = 0; // how many there were in all
+  int64_t limit = 0; // bytes a device has; 0: no limit
+};
+
+MemoryStats memory_stats(c10::DeviceIndex device);
+void reset_peak(c10::DeviceIndex device);
+void set_memory_limit(int64_t nbytes);
+int64_t pinned_bytes();
+
+// Host memory becomes memory of a device: counted from now until the result is freed. Throws
+// OutOfMemoryError where the device's limit does not allow it.
+c10::DataPtr on_device(c10::DataPtr host, size_t nbytes, c10::DeviceIndex device);
+
+c10::Allocator* device_allocator();
+c10::Allocator* pinned_allocator();
+
+// The block behind a device's DataPtr; null for a pointer that is not from on_device.
+BlockPtr device_block(const c10::DataPtr& data);
+// The pinned block that holds the address; null where the memory is pageable.
+BlockPtr pinned_block(const void* address);
+
+} // namespace emulated
