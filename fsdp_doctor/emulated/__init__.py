@@ -16,6 +16,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from fsdp_doctor.emulated import shared_memory
 from fsdp_doctor.emulated.build import EmulationUnavailable
 
 __all__ = ["EmulationUnavailable"]
@@ -44,8 +45,9 @@ def _register() -> None:
 def _backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
     from fsdp_doctor.emulated.library import _C
 
-    host = dist.ProcessGroupGloo(dist.PrefixStore("emulated", store), rank, size, timeout)
-    backend: dist.Backend = _C.make_backend(host)
+    store = dist.PrefixStore("emulated", store)
+    host = dist.ProcessGroupGloo(store, rank, size, timeout)
+    backend: dist.Backend = _C.make_backend(host, shared_memory.of_group(store, rank, size, _C.shared_bytes(size)))
     return backend
 
 

@@ -1,16 +1,16 @@
 #include "collectives.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
+#include <ATen/ops/cat.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <thread>
 
+#include "agreement.h"
 #include "fallback.h"
 #include "memory.h"
 #include "streams.h"
@@ -91,30 +91,75 @@ class Work : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What every rank must say alike of a collective. Ranks that differ stand still, as NCCL's do: gloo
-// would end the process.
-struct Header {
-  OpType type;
-  int64_t nbytes; // of what all ranks hold alike; 0 where ranks may differ
-  int64_t root = 0;
-  int64_t reduce_op = 0;
-};
-
 struct Task {
   Header header;
-  bool checked; // point-to-point operations are not
+  bool asks; // point-to-point operations concern two ranks, and ask nobody
   std::function<HostWork()> issue;
   std::function<void()> after;
   c10::intrusive_ptr<Work> work;
 };
 
-// The stream of a process group: its operations, one after the other, on a thread of their own.
+void finish(const Task& task, std::exception_ptr error) {
+  try {
+    if (!error && task.after) {
+      const at::AutoDispatchBelowAutograd below;
+      task.after();
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  task.work->complete(error);
+}
+
+// gloo gives no future for what concerns two ranks, and such work must not hold up the rest.
+void finish_later(const std::shared_ptr<Task>& task, const HostWork& host) {
+  std::thread([task, host] {
+    std::exception_ptr error;
+    try {
+      host->wait();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish(*task, error);
+  }).detach();
+}
+
+// The host's work is under way after it; ours is complete when it is, and what comes after it.
+void issue(const std::shared_ptr<Task>& task) {
+  try {
+    auto host = std::exchange(task->issue, nullptr)();
+    if (!task->asks) {
+      finish_later(task, host);
+      return;
+    }
+    host->getFuture()->addCallback([task](c10::ivalue::Future& done) { finish(*task, done.exception_ptr()); });
+  } catch (...) {
+    task->work->complete(std::current_exception());
+  }
+}
+
+// The stream of a process group. Its operations begin one after the other, each when all ranks have
+// come to it; the caller does not wait for that.
 class Line {
  public:
-  explicit Line(c10::intrusive_ptr<c10d::Backend> host) : host_(std::move(host)) {}
+  explicit Line(std::unique_ptr<Agreement> agreement) : agreement_(std::move(agreement)) {}
 
-  void put(Task task) {
+  void put(std::shared_ptr<Task> task) {
     std::lock_guard<std::mutex> lock(mutex_);
+    // The last rank to come need not trouble the thread.
+    if (tasks_.empty() && !busy_ && !stuck_) {
+      if (!task->asks) {
+        issue(task);
+        return;
+      }
+      agreement_->ask(task->header);
+      asked_ = true;
+      if (agreement_->look() == Answer::same) {
+        asked_ = false;
+        issue(task);
+        return;
+      }
+    }
     tasks_.push_back(std::move(task));
     changed_.notify_one();
   }
@@ -126,77 +171,61 @@ class Line {
   }
 
   void run() {
-    const at::AutoDispatchBelowAutograd below;
+    std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      Task task;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [this] { return stopped_ || !tasks_.empty(); });
-        if (tasks_.empty()) {
-          return;
-        }
-        task = std::move(tasks_.front());
-        tasks_.pop_front();
-      }
-      if (!perform(task)) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [this] { return stopped_; });
+      changed_.wait(lock, [this] { return stopped_ || (!tasks_.empty() && !stuck_); });
+      if (stopped_) {
         return;
       }
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      busy_ = true;
+      const bool asked = std::exchange(asked_, false);
+      lock.unlock();
+      const bool agreed = !task->asks || agree(*task, asked);
+      if (agreed) {
+        issue(task);
+      }
+      lock.lock();
+      busy_ = false;
+      stuck_ = !agreed;
     }
   }
 
  private:
-  // False: the ranks do not agree on what to do, so it is never done.
-  bool perform(Task& task) {
+  // False: the ranks do not agree, so what they came for is never done, nor anything after it.
+  bool agree(Task& task, bool asked) {
     try {
-      if (task.checked && !agreed(task.header)) {
-        return false;
+      if (!asked) {
+        agreement_->ask(task.header);
       }
-      task.issue()->wait();
-      if (task.after) {
-        task.after();
+      auto answer = agreement_->look();
+      while (answer == Answer::not_yet && !stopped_) {
+        answer = agreement_->wait();
       }
-      task.issue = nullptr;
-      task.work->complete(nullptr);
+      return answer == Answer::same;
     } catch (...) {
       task.work->complete(std::current_exception());
+      return false;
     }
-    return true;
   }
 
-  bool agreed(const Header& header) {
-    auto mine = at::empty({4}, at::kLong);
-    auto* words = mine.mutable_data_ptr<int64_t>();
-    words[0] = static_cast<int64_t>(header.type);
-    words[1] = header.nbytes;
-    words[2] = header.root;
-    words[3] = header.reduce_op;
-    std::vector<Tensors> everyone(1);
-    for (int rank = 0; rank < host_->getSize(); ++rank) {
-      everyone[0].push_back(at::empty({4}, at::kLong));
-    }
-    Tensors inputs{mine};
-    host_->allgather(everyone, inputs)->wait();
-    for (const auto& other : everyone[0]) {
-      if (std::memcmp(other.const_data_ptr(), words, 4 * sizeof(int64_t)) != 0) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  c10::intrusive_ptr<c10d::Backend> host_;
+  std::unique_ptr<Agreement> agreement_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Task> tasks_;
-  bool stopped_ = false;
+  std::deque<std::shared_ptr<Task>> tasks_;
+  bool asked_ = false; // the first of the tasks has asked already
+  bool busy_ = false; // the thread is at a task
+  bool stuck_ = false;
+  std::atomic<bool> stopped_{false};
 };
 
 class Backend final : public c10d::Backend {
  public:
-  explicit Backend(const c10::intrusive_ptr<c10d::Backend>& host)
-      : c10d::Backend(host->getRank(), host->getSize()), host_(host), line_(std::make_shared<Line>(host)) {
+  Backend(const c10::intrusive_ptr<c10d::Backend>& host, std::unique_ptr<Agreement> agreement)
+      : c10d::Backend(host->getRank(), host->getSize()),
+        host_(host),
+        line_(std::make_shared<Line>(std::move(agreement))) {
     // Detached: a rank whose peers are gone waits for ever, and must be able to exit all the same.
     std::thread([line = line_] { line->run(); }).detach();
   }
@@ -328,20 +357,12 @@ class Backend final : public c10d::Backend {
       const c10d::ReduceScatterOptions& options) override {
     check(outputs);
     check(joined(inputs));
-    auto reduce = Reduce(options.reduceOp, getSize());
-    auto own = options;
-    own.reduceOp = reduce.on_host();
-    auto to = hosts_of(outputs);
-    return put(
-        {OpType::REDUCE_SCATTER, bytes_of(outputs), 0, reduce.name()},
-        outputs,
-        [=, from = hosts_of(inputs)]() mutable {
-          for (auto& list : from) {
-            reduce.before_copies(list);
-          }
-          return host_->reduce_scatter(to, from, own);
-        },
-        [=] { reduce.after(to); });
+    TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "reduce_scatter: one output and one list of inputs");
+    Tensors flat;
+    for (const auto& input : hosts_of(inputs[0])) {
+      flat.push_back(input.reshape({-1}));
+    }
+    return put_reduce_scatter(OpType::REDUCE_SCATTER, outputs[0], at::cat(flat), options);
   }
 
   HostWork _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
@@ -350,18 +371,7 @@ class Backend final : public c10d::Backend {
     TORCH_CHECK(
         input.numel() == output.numel() * getSize(),
         "input tensor must be the same size as output size times world size");
-    auto reduce = Reduce(options.reduceOp, getSize());
-    auto own = options;
-    own.reduceOp = reduce.on_host();
-    auto to = host_of(output);
-    return put(
-        {OpType::_REDUCE_SCATTER_BASE, static_cast<int64_t>(output.nbytes()), 0, reduce.name()},
-        {output},
-        [=, from = Tensors{host_of(input)}]() mutable {
-          reduce.before_copies(from);
-          return host_->_reduce_scatter_base(to, from[0], own);
-        },
-        [=] { reduce.after({to}); });
+    return put_reduce_scatter(OpType::_REDUCE_SCATTER_BASE, output, host_of(input).reshape({-1}).clone(), options);
   }
 
   HostWork reduce_scatter_tensor_coalesced(
@@ -427,17 +437,7 @@ class Backend final : public c10d::Backend {
     }
     void before(const Tensors& hosts) const {
       for (auto host : hosts) {
-        scale(host, host);
-      }
-    }
-    // For inputs, which are not ours to change.
-    void before_copies(Tensors& hosts) const {
-      if (op_.op_ == ReduceOp::PREMUL_SUM) {
-        for (auto& host : hosts) {
-          auto copy = at::empty_like(host);
-          scale(copy, host);
-          host = copy;
-        }
+        scale(host);
       }
     }
     void after(const Tensors& hosts) const {
@@ -449,15 +449,15 @@ class Backend final : public c10d::Backend {
     }
 
    private:
-    void scale(Tensor& to, const Tensor& from) const {
+    void scale(Tensor& host) const {
       if (op_.op_ != ReduceOp::PREMUL_SUM) {
         return;
       }
       const auto* factor = reinterpret_cast<const c10d::NCCLPreMulSumSupplement*>(op_.supplement_.get());
       if (factor->tensor_factor.defined()) {
-        at::mul_out(to, from, host_of(factor->tensor_factor));
+        host.mul_(host_of(factor->tensor_factor));
       } else {
-        at::mul_out(to, from, at::scalar_tensor(factor->double_factor, from.options()));
+        host.mul_(factor->double_factor);
       }
     }
 
@@ -473,6 +473,30 @@ class Backend final : public c10d::Backend {
       TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
       device_ = tensor.device();
     }
+  }
+
+  // gloo too reduces everything everywhere and keeps the rank's own part. whole: host memory of our own.
+  HostWork put_reduce_scatter(
+      OpType type,
+      const Tensor& output,
+      const Tensor& whole,
+      const c10d::ReduceScatterOptions& options) {
+    auto reduce = Reduce(options.reduceOp, getSize());
+    c10d::AllreduceOptions own;
+    own.reduceOp = reduce.on_host();
+    own.timeout = options.timeout;
+    auto to = host_of(output);
+    return put(
+        {type, static_cast<int64_t>(output.nbytes()), 0, reduce.name()},
+        {output},
+        [=, all = Tensors{whole}]() mutable {
+          reduce.before(all);
+          return host_->allreduce(all, own);
+        },
+        [=]() mutable {
+          to.copy_(whole.narrow(0, getRank() * to.numel(), to.numel()).view_as(to));
+          reduce.after({to});
+        });
   }
 
   HostWork put(
@@ -492,7 +516,7 @@ class Backend final : public c10d::Backend {
     before_kernel(current_stream(device_.index()));
     auto work = c10::make_intrusive<Work>(getRank(), task.header.type, std::move(outputs), device_);
     task.work = work;
-    line_->put(std::move(task));
+    line_->put(std::make_shared<Task>(std::move(task)));
     return work;
   }
 
@@ -503,8 +527,10 @@ class Backend final : public c10d::Backend {
 
 } // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& host) {
-  return c10::make_intrusive<Backend>(host);
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& host, int file) {
+  auto agreement =
+      file >= 0 ? agree_over_memory(file, host->getRank(), host->getSize()) : agree_over_messages(host);
+  return c10::make_intrusive<Backend>(host, std::move(agreement));
 }
 
 } // namespace emulated

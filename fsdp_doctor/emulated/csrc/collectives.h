@@ -6,6 +6,7 @@
 namespace emulated {
 
 // host: a backend for CPU tensors over the same ranks, which nobody else uses.
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& host);
+// file: memory that all ranks have open, shared_bytes(size) zeroes; -1 where they have none in common.
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& host, int file);
 
 } // namespace emulated

@@ -4,10 +4,16 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <string>
 #include <unordered_set>
 
@@ -303,6 +309,30 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   TORCH_CHECK(stream.device_type() == kEmulated, "record_stream: ", stream, " is not a stream of an emulated device");
 }
 
+// PyTorch asks each device that it knows how it wants to attend, and takes the plain way for others.
+at::Tensor scaled_dot_product_attention(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& mask,
+    double dropout,
+    bool is_causal,
+    std::optional<double> scale,
+    bool enable_gqa) {
+  const auto choice = at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+  if (choice != static_cast<int64_t>(at::SDPBackend::flash_attention)) {
+    return at::native::scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+  }
+  auto bias = mask;
+  if (mask.has_value() && mask->defined() && mask->scalar_type() == at::kBool) {
+    bias = at::zeros_like(*mask, query.options())
+               .masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
+  }
+  return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
+      query, key, value, dropout, is_causal, bias, scale));
+}
+
 bool waits_for_the_host(const std::string& name) {
   static const std::unordered_set<std::string> kWaits{
       "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique",
@@ -417,6 +447,11 @@ void register_kernels() {
   aten->impl("copy_", TORCH_FN(copy_));
   aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
   aten->impl("record_stream", TORCH_FN(record_stream));
+
+  // Composites whose kernel here comes before autograd's and before a tensor subclass's, as they do.
+  static auto* composite = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  composite->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
+  composite->impl("scaled_dot_product_attention", TORCH_FN(scaled_dot_product_attention));
 }
 
 } // namespace emulated

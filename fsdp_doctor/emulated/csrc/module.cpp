@@ -1,6 +1,7 @@
 // What Python sees. Everything else reaches the device through PyTorch's own registries.
 #include <torch/csrc/utils/pybind.h>
 
+#include "agreement.h"
 #include "collectives.h"
 #include "device.h"
 #include "fallback.h"
@@ -38,5 +39,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_late", &is_late);
   m.def("copies_in_flight", &copies_in_flight);
 
+  m.def("shared_bytes", &shared_bytes);
   m.def("make_backend", &make_backend);
 }

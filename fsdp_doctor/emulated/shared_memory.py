@@ -1,0 +1,45 @@
+"""Memory that the ranks of one process group share, where they are on one host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+
+import torch.distributed as dist
+
+_TOKEN_BYTES = 16
+
+
+def of_group(store: dist.Store, rank: int, size: int, nbytes: int) -> int:
+    """A file descriptor of ``nbytes`` zeroes that every rank has open, -1 on all ranks if one cannot.
+
+    Every rank must call it. The memory has no name in any file system, so a rank that is killed
+    leaves nothing behind: rank 0 makes it, the others open it through /proc. A token at its end
+    tells it from another host's file of the same number.
+    """
+    file = _create(store, nbytes) if rank == 0 else _open(store, nbytes)
+    store.set(f"memory/{rank}", "yes" if file >= 0 else "no")
+    everyone = all(store.get(f"memory/{other}") == b"yes" for other in range(size))
+    if not everyone and file >= 0:
+        os.close(file)
+    return file if everyone else -1
+
+
+def _create(store: dist.Store, nbytes: int) -> int:
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    file = os.memfd_create("fsdp-doctor")
+    os.ftruncate(file, nbytes)
+    os.pwrite(file, token, nbytes)
+    store.set("memory", f"/proc/{os.getpid()}/fd/{file} {token.hex()}")
+    return file
+
+
+def _open(store: dist.Store, nbytes: int) -> int:
+    path, token = store.get("memory").decode().split()
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDWR)
+        if os.pread(file, _TOKEN_BYTES, nbytes).hex() == token:
+            return file
+        os.close(file)
+    return -1
