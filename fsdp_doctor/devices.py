@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -57,6 +58,8 @@ def load(device: Device, asked: str) -> None:
 
 
 def _load_emulation(asked: str) -> None:
+    # On a machine with GPUs too: parts of torch, like its checkpoints, ask for CUDA before anything else.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
     except ImportError as reason:

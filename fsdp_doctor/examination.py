@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,23 +184,24 @@ class _Examination:
         timed = _Timed(self._runtime, self._watches_state)
         alive: list[TensorWeakRef] = []
         own = trainer.tensor_ids()
-        num_tensors = 0
+        yielded: Counter[str] = Counter()
         entries = timed.over(lambda: self._function(subject))
         for name, value in entries:
-            num_tensors += 1
             entry = verify.read(name, value)
+            yielded[entry.sort] += 1
             if isinstance(value, torch.Tensor) and id(value) not in own:
                 alive.append(TensorWeakRef(value))
             del value
             self._stay("verify")
             verifier.check(entry)
             self._stay("extract")
-            self._show_progress(num_tensors)
+            self._show_progress(yielded.total())
         peak = self._runtime.peak_bytes()
         del entries
         self._add(
             seconds=timed.seconds,
-            num_tensors=num_tensors,
+            num_tensors=yielded.total(),
+            yielded=dict(yielded),
             peak_extra_bytes=peak - allocated if peak is not None and allocated is not None else None,
         )
         self._look_for_leak(allocated, alive)

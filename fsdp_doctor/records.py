@@ -58,7 +58,8 @@ class Record:
     seconds: time spent inside the path, synchronized with the device at both ends.
     peak_extra_bytes: device memory that the path had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
-    num_tensors: how many entries the path yielded on this rank.
+    num_tensors: how many entries the path yielded on this rank so far.
+    yielded: once the path is through, how many of each sort: form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
     """
 
@@ -70,6 +71,7 @@ class Record:
     seconds: float | None = None
     peak_extra_bytes: int | None = None
     num_tensors: int | None = None
+    yielded: dict[str, int] = dataclasses.field(default_factory=dict)
     healthy: bool = True
     done: bool = False
 

@@ -194,6 +194,14 @@ class Entry:
     slices: tuple[slice, ...] | None = None
     tiles: bool = True
 
+    @property
+    def sort(self) -> str:
+        """Form, dtype and kind of device: what two runs on different devices must have in common."""
+        place = self.device.type
+        if self.local_device is not None and self.local_device.type != place:
+            place += f" with its local part on {self.local_device.type}"
+        return f"{self.form} {str(self.dtype).removeprefix('torch.')} {place}"
+
 
 def read(name: str, value: Any) -> Entry:
     """Looks at one entry and brings its data to the host. An exception here is the path's."""

@@ -20,6 +20,7 @@ class CaseResult:
 
     seconds: the slowest rank's time inside the path. peak_extra_bytes: the largest rank's.
     wall_seconds: everything that the case cost, building and checking included.
+    yielded: by rank, how many entries of each sort the path yielded; empty where it did not get through.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
     """
 
@@ -28,6 +29,7 @@ class CaseResult:
     seconds: float | None = None
     peak_extra_bytes: int | None = None
     wall_seconds: float = 0.0
+    yielded: tuple[dict[str, int], ...] = ()
     confirmation: Verdict | None = None
     ranks: tuple[RankReport, ...] = ()
 
@@ -84,6 +86,7 @@ def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seco
         seconds=max(seconds, default=None),
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
+        yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
         ranks=tuple(reports) if verdict.bad else (),
     )
 
@@ -115,6 +118,7 @@ def result_to_dict(result: CaseResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "peak_extra_bytes": result.peak_extra_bytes,
         "wall_seconds": result.wall_seconds,
+        "yielded": list(result.yielded),
         "confirmation": _verdict_to_dict(result.confirmation) if result.confirmation else None,
         "ranks": [rank_report_to_dict(report) for report in result.ranks],
     }
@@ -128,6 +132,8 @@ def result_from_dict(data: dict[str, Any]) -> CaseResult:
         seconds=data["seconds"],
         peak_extra_bytes=data["peak_extra_bytes"],
         wall_seconds=data["wall_seconds"],
+        # Reports of version 0.1.0 do not have it.
+        yielded=tuple(data.get("yielded", ())),
         confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,
         ranks=tuple(rank_report_from_dict(report) for report in data["ranks"]),
     )

@@ -7,6 +7,7 @@
 #include <ATen/SDPBackend.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
@@ -333,6 +334,17 @@ at::Tensor scaled_dot_product_attention(
       query, key, value, dropout, is_causal, bias, scale));
 }
 
+// The CPU has no histogram of integers, CUDA has: mixture-of-experts models count their tokens with it.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  HostView view;
+  before_kernel(current_stream(self.device().index()));
+  const at::AutoDispatchBelowAutograd below;
+  const auto values = view.to_host(self);
+  const bool integral = at::isIntegralType(self.scalar_type(), /*includeBool=*/false);
+  const auto counts = at::histc(integral ? values.to(at::kDouble) : values, bins, min, max);
+  return view.to_device(counts.to(self.scalar_type()), self.device().index());
+}
+
 bool waits_for_the_host(const std::string& name) {
   static const std::unordered_set<std::string> kWaits{
       "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique",
@@ -348,7 +360,7 @@ bool whole_on_the_host(const std::string& name) {
 
 bool is_ours(const std::string& name) {
   static const std::unordered_set<std::string> kOurs{
-      "aten::copy_", "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::record_stream"};
+      "aten::copy_", "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::record_stream", "aten::histc"};
   return kOurs.count(name) > 0;
 }
 
@@ -447,6 +459,7 @@ void register_kernels() {
   aten->impl("copy_", TORCH_FN(copy_));
   aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
   aten->impl("record_stream", TORCH_FN(record_stream));
+  aten->impl("histc", TORCH_FN(histc));
 
   // Composites whose kernel here comes before autograd's and before a tensor subclass's, as they do.
   static auto* composite = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
