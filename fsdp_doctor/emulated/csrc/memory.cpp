@@ -18,6 +18,8 @@ namespace {
 
 // CUDA's caching allocator counts in multiples of it, so the same tensors give the same figures.
 constexpr size_t kGranularity = 512;
+// What new pinned memory holds: not-a-number in every floating dtype.
+constexpr int kOldByte = 0xff;
 constexpr double kMiB = 1024.0 * 1024.0;
 
 std::mutex mutex;
@@ -114,6 +116,10 @@ struct PinnedAllocator final : c10::Allocator {
     block->memory = c10::GetCPUAllocator()->allocate(std::max<size_t>(nbytes, 1));
     block->nbytes = nbytes;
     void* data = block->memory.get();
+    if (is_late()) {
+      // Not what a tensor that was freed left there: those may be the very bytes that are still to come.
+      std::memset(data, kOldByte, nbytes);
+    }
     {
       std::lock_guard<std::mutex> lock(mutex);
       pinned[reinterpret_cast<uintptr_t>(data)] = block.get();
