@@ -85,6 +85,7 @@ class _Examination:
         self._tell = report
         self._reported_at = 0.0
         self._function = function
+        self._changed_somewhere = False
         self.record = Record(case_id=case.id, stage="build")
 
     def run(self, kept: Trainer | None) -> Trainer | None:
@@ -103,8 +104,7 @@ class _Examination:
             self._agree()
         self._add(done=True)
         self._report(self.record)
-        changed = any(problem.kind == "poisoned" for problem in self.record.problems)
-        reusable = self._unbroken and not changed and self._case.scenario.phase == "trained"
+        reusable = self._unbroken and not self._changed_somewhere and self._case.scenario.phase == "trained"
         return trainer if reusable else None
 
     @property
@@ -252,10 +252,13 @@ class _Examination:
         return works
 
     def _same_everywhere(self, failed: bool) -> bool:
-        mine = torch.tensor([int(failed)])
+        changed = any(problem.kind == "poisoned" for problem in self.record.problems)
+        mine = torch.tensor([int(failed), int(changed)])
         everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
         dist.all_gather(everyone, mine, group=self._runtime.control)
-        return all(int(other) == int(failed) for other in everyone)
+        # All ranks build the scenario anew, or none does.
+        self._changed_somewhere = any(bool(other[1]) for other in everyone)
+        return all(int(other[0]) == int(failed) for other in everyone)
 
     def _group_works(self) -> bool:
         ones = torch.ones(4, device=self._runtime.device)
