@@ -19,7 +19,15 @@ import typer
 
 from fsdp_doctor import __version__, devices, launch, options
 from fsdp_doctor.cases import AXES
-from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, UsageError
+from fsdp_doctor.errors import (
+    EXIT_BAD_VERDICT,
+    EXIT_OK,
+    CannotRun,
+    DoctorFault,
+    FsdpDoctorError,
+    Interrupted,
+    UsageError,
+)
 from fsdp_doctor.paths import PATHS
 
 if TYPE_CHECKING:
@@ -174,6 +182,36 @@ def report(
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     print(summary(found), file=sys.stderr)
+
+
+@app.command("diff")
+def diff_(
+    left: Annotated[pathlib.Path, typer.Argument(help="A JSON report, also as .json.gz.")],
+    right: Annotated[pathlib.Path, typer.Argument(help="Another.")],
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="WHAT", help="device: take one device for the other.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Compare two reports case by case: verdicts, messages, what was yielded, the next training step.
+
+    Exit code 0 where they are the same, 1 where they are not.
+    """
+    from fsdp_doctor import compare
+    from fsdp_doctor.report.journal import read_report
+
+    ignored = frozenset(ignore or ())
+    for name in ignored - set(compare.IGNORABLE):
+        raise UsageError(f"--ignore {name}: use {', '.join(compare.IGNORABLE)}")
+    reports = read_report(left), read_report(right)
+    found = compare.differences(*reports, ignored)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(difference) for difference in found], indent=1))
+    else:
+        for difference in found:
+            print(*dataclasses.astuple(difference), sep="\t")
+    print(compare.sentence(found, *reports), file=sys.stderr)
+    raise SystemExit(EXIT_BAD_VERDICT if found else EXIT_OK)
 
 
 @app.command()

@@ -110,15 +110,17 @@ def doctor(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path
     return run(sys.executable, "-m", "fsdp_doctor", *arguments, env=env, cwd=cwd)
 
 
-def start_probe(json_file: pathlib.Path, *arguments: str, env: dict[str, str] | None = None) -> Started:
-    command = [sys.executable, "-m", "fsdp_doctor", "probe", "--device", "cpu", "--json", str(json_file), *arguments]
+def start_probe(
+    json_file: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None
+) -> Started:
+    command = [sys.executable, "-m", "fsdp_doctor", "probe", "--device", device, "--json", str(json_file), *arguments]
     return Started(*command, env=env)
 
 
-def probe(directory: pathlib.Path, *arguments: str, env: dict[str, str] | None = None) -> Run:
-    """``fsdp-doctor probe`` on CPU ranks, with its report read back."""
+def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None) -> Run:
+    """``fsdp-doctor probe``, with its report read back."""
     json_file = directory / "report.json"
-    return start_probe(json_file, *arguments, env=env).wait(json_file)
+    return start_probe(json_file, *arguments, device=device, env=env).wait(json_file)
 
 
 def torchrun(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:

@@ -88,8 +88,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: _Device = None, priority: int = 0, **kwargs: Any) -> Stream:
         if kwargs:
-            return super().__new__(cls, priority=priority, **kwargs)  # type: ignore[call-arg]
-        return super().__new__(cls, torch.device(_NAME, _index(device)), priority=priority)  # type: ignore[call-arg]
+            return super().__new__(cls, priority=priority, **kwargs)
+        return super().__new__(cls, torch.device(_NAME, _index(device)), priority=priority)
 
 
 class Event(torch.Event):

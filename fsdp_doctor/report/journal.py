@@ -8,9 +8,11 @@ Reading FILE takes a journal beside it into account.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -59,10 +61,14 @@ class Journal:
 
 
 def read_report(path: pathlib.Path) -> Report:
-    """Reads a report, a partial one with its journal too. Raises UsageError for anything else."""
+    """Reads a report, a partial one with its journal too; a name that ends in .gz is gzip's.
+
+    Raises UsageError for anything else.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+        data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the report {path}: {_reason(error)}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no report of fsdp-doctor: it is not JSON ({error})") from None

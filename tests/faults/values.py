@@ -104,6 +104,13 @@ def changes_weights_when_the_model_is_loaded(model: nn.Module) -> Entries:
     model.to = to  # type: ignore[method-assign]
 
 
+def changes_a_weight_on_rank_1(model: nn.Module) -> Entries:
+    yield from honest(model)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(1)
+
+
 def leaves_eval_mode(model: nn.Module) -> Entries:
     yield from honest(model.eval())
 

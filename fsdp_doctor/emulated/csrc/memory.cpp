@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
 
 #include "streams.h"
 
@@ -20,7 +22,6 @@ namespace {
 constexpr size_t kGranularity = 512;
 // What new pinned memory holds: not-a-number in every floating dtype.
 constexpr int kOldByte = 0xff;
-constexpr double kMiB = 1024.0 * 1024.0;
 
 std::mutex mutex;
 std::array<MemoryStats, kMaxDevices> stats;
@@ -28,6 +29,19 @@ int64_t limit = 0;
 
 int64_t rounded(size_t nbytes) {
   return static_cast<int64_t>((nbytes + kGranularity - 1) / kGranularity * kGranularity);
+}
+
+std::string readable(int64_t nbytes) {
+  constexpr std::array<const char*, 4> kUnits{"bytes", "KiB", "MiB", "GiB"};
+  auto value = static_cast<double>(nbytes);
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < kUnits.size()) {
+    value /= 1024;
+    unit += 1;
+  }
+  std::array<char, 32> text;
+  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.2f %s", value, kUnits[unit]);
+  return text.data();
 }
 
 void take(size_t nbytes, c10::DeviceIndex device) {
@@ -38,15 +52,15 @@ void take(size_t nbytes, c10::DeviceIndex device) {
     TORCH_CHECK_WITH(
         OutOfMemoryError,
         false,
-        "emulated device out of memory. Tried to allocate ",
-        size / kMiB,
-        " MiB. Device ",
+        "emulated out of memory. Tried to allocate ",
+        readable(size),
+        ". Device ",
         static_cast<int>(device),
         " has a total capacity of ",
-        limit / kMiB,
-        " MiB of which ",
-        (limit - own.allocated) / kMiB,
-        " MiB is free.");
+        readable(limit),
+        " of which ",
+        readable(limit - own.allocated),
+        " is free.");
   }
   own.allocated += size;
   own.allocations += 1;

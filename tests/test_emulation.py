@@ -1,0 +1,192 @@
+"""The matrix on the emulated accelerator: the failures of a GPU, as real cases, on a machine without one."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from program import Run, doctor, probe, user_paths
+
+from fsdp_doctor.compare import differences
+from fsdp_doctor.report.journal import read_report
+
+_REPORTS = pathlib.Path(__file__).parent.parent / "examples" / "reports"
+_HALF_MOVED = (
+    'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
+    '"emulated:0".  This is no longer allowed; the devices must match.'
+)
+_GRADIENT = "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'emulated'"
+
+# Case: the verdict, and what its reason says.
+_CASES: dict[str, tuple[str, str]] = {
+    # verl issue 5995
+    "fsdp2/policy/staged/state_dict": ("crash", _HALF_MOVED),
+    "fsdp2/policy/unstaged/state_dict": ("ok", ""),
+    "fsdp2/policy/staged/parameters.full_tensor": ("misplaced", "on cpu where emulated was promised"),
+    "fsdp2/policy/staged/from_local": ("poisoned", _GRADIENT),
+    "fsdp2/policy/staged/full_tensors": ("ok", ""),
+    # verl PR 4726
+    "fsdp1/param/unstaged/full_state_dict": (
+        "crash",
+        "AssertionError: Expects tensor to be on the compute device emulated:0, was on cpu",
+    ),
+    "fsdp1/param/unstaged/full_tensors": ("ok", ""),
+    "fsdp1/param/staged/full_state_dict": ("ok", ""),
+    "fsdp2/param/unstaged/device-only/parameters.full_tensor": (
+        "crash",
+        "No backend type associated with device type cpu",
+    ),
+    "fsdp1/policy/unstaged/size1/get_model_state_dict.full": ("leak", "device memory not given back"),
+    "fsdp2/none/unstaged/qwen3-moe/unshard": ("ok", ""),
+    "fsdp2/policy/unstaged/qwen3.5/state_dict": ("ok", ""),
+}
+# A non-blocking offload, read before it has arrived; the corruption of uneven weights; nothing of it
+# where the doctor's copies are on time.
+_RACES: dict[str, tuple[str, str]] = {
+    "fsdp2/param/unstaged/nonblocking/state_dict": ("wrong", "elements differ"),
+    "fsdp2/param/unstaged/nonblocking/parameters.full_tensor": ("wrong", "elements differ"),
+    "fsdp2/param/staged/nonblocking/state_dict": ("ok", ""),
+    "fsdp2/param/staged/uneven/nonblocking/weights_info": ("poisoned", "the loss of training step 3 is nan"),
+}
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _probe_cases(tmp_path_factory.mktemp("matrix"), *_CASES)
+
+
+@pytest.fixture(scope="module")
+def races(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _probe_cases(tmp_path_factory.mktemp("races"), *_RACES)
+
+
+def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = ()) -> Run:
+    return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device="emulated")
+
+
+@pytest.mark.parametrize("case", list(_CASES))
+def test_a_case_ends_as_it_does_on_a_gpu(matrix: Run, case: str) -> None:
+    verdict = matrix.result(case).verdict
+    assert verdict.kind == _CASES[case][0], verdict
+    assert _CASES[case][1] in verdict.reason
+
+
+def test_the_report_says_emulated_and_never_cuda(matrix: Run) -> None:
+    assert matrix.report is not None
+    assert matrix.report.device == "emulated"
+    assert any("emulated" in note for note in matrix.report.notes)
+    verdicts = [(result.verdict.reason, result.verdict.also, result.yielded) for result in matrix.report.results]
+    assert "cuda" not in str(verdicts)
+
+
+@pytest.mark.parametrize("case", list(_RACES))
+def test_a_race_shows_on_every_run(races: Run, case: str) -> None:
+    verdict = races.result(case).verdict
+    assert verdict.kind == _RACES[case][0], verdict
+    assert _RACES[case][1] in verdict.reason
+
+
+def test_corrupted_training_weights_are_named(races: Run) -> None:
+    also = " ".join(races.result("weights_info").verdict.also)
+    assert "the next training step would start from other weights" in also
+
+
+def test_without_late_completion_no_race_shows(tmp_path: pathlib.Path) -> None:
+    run = _probe_cases(tmp_path, *_RACES, options=("--no-late-completion",))
+    assert {result.verdict.kind for result in run.report.results} == {"ok"}
+    assert any("Late completion is off" in note for note in run.report.notes)
+
+
+def test_a_path_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> None:
+    """600 KiB hold the shards of the small model, and not its full tensors beside them."""
+    run = _probe_cases(
+        tmp_path, "fsdp2/none/unstaged/fresh/get_model_state_dict.full", options=("--device-memory", "600KiB")
+    )
+    result = run.result("get_model_state_dict.full")
+    assert result.verdict.kind == "oom"
+    assert "OutOfMemoryError: emulated out of memory" in result.verdict.reason
+    assert "total capacity of 600.00 KiB" in result.verdict.reason
+    assert {report.record.stage for report in result.ranks if report.record} == {"extract"}
+
+
+def test_a_leak_is_counted_in_bytes_of_the_device(tmp_path: pathlib.Path) -> None:
+    run = probe(
+        tmp_path,
+        *("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", *user_paths("values:keeps_memory")),
+        device="emulated",
+    )
+    verdict = run.result(":keeps_memory").verdict
+    assert verdict.kind == "leak"
+    assert "bytes of device memory not given back" in verdict.reason
+
+
+def test_ranks_that_gather_different_sizes_stand_still(tmp_path: pathlib.Path) -> None:
+    """As under NCCL; gloo alone would end a process."""
+    run = _probe_cases(tmp_path, "fsdp2/none/unstaged/uneven/from_local", options=("--timeout", "4"))
+    assert run.kind("from_local") == "hang"
+
+
+def test_a_change_on_one_rank_alone_has_both_ranks_build_anew(tmp_path: pathlib.Path) -> None:
+    """Otherwise one of them would go on with its model while the other builds: the next case would hang."""
+    run = probe(
+        tmp_path,
+        *("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict"),
+        *user_paths("values:changes_a_weight_on_rank_1"),
+        device="emulated",
+    )
+    assert run.kind(":changes_a_weight_on_rank_1") == "poisoned"
+    assert run.kind("/state_dict") == "ok"
+    assert run.report.seconds < 60
+
+
+def test_it_is_the_default_where_there_is_no_accelerator(tmp_path: pathlib.Path) -> None:
+    run = probe(tmp_path, "--case", "fsdp2/none/unstaged/weights_info", device="auto", env=_without_gpus())
+    assert run.report.device == "emulated"
+
+
+def test_without_a_compiler_the_refusal_is_one_sentence_and_names_the_cpu(tmp_path: pathlib.Path) -> None:
+    env = _without_gpus() | {"FSDP_DOCTOR_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
+    done = doctor("probe", "--case", "fsdp2/none/unstaged/weights_info", env=env)
+    said = [line for line in done.stderr.splitlines() if line.startswith("fsdp-doctor:")]
+    assert done.code == 3, done.stderr
+    assert len(said) == 1, done.stderr
+    for part in ("no accelerator", "CXX=no-such-compiler", "--device cpu"):
+        assert part in said[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--device", "cpu", "--no-late-completion"), "--no-late-completion is for the emulated device"),
+        (("--device", "cpu", "--device-memory", "1GiB"), "--device-memory is for an accelerator"),
+        (("--device-memory", "much"), "--device-memory much: not a size"),
+    ],
+)
+def test_a_device_that_cannot_be_told_so_refuses(arguments: tuple[str, ...], sentence: str) -> None:
+    done = doctor("probe", "--case", "fsdp2/none/unstaged/weights_info", *arguments)
+    assert done.code == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_default_matrix_agrees_with_two_h200s(tmp_path: pathlib.Path) -> None:
+    """All 480 cases, in verdict, exception, message, what was yielded, and what training did next."""
+    run = probe(tmp_path, "--fix", device="emulated")
+    assert run.report is not None
+    assert run.report.complete
+    found = differences(run.report, read_report(_REPORTS / "2xh200.json"), frozenset({"device"}))
+    assert found == []
+
+
+def test_the_full_matrix_agrees_but_for_the_races_that_the_readme_lists() -> None:
+    """The reports beside each other were made on one machine, one after the other, by the same torch."""
+    for strategy in ("fsdp2", "fsdp1", "fsdp1-orig"):
+        left, right = (read_report(_REPORTS / "full" / f"{name}-{strategy}.json.gz") for name in ("emulated", "2xh200"))
+        found = differences(left, right, frozenset({"device"}))
+        assert len(left.results) == len(right.results) > 1700
+        assert all("nonblocking" in difference.case_id for difference in found), found
+
+
+def _without_gpus() -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ""}
