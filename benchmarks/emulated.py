@@ -1,0 +1,57 @@
+"""What the emulated device costs: its build, and the matrix on it against the matrix on the CPU.
+
+    python benchmarks/emulated.py [--repeat 3]
+
+Whole commands are timed from outside, start-up included, CPU and emulated in turn. torch's FSDP1
+refuses a CPU-only machine, so the ratio is over the FSDP2 half of the default matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from speed import num_cases, seconds
+
+_HALF = ("--strategy", "fsdp2")
+
+
+def build_seconds() -> float:
+    """One import with an empty cache, less one with the cache that it filled."""
+    with tempfile.TemporaryDirectory() as cache:
+        return _import_seconds(cache) - _import_seconds(cache)
+
+
+def _import_seconds(cache: str) -> float:
+    start = time.perf_counter()
+    command = [sys.executable, "-c", "import fsdp_doctor.emulated"]
+    subprocess.run(command, env=os.environ | {"FSDP_DOCTOR_CACHE": cache}, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each half of the matrix")
+    repeat = parser.parse_args().repeat
+
+    print(f"build, once                     {build_seconds():7.1f} s")
+    runs: dict[str, list[float]] = {"cpu": [], "emulated": []}
+    for _ in range(repeat):
+        for device, times in runs.items():
+            times.append(seconds("probe", *_HALF, "--device", device))
+    half = num_cases(*_HALF)
+    for device, times in runs.items():
+        each = ", ".join(f"{value:.1f}" for value in times)
+        print(f"fsdp2, {half} cases, {device:9}      {statistics.median(times):7.1f} s   (median of {each})")
+    ratio = statistics.median(runs["emulated"]) / statistics.median(runs["cpu"])
+    print(f"emulated / cpu                  {ratio:7.2f}")
+    print(f"default matrix, {num_cases()} cases      {seconds('probe', '--device', 'emulated'):7.1f} s")
+
+
+if __name__ == "__main__":
+    main()
