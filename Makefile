@@ -19,6 +19,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/emulated.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

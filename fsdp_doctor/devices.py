@@ -58,8 +58,11 @@ def load(device: Device, asked: str) -> None:
 
 
 def _load_emulation(asked: str) -> None:
-    # On a machine with GPUs too: parts of torch, like its checkpoints, ask for CUDA before anything else.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    if torch.cuda.is_available():
+        # Parts of torch, like its checkpoints, ask for CUDA before anything else.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
     except ImportError as reason:
