@@ -15,6 +15,10 @@ _TYPE = torch.Stream(device=_NAME).device_type
 _Device = torch.device | str | int | None
 
 
+# torch.utils.checkpoint keeps a device's random state only where the device says so by this name.
+_initialized = True
+
+
 def is_available() -> bool:
     """Always: the device is host memory."""
     return True
@@ -176,11 +180,8 @@ def empty_cache() -> None:
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
     """(free, total). Without a limit the total is what this host has."""
-    import os
-
-    stats = _C.memory_stats(_index(device))
-    total = stats["limit"] or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(0, total - stats["allocated"]), total
+    free, total = _C.memory_info(_index(device))
+    return int(free), int(total)
 
 
 def set_memory_limit(nbytes: int | None) -> None:

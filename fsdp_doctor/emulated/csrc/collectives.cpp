@@ -2,12 +2,16 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <numeric>
+#include <optional>
 #include <thread>
 
 #include "agreement.h"
@@ -24,22 +28,24 @@ using c10d::OpType;
 using c10d::ReduceOp;
 using HostWork = c10::intrusive_ptr<c10d::Work>;
 
-Tensor host_of(const Tensor& tensor) {
-  return HostView().to_host(tensor);
+// The tensor's elements as they lie, in one dimension: what is sent has no shape. Somebody else keeps the memory.
+Tensor flat_host(const Tensor& tensor) {
+  check_memory(tensor);
+  return HostView().to_host(tensor).as_strided({tensor.numel()}, {1});
 }
 
-Tensors hosts_of(const Tensors& tensors) {
+Tensors flat_hosts(const Tensors& tensors) {
   Tensors hosts;
   for (const auto& tensor : tensors) {
-    hosts.push_back(host_of(tensor));
+    hosts.push_back(flat_host(tensor));
   }
   return hosts;
 }
 
-std::vector<Tensors> hosts_of(const std::vector<Tensors>& lists) {
+std::vector<Tensors> flat_hosts(const std::vector<Tensors>& lists) {
   std::vector<Tensors> hosts;
   for (const auto& tensors : lists) {
-    hosts.push_back(hosts_of(tensors));
+    hosts.push_back(flat_hosts(tensors));
   }
   return hosts;
 }
@@ -52,6 +58,19 @@ Tensors joined(const std::vector<Tensors>& lists) {
   return all;
 }
 
+std::vector<int64_t> numels_of(const Tensors& tensors) {
+  std::vector<int64_t> numels;
+  for (const auto& tensor : tensors) {
+    numels.push_back(tensor.numel());
+  }
+  return numels;
+}
+
+int64_t numel_of(const Tensors& tensors) {
+  const auto numels = numels_of(tensors);
+  return std::accumulate(numels.begin(), numels.end(), int64_t{0});
+}
+
 int64_t bytes_of(const Tensors& tensors) {
   int64_t sum = 0;
   for (const auto& tensor : tensors) {
@@ -60,55 +79,164 @@ int64_t bytes_of(const Tensors& tensors) {
   return sum;
 }
 
+// The end of something. It holds no tensor: who waits for it and who brings it about share nothing else, so
+// that a tensor is freed when its user lets go of it.
+class Moment {
+ public:
+  using Then = std::function<void(std::exception_ptr)>;
+
+  void reach(std::exception_ptr error) {
+    std::vector<Then> followers;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      reached_ = true;
+      error_ = error;
+      followers.swap(followers_);
+      changed_.notify_all();
+    }
+    for (const auto& then : followers) {
+      then(error);
+    }
+  }
+
+  void then(Then follower) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!reached_) {
+        followers_.push_back(std::move(follower));
+        return;
+      }
+    }
+    follower(error_);
+  }
+
+  bool is_reached() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return reached_;
+  }
+
+  std::exception_ptr error() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return error_;
+  }
+
+  void wait(std::chrono::milliseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto reached = [this] { return reached_; };
+    if (timeout == ::kNoTimeout) {
+      changed_.wait(lock, reached);
+    } else {
+      TORCH_CHECK(changed_.wait_for(lock, timeout, reached), "Operation timed out!");
+    }
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool reached_ = false;
+  std::exception_ptr error_;
+  std::vector<Then> followers_;
+};
+
+using MomentPtr = std::shared_ptr<Moment>;
+
 class Work : public c10d::Work {
  public:
-  Work(int rank, OpType type, Tensors outputs, c10::Device device)
-      : c10d::Work(rank, type),
-        outputs_(std::move(outputs)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(
-            c10::ListType::create(c10::TensorType::get()),
-            std::vector<c10::Device>{device})) {}
+  Work(int rank, OpType type, Tensors outputs, c10::Device device, MomentPtr done)
+      : c10d::Work(rank, type), outputs_(std::move(outputs)), device_(device), done_(std::move(done)) {}
 
+  bool isCompleted() override {
+    return done_->is_reached();
+  }
+  bool isSuccess() const override {
+    return done_->is_reached() && !done_->error();
+  }
+  std::exception_ptr exception() const override {
+    return done_->error();
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    done_->wait(timeout);
+    return true;
+  }
+  void synchronize() override {
+    done_->wait(::kNoTimeout);
+  }
   Tensors result() override {
     return outputs_;
   }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-
-  void complete(std::exception_ptr error) {
-    finish(error);
-    if (error) {
-      future_->setError(error);
-    } else {
-      future_->markCompleted(c10::IValue(outputs_));
-    }
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
+    done_->then([future, outputs = outputs_](std::exception_ptr error) {
+      error ? future->setError(error) : future->markCompleted(c10::IValue(outputs));
+    });
+    return future;
   }
 
  private:
   Tensors outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::Device device_;
+  MomentPtr done_;
 };
 
 struct Task {
   Header header;
   bool asks; // point-to-point operations concern two ranks, and ask nobody
+  Tensors keeps; // whose memory the host works on
   std::function<HostWork()> issue;
   std::function<void()> after;
-  c10::intrusive_ptr<Work> work;
+  MomentPtr before; // what must be complete first; null for nothing
+  MomentPtr done;
 };
 
-void finish(const Task& task, std::exception_ptr error) {
+// Complete when all of them are.
+class Together : public c10d::Work {
+ public:
+  explicit Together(std::vector<HostWork> works) : works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) {
+      work->wait(timeout);
+    }
+    return true;
+  }
+
+ private:
+  std::vector<HostWork> works_;
+};
+
+// gloo's threads hold a task somewhat longer than it runs; what it was given is let go of here.
+void complete(Task& task, std::exception_ptr error) {
+  task.keeps.clear();
+  task.issue = nullptr;
+  task.after = nullptr;
+  task.before.reset();
+  task.done->reach(error);
+}
+
+// gloo works on several operations of a group at once; they are complete in the order of their calls.
+void finish(const std::shared_ptr<Task>& task, std::exception_ptr error) {
   try {
-    if (!error && task.after) {
+    if (!error && task->after) {
       const at::AutoDispatchBelowAutograd below;
-      task.after();
+      task->after();
     }
   } catch (...) {
     error = std::current_exception();
   }
-  task.work->complete(error);
+  if (!task->before) {
+    complete(*task, error);
+    return;
+  }
+  task->before->then([task, error](std::exception_ptr) { complete(*task, error); });
 }
 
 // gloo gives no future for what concerns two ranks, and such work must not hold up the rest.
@@ -120,7 +248,7 @@ void finish_later(const std::shared_ptr<Task>& task, const HostWork& host) {
     } catch (...) {
       error = std::current_exception();
     }
-    finish(*task, error);
+    finish(task, error);
   }).detach();
 }
 
@@ -132,9 +260,9 @@ void issue(const std::shared_ptr<Task>& task) {
       finish_later(task, host);
       return;
     }
-    host->getFuture()->addCallback([task](c10::ivalue::Future& done) { finish(*task, done.exception_ptr()); });
+    host->getFuture()->addCallback([task](c10::ivalue::Future& done) { finish(task, done.exception_ptr()); });
   } catch (...) {
-    task->work->complete(std::current_exception());
+    finish(task, std::current_exception());
   }
 }
 
@@ -205,7 +333,7 @@ class Line {
       }
       return answer == Answer::same;
     } catch (...) {
-      task.work->complete(std::current_exception());
+      complete(task, std::current_exception());
       return false;
     }
   }
@@ -242,10 +370,19 @@ class Backend final : public c10d::Backend {
     host_->setTimeout(timeout);
   }
 
+  void startCoalescing() override {
+    coalesced_.emplace();
+  }
+
+  HostWork endCoalescing() override {
+    auto works = std::exchange(coalesced_, std::nullopt);
+    return c10::make_intrusive<Together>(std::move(works).value_or(std::vector<HostWork>()));
+  }
+
   HostWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     check(tensors);
     return put(
-        {OpType::BROADCAST, bytes_of(tensors), options.rootRank}, tensors, [=, hosts = hosts_of(tensors)]() mutable {
+        {OpType::BROADCAST, bytes_of(tensors), options.rootRank}, tensors, {}, [=, hosts = flat_hosts(tensors)]() mutable {
           return host_->broadcast(hosts, options);
         });
   }
@@ -255,10 +392,11 @@ class Backend final : public c10d::Backend {
     auto reduce = Reduce(options.reduceOp, getSize());
     auto own = options;
     own.reduceOp = reduce.on_host();
-    auto hosts = hosts_of(tensors);
+    auto hosts = flat_hosts(tensors);
     return put(
         {OpType::ALLREDUCE, bytes_of(tensors), 0, reduce.name()},
         tensors,
+        {},
         [=]() mutable {
           reduce.before(hosts);
           return host_->allreduce(hosts, own);
@@ -282,11 +420,12 @@ class Backend final : public c10d::Backend {
     auto own = options;
     own.reduceOp = reduce.on_host();
     // gloo uses the tensors of the other ranks as scratch, NCCL leaves them alone.
-    auto hosts = hosts_of(tensors);
+    auto hosts = flat_hosts(tensors);
     const bool is_root = getRank() == options.rootRank;
     return put(
         {OpType::REDUCE, bytes_of(tensors), options.rootRank, reduce.name()},
         tensors,
+        {},
         [=]() mutable {
           for (auto& host : hosts) {
             host = is_root ? host : host.clone();
@@ -304,10 +443,19 @@ class Backend final : public c10d::Backend {
   HostWork allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     check(joined(outputs));
     check(inputs);
+    TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "allgather: one input and one list of outputs");
+    for (const auto& output : outputs[0]) {
+      if (output.numel() != inputs[0].numel()) {
+        return gather_different_sizes(outputs[0], inputs[0], options);
+      }
+    }
     return put(
         {OpType::ALLGATHER, bytes_of(inputs)},
-        joined(outputs),
-        [=, to = hosts_of(outputs), from = hosts_of(inputs)]() mutable { return host_->allgather(to, from, options); });
+        outputs[0],
+        inputs,
+        [=, to = flat_hosts(outputs), from = flat_hosts(inputs)]() mutable {
+          return host_->allgather(to, from, options);
+        });
   }
 
   HostWork _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
@@ -319,7 +467,10 @@ class Backend final : public c10d::Backend {
     return put(
         {OpType::_ALLGATHER_BASE, static_cast<int64_t>(input.nbytes())},
         {output},
-        [=, to = host_of(output), from = host_of(input)]() mutable { return host_->_allgather_base(to, from, options); });
+        {input},
+        [=, to = flat_host(output), from = flat_host(input)]() mutable {
+          return host_->_allgather_base(to, from, options);
+        });
   }
 
   HostWork allgather_into_tensor_coalesced(
@@ -339,7 +490,10 @@ class Backend final : public c10d::Backend {
     return put(
         {OpType::GATHER, bytes_of(inputs), options.rootRank},
         joined(outputs),
-        [=, to = hosts_of(outputs), from = hosts_of(inputs)]() mutable { return host_->gather(to, from, options); });
+        inputs,
+        [=, to = flat_hosts(outputs), from = flat_hosts(inputs)]() mutable {
+          return host_->gather(to, from, options);
+        });
   }
 
   HostWork scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
@@ -348,7 +502,10 @@ class Backend final : public c10d::Backend {
     return put(
         {OpType::SCATTER, bytes_of(outputs), options.rootRank},
         outputs,
-        [=, to = hosts_of(outputs), from = hosts_of(inputs)]() mutable { return host_->scatter(to, from, options); });
+        joined(inputs),
+        [=, to = flat_hosts(outputs), from = flat_hosts(inputs)]() mutable {
+          return host_->scatter(to, from, options);
+        });
   }
 
   HostWork reduce_scatter(
@@ -358,11 +515,7 @@ class Backend final : public c10d::Backend {
     check(outputs);
     check(joined(inputs));
     TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "reduce_scatter: one output and one list of inputs");
-    Tensors flat;
-    for (const auto& input : hosts_of(inputs[0])) {
-      flat.push_back(input.reshape({-1}));
-    }
-    return put_reduce_scatter(OpType::REDUCE_SCATTER, outputs[0], at::cat(flat), options);
+    return put_reduce_scatter(OpType::REDUCE_SCATTER, outputs[0], at::cat(flat_hosts(inputs[0])), options);
   }
 
   HostWork _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
@@ -371,7 +524,7 @@ class Backend final : public c10d::Backend {
     TORCH_CHECK(
         input.numel() == output.numel() * getSize(),
         "input tensor must be the same size as output size times world size");
-    return put_reduce_scatter(OpType::_REDUCE_SCATTER_BASE, output, host_of(input).reshape({-1}).clone(), options);
+    return put_reduce_scatter(OpType::_REDUCE_SCATTER_BASE, output, flat_host(input).clone(), options);
   }
 
   HostWork reduce_scatter_tensor_coalesced(
@@ -392,8 +545,14 @@ class Backend final : public c10d::Backend {
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
     check({output, input});
+    check_memory(output);
+    check_memory(input);
+    // Sizes are in rows, so the shapes stay.
     return put(
-        {OpType::ALLTOALL_BASE, 0}, {output}, [=, to = host_of(output), from = host_of(input)]() mutable {
+        {OpType::ALLTOALL_BASE, 0},
+        {output},
+        {input},
+        [=, to = HostView().to_host(output), from = HostView().to_host(input)]() mutable {
           return host_->alltoall_base(to, from, output_sizes, input_sizes, options);
         });
   }
@@ -401,26 +560,43 @@ class Backend final : public c10d::Backend {
   HostWork alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     check(outputs);
     check(inputs);
-    return put({OpType::ALLTOALL, 0}, outputs, [=, to = hosts_of(outputs), from = hosts_of(inputs)]() mutable {
-      return host_->alltoall(to, from, options);
-    });
+    const auto to = flat_hosts(outputs);
+    const auto received = at::empty({numel_of(outputs)}, to.at(0).options());
+    return put(
+        {OpType::ALLTOALL, 0},
+        outputs,
+        inputs,
+        [=,
+         whole = received,
+         from = at::cat(flat_hosts(inputs)),
+         to_sizes = numels_of(outputs),
+         from_sizes = numels_of(inputs)]() mutable {
+          return host_->alltoall_base(whole, from, to_sizes, from_sizes, options);
+        },
+        [=] {
+          int64_t begin = 0;
+          for (const auto& host : to) {
+            Tensor(host).copy_(received.narrow(0, begin, host.numel()));
+            begin += host.numel();
+          }
+        });
   }
 
   HostWork send(Tensors& tensors, int to, int tag) override {
     check(tensors);
     return put_unchecked(
-        OpType::SEND, tensors, [=, hosts = hosts_of(tensors)]() mutable { return host_->send(hosts, to, tag); });
+        OpType::SEND, tensors, [=, hosts = flat_hosts(tensors)]() mutable { return host_->send(hosts, to, tag); });
   }
 
   HostWork recv(Tensors& tensors, int from, int tag) override {
     check(tensors);
     return put_unchecked(
-        OpType::RECV, tensors, [=, hosts = hosts_of(tensors)]() mutable { return host_->recv(hosts, from, tag); });
+        OpType::RECV, tensors, [=, hosts = flat_hosts(tensors)]() mutable { return host_->recv(hosts, from, tag); });
   }
 
   HostWork barrier(const c10d::BarrierOptions& options) override {
     synchronize_device(device_.index());
-    return put({OpType::BARRIER, 0}, {}, [=] { return host_->barrier(options); });
+    return put({OpType::BARRIER, 0}, {}, {}, [=] { return host_->barrier(options); });
   }
 
  private:
@@ -455,7 +631,7 @@ class Backend final : public c10d::Backend {
       }
       const auto* factor = reinterpret_cast<const c10d::NCCLPreMulSumSupplement*>(op_.supplement_.get());
       if (factor->tensor_factor.defined()) {
-        host.mul_(host_of(factor->tensor_factor));
+        host.mul_(HostView().to_host(factor->tensor_factor));
       } else {
         host.mul_(factor->double_factor);
       }
@@ -485,43 +661,69 @@ class Backend final : public c10d::Backend {
     c10d::AllreduceOptions own;
     own.reduceOp = reduce.on_host();
     own.timeout = options.timeout;
-    auto to = host_of(output);
+    auto to = flat_host(output);
     return put(
         {type, static_cast<int64_t>(output.nbytes()), 0, reduce.name()},
         {output},
+        {},
         [=, all = Tensors{whole}]() mutable {
           reduce.before(all);
           return host_->allreduce(all, own);
         },
         [=]() mutable {
-          to.copy_(whole.narrow(0, getRank() * to.numel(), to.numel()).view_as(to));
+          to.copy_(whole.narrow(0, getRank() * to.numel(), to.numel()));
           reduce.after({to});
         });
   }
 
+  // NCCL too sends one from each rank in turn.
+  HostWork gather_different_sizes(Tensors& outputs, const Tensor& input, const c10d::AllgatherOptions& options) {
+    outputs.at(getRank()).copy_(input);
+    HostWork last;
+    for (int root = 0; root < getSize(); ++root) {
+      c10d::BroadcastOptions own;
+      own.rootRank = root;
+      own.timeout = options.timeout;
+      Tensors one{outputs.at(root)};
+      last = broadcast(one, own);
+    }
+    return last;
+  }
+
   HostWork put(
       Header header,
-      Tensors outputs,
+      const Tensors& outputs,
+      const Tensors& inputs,
       std::function<HostWork()> issue,
       std::function<void()> after = nullptr) {
-    return put_task({header, true, std::move(issue), std::move(after), nullptr}, std::move(outputs));
+    auto keeps = outputs;
+    keeps.insert(keeps.end(), inputs.begin(), inputs.end());
+    return put_task({header, true, std::move(keeps), std::move(issue), std::move(after), last_, nullptr}, outputs);
   }
 
-  HostWork put_unchecked(OpType type, Tensors outputs, std::function<HostWork()> issue) {
-    return put_task({{type, 0}, false, std::move(issue), nullptr, nullptr}, std::move(outputs));
+  HostWork put_unchecked(OpType type, const Tensors& tensors, std::function<HostWork()> issue) {
+    return put_task({{type, 0}, false, tensors, std::move(issue), nullptr, nullptr, nullptr}, tensors);
   }
 
-  HostWork put_task(Task task, Tensors outputs) {
+  HostWork put_task(Task task, const Tensors& outputs) {
     // A collective begins after what its caller's stream holds, as any kernel.
     before_kernel(current_stream(device_.index()));
-    auto work = c10::make_intrusive<Work>(getRank(), task.header.type, std::move(outputs), device_);
-    task.work = work;
+    task.done = std::make_shared<Moment>();
+    auto work = c10::make_intrusive<Work>(getRank(), task.header.type, outputs, device_, task.done);
+    if (task.asks) {
+      last_ = task.done;
+    }
+    if (coalesced_.has_value()) {
+      coalesced_->push_back(work);
+    }
     line_->put(std::make_shared<Task>(std::move(task)));
     return work;
   }
 
   c10::intrusive_ptr<c10d::Backend> host_;
   std::shared_ptr<Line> line_;
+  MomentPtr last_;
+  std::optional<std::vector<HostWork>> coalesced_;
   c10::Device device_{kEmulated, 0};
 };
 

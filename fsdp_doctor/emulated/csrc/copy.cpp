@@ -1,5 +1,6 @@
 #include "copy.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 
@@ -20,7 +21,6 @@ void copy_within(at::Tensor& self, const at::Tensor& source) {
   before_kernel(current_stream(source.device().index()));
   before_kernel(current_stream(self.device().index()));
   HostView view;
-  const at::AutoDispatchBelowAutograd below;
   view.to_host(self).copy_(view.to_host(source));
 }
 
@@ -84,10 +84,20 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.is_same(source)) {
     return self;
   }
-  const auto expanded = source.expand(self.sizes());
+  const auto shape = at::infer_size(self.sizes(), source.sizes());
+  TORCH_CHECK(
+      self.sizes() == shape,
+      "output with shape ",
+      self.sizes(),
+      " doesn't match the broadcast shape ",
+      at::IntArrayRef(shape));
+  const at::AutoDispatchBelowAutograd below;
   if (self.numel() == 0) {
     return self;
   }
+  check_memory(self);
+  check_memory(source);
+  const auto expanded = source.expand(shape);
   if (is_emulated(self) && is_emulated(source)) {
     copy_within(self, expanded);
   } else {

@@ -225,15 +225,19 @@ c10::DeviceIndex current_device() {
   return current_index;
 }
 
+void check_device(c10::DeviceIndex device) {
+  TORCH_CHECK(
+      device < device_count(),
+      "emulated error: invalid device ordinal ",
+      int(device),
+      ", there are ",
+      int(device_count()));
+}
+
 c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
   const auto previous = current_index;
   if (device >= 0) {
-    TORCH_CHECK(
-        device < device_count(),
-        "emulated error: invalid device ordinal ",
-        int(device),
-        ", there are ",
-        int(device_count()));
+    check_device(device);
     current_index = device;
   }
   return previous;

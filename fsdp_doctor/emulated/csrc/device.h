@@ -9,6 +9,8 @@ namespace emulated {
 void set_device_count(c10::DeviceIndex count);
 c10::DeviceIndex device_count();
 c10::DeviceIndex current_device();
+// Throws for a device that does not exist.
+void check_device(c10::DeviceIndex device);
 // Returns the device that was current before. Throws for a device that does not exist.
 c10::DeviceIndex exchange_device(c10::DeviceIndex device);
 

@@ -33,12 +33,11 @@ void release_storage(void* context) {
   c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
 }
 
+// It does not keep the device's memory; whoever makes it does.
 c10::Storage host_storage_on(const c10::Storage& device) {
-  // The host's storage keeps the device's: gloo may hold a host tensor longer than the caller does.
-  auto* impl = device.unsafeGetStorageImpl();
-  c10::raw::intrusive_ptr::incref(impl);
-  c10::DataPtr data(impl->mutable_data(), impl, &release_storage, c10::Device(c10::kCPU));
-  return {c10::Storage::use_byte_size_t(), impl->nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true};
+  c10::DataPtr data(device.mutable_data(), c10::Device(c10::kCPU));
+  return {
+      c10::Storage::use_byte_size_t(), device.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true};
 }
 
 at::Tensor shaped(at::Tensor tensor, const at::Tensor& like) {
@@ -133,6 +132,7 @@ Where where(c10::ArrayRef<IValue> arguments) {
       result.result_on_cpu = told.is_cpu();
       if (told.type() == kEmulated) {
         result.device = told.has_index() ? told.index() : current_device();
+        check_device(result.device);
       }
     }
     if (value.isStorage() && value.toStorage().device_type() == kEmulated) {
@@ -142,12 +142,12 @@ Where where(c10::ArrayRef<IValue> arguments) {
   return {result.device < 0 ? current_device() : result.device, result.result_on_cpu};
 }
 
-void check_same_device(const at::Tensor& tensor, c10::DeviceIndex device, const Traits& traits) {
+void check_same_device(const at::Tensor& tensor, c10::DeviceIndex device, bool is_index) {
   const auto& other = tensor.device();
   const bool same = other.type() == kEmulated && other.index() == device;
   const bool scalar = other.is_cpu() && tensor.dim() == 0;
   TORCH_CHECK(
-      same || scalar || (other.is_cpu() && traits.takes_cpu_indices),
+      same || scalar || (other.is_cpu() && is_index),
       "Expected all tensors to be on the same device, but found at least two devices, ",
       c10::Device(kEmulated, device),
       " and ",
@@ -155,21 +155,17 @@ void check_same_device(const at::Tensor& tensor, c10::DeviceIndex device, const 
       "!");
 }
 
-// A CUDA kernel that reads a freed storage dies of it; the host's would end the process.
-void check_memory(const at::Tensor& tensor) {
-  if (tensor.numel() == 0 || tensor.storage().nbytes() != 0) {
-    return;
-  }
-  TORCH_CHECK(false, "emulated error: an illegal memory access was encountered (the storage of the tensor is empty)");
-}
+// tensor_split's second tensor: like an index, it may be on the CPU.
+constexpr const char* kSplitPoints = "tensor_indices_or_sections";
 
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, c10::DeviceIndex device) : traits_(traits_of(op)), device_(device) {}
+  Call(const c10::OperatorHandle& op, Where place)
+      : traits_(traits_of(op)), device_(place.device), result_on_cpu_(place.result_on_cpu) {}
 
   IValue argument(const IValue& value, const c10::Argument& declared) {
     if (value.isTensor()) {
-      return host(value.toTensor());
+      return host(value.toTensor(), traits_.takes_cpu_indices && declared.name() == kSplitPoints);
     }
     if (value.isTensorList()) {
       c10::List<at::Tensor> hosts;
@@ -181,7 +177,7 @@ class Call {
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> hosts;
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-        hosts.push_back(tensor.has_value() ? std::optional<at::Tensor>(host(*tensor)) : std::nullopt);
+        hosts.push_back(tensor.has_value() ? std::optional<at::Tensor>(host(*tensor, traits_.takes_cpu_indices)) : std::nullopt);
       }
       return hosts;
     }
@@ -190,6 +186,9 @@ class Call {
     }
     if (value.isDevice()) {
       return c10::Device(c10::kCPU);
+    }
+    if (value.isBool() && value.toBool() && declared.name() == "pin_memory" && !result_on_cpu_) {
+      TORCH_CHECK(false, "Only dense CPU tensors can be pinned");
     }
     if (traits_.random && is_generator(declared)) {
       has_generator_ = true;
@@ -227,11 +226,11 @@ class Call {
     return declared.type()->isSubtypeOf(*c10::OptionalType::create(generator));
   }
 
-  at::Tensor host(const at::Tensor& tensor) {
+  at::Tensor host(const at::Tensor& tensor, bool is_index = false) {
     if (!tensor.defined()) {
       return tensor;
     }
-    check_same_device(tensor, device_, traits_);
+    check_same_device(tensor, device_, is_index);
     if (traits_.touches_memory) {
       check_memory(tensor);
     }
@@ -240,6 +239,7 @@ class Call {
 
   Traits traits_;
   c10::DeviceIndex device_;
+  bool result_on_cpu_;
   HostView view_;
   bool has_generator_ = false;
 };
@@ -265,12 +265,28 @@ class LentGenerator {
   at::Generator kept_;
 };
 
+// A mask among indices is turned into positions, whose number the host must know.
+bool has_mask(c10::ArrayRef<IValue> arguments) {
+  for (const auto& value : arguments) {
+    if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& index : value.toOptionalTensorList()) {
+        if (index.has_value() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto& declared = op.schema().arguments();
   const auto begin = stack->size() - declared.size();
-  const auto place = where(c10::ArrayRef<IValue>(*stack).slice(begin));
-  before_kernel(current_stream(place.device));
-  Call call(op, place.device);
+  const auto arguments = c10::ArrayRef<IValue>(*stack).slice(begin);
+  const auto place = where(arguments);
+  const auto stream = current_stream(place.device);
+  has_mask(arguments) ? synchronize(stream) : before_kernel(stream);
+  Call call(op, place);
   for (size_t i = 0; i < declared.size(); ++i) {
     auto& value = (*stack)[begin + i];
     value = call.argument(value, declared[i]);
@@ -320,7 +336,9 @@ at::Tensor scaled_dot_product_attention(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
-  const auto choice = at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+  // The CPU's fused kernel has no gradient for the mask.
+  const bool plain = mask.has_value() && mask->requires_grad();
+  const auto choice = plain ? static_cast<int64_t>(at::SDPBackend::math) : at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   if (choice != static_cast<int64_t>(at::SDPBackend::flash_attention)) {
     return at::native::scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale, enable_gqa);
@@ -339,6 +357,7 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, co
   HostView view;
   before_kernel(current_stream(self.device().index()));
   const at::AutoDispatchBelowAutograd below;
+  check_memory(self);
   const auto values = view.to_host(self);
   const bool integral = at::isIntegralType(self.scalar_type(), /*includeBool=*/false);
   const auto counts = at::histc(integral ? values.to(at::kDouble) : values, bins, min, max);
@@ -348,7 +367,7 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, co
 bool waits_for_the_host(const std::string& name) {
   static const std::unordered_set<std::string> kWaits{
       "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique",
-      "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"};
+      "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount"};
   return kWaits.count(name) > 0;
 }
 
@@ -365,6 +384,21 @@ bool is_ours(const std::string& name) {
 }
 
 } // namespace
+
+void check_memory(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || tensor.device().type() != kEmulated) {
+    return;
+  }
+  const auto needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+  TORCH_CHECK(
+      tensor.storage().nbytes() >= needed,
+      "emulated error: an illegal memory access was encountered (the tensor needs ",
+      needed,
+      " bytes, its storage has ",
+      tensor.storage().nbytes(),
+      ")");
+}
 
 c10::Storage HostView::to_host(const c10::Storage& storage) {
   if (storage.device_type() != kEmulated) {
@@ -383,7 +417,10 @@ at::Tensor HostView::to_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kEmulated) {
     return tensor;
   }
-  tensors_.emplace_back(tensor, new_tensor(to_host(tensor.storage()), c10::DispatchKey::CPU, tensor));
+  auto host = new_tensor(to_host(tensor.storage()), c10::DispatchKey::CPU, tensor);
+  host._set_conj(tensor.is_conj());
+  host._set_neg(tensor.is_neg());
+  tensors_.emplace_back(tensor, std::move(host));
   return tensors_.back().second;
 }
 
@@ -420,8 +457,8 @@ c10::Storage HostView::device_storage(const c10::Storage& host, c10::DeviceIndex
 void HostView::write_back(c10::DeviceIndex device) {
   for (const auto& [own, host] : storages_) {
     if (own.data() != host.data() || own.nbytes() != host.nbytes()) {
-      own.set_nbytes(host.nbytes());
       own.set_data_ptr_noswap(adopted(host, own.device().index()));
+      own.set_nbytes(host.nbytes());
     }
   }
   for (const auto& [own, host] : tensors_) {
@@ -450,11 +487,13 @@ void register_kernels() {
     if (name.name.rfind("aten::", 0) != 0 || is_ours(name.name) || !op.has_value()) {
       continue;
     }
-    if (waits_for_the_host(name.name)) {
-      aten->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host_after_waiting>());
-    } else if (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || whole_on_the_host(name.name)) {
-      aten->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !whole_on_the_host(name.name)) {
+      continue;
     }
+    aten->impl(
+        c10::toString(name).c_str(),
+        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run_on_host_after_waiting>()
+                                      : torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
   aten->impl("copy_", TORCH_FN(copy_));
   aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));

@@ -30,6 +30,10 @@ class HostView {
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 6> tensors_; // device, host
 };
 
+// Throws where the tensor's memory was freed: a CUDA kernel that reads it dies of it, the host's would
+// end the process.
+void check_memory(const at::Tensor& tensor);
+
 // Gives kEmulated its kernels.
 void register_kernels();
 

@@ -1,9 +1,11 @@
 #include "memory.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -110,6 +112,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override {
     reset_peak(device);
   }
+
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    return memory_info(device);
+  }
 };
 
 // Where pinned blocks lie, by their first address.
@@ -123,7 +129,7 @@ void free_pinned(void* context) {
   pinned_now -= static_cast<int64_t>(block->nbytes);
 }
 
-struct PinnedAllocator final : c10::Allocator {
+struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     auto block = c10::make_intrusive<Block>();
     // One byte at least: an empty pinned tensor is pinned too, and must have an address of its own.
@@ -145,11 +151,26 @@ struct PinnedAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t nbytes) const override {
     default_copy_data(to, from, nbytes);
   }
+
+  // A copy in flight holds its block: there is no event to record, and nothing is cached.
+  bool record_event(void*, void*, c10::Stream) override {
+    return true;
+  }
+  void empty_cache() override {}
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+
+  at::HostStats get_stats() override {
+    at::HostStats stats;
+    stats.allocated_bytes.current = pinned_bytes();
+    return stats;
+  }
 };
 
 DeviceAllocator the_device_allocator;
 PinnedAllocator the_pinned_allocator;
 REGISTER_ALLOCATOR(kEmulated, &the_device_allocator);
+REGISTER_HOST_ALLOCATOR(kEmulated, &the_pinned_allocator);
 
 } // namespace
 
@@ -173,6 +194,12 @@ void set_memory_limit(int64_t nbytes) {
 int64_t pinned_bytes() {
   std::lock_guard<std::mutex> lock(mutex);
   return pinned_now;
+}
+
+std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
+  const auto own = memory_stats(device);
+  const auto total = own.limit > 0 ? own.limit : sysconf(_SC_PAGESIZE) * sysconf(_SC_PHYS_PAGES);
+  return {static_cast<size_t>(std::max<int64_t>(0, total - own.allocated)), static_cast<size_t>(total)};
 }
 
 c10::DataPtr on_device(c10::DataPtr host, size_t nbytes, c10::DeviceIndex device) {

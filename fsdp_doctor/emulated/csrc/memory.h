@@ -7,6 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace emulated {
 
@@ -33,6 +34,8 @@ MemoryStats memory_stats(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
 void set_memory_limit(int64_t nbytes);
 int64_t pinned_bytes();
+// Free and total bytes of a device. Without a limit the total is what this host has.
+std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
 
 // Host memory becomes memory of a device: counted from now until the result is freed. Throws
 // OutOfMemoryError where the device's limit does not allow it.

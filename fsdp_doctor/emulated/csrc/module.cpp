@@ -30,6 +30,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     result["limit"] = stats.limit;
     return result;
   });
+  m.def("memory_info", &memory_info);
   m.def("reset_peak", &reset_peak);
   m.def("set_memory_limit", &set_memory_limit);
   m.def("pinned_bytes", &pinned_bytes);
