@@ -62,13 +62,10 @@ def probe(
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that each device has, as 2GiB.")
     ] = None,
-    late_completion: Annotated[
+    no_late_completion: Annotated[
         bool,
-        typer.Option(
-            "--late-completion/--no-late-completion",
-            help="Non-blocking copies of the emulated device finish as late as they may, or at once.",
-        ),
-    ] = True,
+        typer.Option("--no-late-completion", help="The emulated device's non-blocking copies finish at once."),
+    ] = False,
     nproc: Annotated[
         int | None,
         typer.Option(help="Ranks to start where torchrun did not; by default one per accelerator, 2 without."),
@@ -108,7 +105,7 @@ def probe(
     chosen = choose()
     run = Options(
         cases=chosen.cases,
-        device=options.device(device, device_memory, late_completion),
+        device=options.device(device, device_memory, late_completion=not no_late_completion),
         model=chosen.model,
         timeout=options.positive("--timeout", timeout),
         start_timeout=options.positive("--start-timeout", start_timeout),

@@ -170,7 +170,7 @@ def _model_directory(value: str) -> pathlib.Path:
     return directory.resolve()
 
 
-def device(name: str, memory: str | None, late_completion: bool) -> Device:
+def device(name: str, memory: str | None, *, late_completion: bool) -> Device:
     if name not in devices.NAMES:
         raise UsageError(f"--device {name}: use {', '.join(devices.NAMES)}")
     limit = size("--device-memory", memory) if memory is not None else None
