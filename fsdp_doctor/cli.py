@@ -244,7 +244,9 @@ def main() -> None:
         if not launch.is_rank_zero() and isinstance(error, CannotRun):
             # Most likely rank 0 says the same. If it does, torchrun ends this process meanwhile.
             time.sleep(2)
-        print(f"fsdp-doctor: {error}", file=sys.stderr)
+        # torchrun ends the other ranks when rank 0 has ended: why, rank 0 has said.
+        if launch.is_rank_zero() or not isinstance(error, Interrupted):
+            print(f"fsdp-doctor: {error}", file=sys.stderr)
         launch.tell_torchrun(str(error))
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
