@@ -430,12 +430,12 @@ def test_what_is_written_is_valid_by_the_schema(made):
 
 
 def objects(data, at=()):
-    """The place of every JSON object that is ours, but for the tables of names in the environment."""
+    """The place of every JSON object whose keys are ours, but for the tables of names."""
     if isinstance(data, dict):
         yield at
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        if key not in ("packages", "variables"):
+        if key not in ("packages", "variables", "yielded"):
             yield from objects(value, (*at, key))
 
 
