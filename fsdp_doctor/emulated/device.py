@@ -29,6 +29,10 @@ def is_initialized() -> bool:
     return True
 
 
+def _lazy_init() -> None:
+    """Nothing; without it torch 2.10 thinks the device unused, and its accelerator.synchronize() does nothing."""
+
+
 def init() -> None:
     """Nothing to do; for symmetry with ``torch.cuda.init``."""
 
