@@ -382,16 +382,16 @@ class Backend final : public c10d::Backend {
   HostWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     check(tensors);
     return put(
-        {OpType::BROADCAST, bytes_of(tensors), options.rootRank}, tensors, {}, [=, hosts = flat_hosts(tensors)]() mutable {
-          return host_->broadcast(hosts, options);
-        });
+        {OpType::BROADCAST, bytes_of(tensors), options.rootRank},
+        tensors,
+        {},
+        [=, hosts = flat_hosts(tensors)]() mutable { return host_->broadcast(hosts, options); });
   }
 
   HostWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     check(tensors);
     auto reduce = Reduce(options.reduceOp, getSize());
-    auto own = options;
-    own.reduceOp = reduce.on_host();
+    const auto own = reduce.on_host(options);
     auto hosts = flat_hosts(tensors);
     return put(
         {OpType::ALLREDUCE, bytes_of(tensors), 0, reduce.name()},
@@ -405,20 +405,16 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    check(tensors);
-    HostWork last;
-    for (auto& tensor : tensors) {
-      Tensors one{tensor};
-      last = allreduce(one, options);
-    }
-    return last;
+    return last_of(tensors.size(), [&](size_t i) {
+      Tensors one{tensors[i]};
+      return allreduce(one, options);
+    });
   }
 
   HostWork reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     check(tensors);
     auto reduce = Reduce(options.reduceOp, getSize());
-    auto own = options;
-    own.reduceOp = reduce.on_host();
+    const auto own = reduce.on_host(options);
     // gloo uses the tensors of the other ranks as scratch, NCCL leaves them alone.
     auto hosts = flat_hosts(tensors);
     const bool is_root = getRank() == options.rootRank;
@@ -477,11 +473,7 @@ class Backend final : public c10d::Backend {
       Tensors& outputs,
       Tensors& inputs,
       const c10d::AllgatherOptions& options) override {
-    HostWork last;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      last = _allgather_base(outputs.at(i), inputs.at(i), options);
-    }
-    return last;
+    return last_of(inputs.size(), [&](size_t i) { return _allgather_base(outputs.at(i), inputs[i], options); });
   }
 
   HostWork gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
@@ -531,11 +523,7 @@ class Backend final : public c10d::Backend {
       Tensors& outputs,
       Tensors& inputs,
       const c10d::ReduceScatterOptions& options) override {
-    HostWork last;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      last = _reduce_scatter_base(outputs.at(i), inputs.at(i), options);
-    }
-    return last;
+    return last_of(inputs.size(), [&](size_t i) { return _reduce_scatter_base(outputs.at(i), inputs[i], options); });
   }
 
   HostWork alltoall_base(
@@ -608,8 +596,12 @@ class Backend final : public c10d::Backend {
     int64_t name() const {
       return static_cast<int64_t>(op_.op_);
     }
-    ReduceOp on_host() const {
-      return op_.op_ == ReduceOp::AVG || op_.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op_;
+    template <typename Options>
+    Options on_host(Options options) const {
+      if (op_.op_ == ReduceOp::AVG || op_.op_ == ReduceOp::PREMUL_SUM) {
+        options.reduceOp = ReduceOp::SUM;
+      }
+      return options;
     }
     void before(const Tensors& hosts) const {
       for (auto host : hosts) {
@@ -659,8 +651,9 @@ class Backend final : public c10d::Backend {
       const c10d::ReduceScatterOptions& options) {
     auto reduce = Reduce(options.reduceOp, getSize());
     c10d::AllreduceOptions own;
-    own.reduceOp = reduce.on_host();
+    own.reduceOp = options.reduceOp;
     own.timeout = options.timeout;
+    own = reduce.on_host(own);
     auto to = flat_host(output);
     return put(
         {type, static_cast<int64_t>(output.nbytes()), 0, reduce.name()},
@@ -679,13 +672,21 @@ class Backend final : public c10d::Backend {
   // NCCL too sends one from each rank in turn.
   HostWork gather_different_sizes(Tensors& outputs, const Tensor& input, const c10d::AllgatherOptions& options) {
     outputs.at(getRank()).copy_(input);
-    HostWork last;
-    for (int root = 0; root < getSize(); ++root) {
+    return last_of(getSize(), [&](size_t root) {
       c10d::BroadcastOptions own;
-      own.rootRank = root;
+      own.rootRank = static_cast<int64_t>(root);
       own.timeout = options.timeout;
       Tensors one{outputs.at(root)};
-      last = broadcast(one, own);
+      return broadcast(one, own);
+    });
+  }
+
+  // Several operations as one: they are complete in their order, so it is when the last is.
+  template <typename Start>
+  static HostWork last_of(size_t count, const Start& start) {
+    HostWork last;
+    for (size_t i = 0; i < count; ++i) {
+      last = start(i);
     }
     return last;
   }

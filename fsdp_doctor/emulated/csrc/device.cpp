@@ -213,7 +213,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 } // namespace
 
 void set_device_count(c10::DeviceIndex count) {
-  TORCH_CHECK(count > 0 && count <= kMaxDevices, "there can be 1 to ", int(kMaxDevices), " emulated devices, not ", int(count));
+  const bool possible = count > 0 && count <= kMaxDevices;
+  TORCH_CHECK(possible, "there can be 1 to ", int(kMaxDevices), " emulated devices, not ", int(count));
   number_of_devices = count;
 }
 

@@ -177,7 +177,11 @@ class Call {
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> hosts;
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-        hosts.push_back(tensor.has_value() ? std::optional<at::Tensor>(host(*tensor, traits_.takes_cpu_indices)) : std::nullopt);
+        std::optional<at::Tensor> on_host;
+        if (tensor.has_value()) {
+          on_host = host(*tensor, traits_.takes_cpu_indices);
+        }
+        hosts.push_back(std::move(on_host));
       }
       return hosts;
     }
@@ -279,13 +283,15 @@ bool has_mask(c10::ArrayRef<IValue> arguments) {
   return false;
 }
 
+// waits: the operation returns a value or a size to the host, so the host waits for the stream.
+template <bool waits>
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto& declared = op.schema().arguments();
   const auto begin = stack->size() - declared.size();
   const auto arguments = c10::ArrayRef<IValue>(*stack).slice(begin);
   const auto place = where(arguments);
   const auto stream = current_stream(place.device);
-  has_mask(arguments) ? synchronize(stream) : before_kernel(stream);
+  waits || has_mask(arguments) ? synchronize(stream) : before_kernel(stream);
   Call call(op, place);
   for (size_t i = 0; i < declared.size(); ++i) {
     auto& value = (*stack)[begin + i];
@@ -303,14 +309,6 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
       (*stack)[i] = call.result((*stack)[i]);
     }
   }
-}
-
-// For what returns a value or a size to the host, and so waits for the stream.
-void run_on_host_after_waiting(const c10::OperatorHandle& op, Stack* stack) {
-  const auto begin = stack->size() - op.schema().arguments().size();
-  const auto place = where(c10::ArrayRef<IValue>(*stack).slice(begin));
-  synchronize(current_stream(place.device));
-  run_on_host(op, stack);
 }
 
 // On CUDA `x.data = y` may change a tensor's device between the CPU and the accelerator; FSDP1's
@@ -337,9 +335,10 @@ at::Tensor scaled_dot_product_attention(
     std::optional<double> scale,
     bool enable_gqa) {
   // The CPU's fused kernel has no gradient for the mask.
-  const bool plain = mask.has_value() && mask->requires_grad();
-  const auto choice = plain ? static_cast<int64_t>(at::SDPBackend::math) : at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
-  if (choice != static_cast<int64_t>(at::SDPBackend::flash_attention)) {
+  const bool fused = !(mask.has_value() && mask->requires_grad()) &&
+      at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa) ==
+          static_cast<int64_t>(at::SDPBackend::flash_attention);
+  if (!fused) {
     return at::native::scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale, enable_gqa);
   }
@@ -366,8 +365,9 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, co
 
 bool waits_for_the_host(const std::string& name) {
   static const std::unordered_set<std::string> kWaits{
-      "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique",
-      "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount"};
+      "aten::_local_scalar_dense", "aten::_unique", "aten::_unique2", "aten::bincount", "aten::equal",
+      "aten::masked_select", "aten::nonzero", "aten::repeat_interleave", "aten::unique_consecutive",
+      "aten::unique_dim", "aten::unique_dim_consecutive"};
   return kWaits.count(name) > 0;
 }
 
@@ -379,7 +379,8 @@ bool whole_on_the_host(const std::string& name) {
 
 bool is_ours(const std::string& name) {
   static const std::unordered_set<std::string> kOurs{
-      "aten::copy_", "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::record_stream", "aten::histc"};
+      "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::copy_", "aten::histc",
+      "aten::record_stream"};
   return kOurs.count(name) > 0;
 }
 
@@ -475,12 +476,14 @@ void HostView::write_back(c10::DeviceIndex device) {
 }
 
 void register_kernels() {
-  static auto* everything = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  static auto* everything =
+      new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host<false>>());
 
   // A backend's fallback comes after the composite kernels of PyTorch, which would take an operation
   // apart, or compute into an `out=` of their own making, where the CPU has one kernel for it.
-  static auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static auto* aten =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
@@ -492,8 +495,8 @@ void register_kernels() {
     }
     aten->impl(
         c10::toString(name).c_str(),
-        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run_on_host_after_waiting>()
-                                      : torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run_on_host<true>>()
+                                      : torch::CppFunction::makeFromBoxedFunction<&run_on_host<false>>());
   }
   aten->impl("copy_", TORCH_FN(copy_));
   aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
@@ -501,7 +504,8 @@ void register_kernels() {
   aten->impl("histc", TORCH_FN(histc));
 
   // Composites whose kernel here comes before autograd's and before a tensor subclass's, as they do.
-  static auto* composite = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  static auto* composite =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   composite->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
   composite->impl("scaled_dot_product_attention", TORCH_FN(scaled_dot_product_attention));
 }
