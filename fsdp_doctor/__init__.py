@@ -1,10 +1,11 @@
 """Diagnose FSDP offload and weight extraction: which combination crashes, hangs, dies, leaks or lies.
 
-The command line is ``fsdp-doctor``. The library is :func:`full_tensors`, the extraction path
-that works in every scenario of the matrix, and :func:`promises`, which declares what an
-extraction function of your own promises before ``--path module:function`` tests it.
+The command line is ``fsdp-doctor``. The library is :func:`full_tensors`, the extraction path that works
+in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights_info` beside it; and
+:func:`promises`, which declares what an extraction function of your own promises before
+``--path module:function`` tests it.
 
-Importing this package does not import torch; asking it for ``full_tensors`` does.
+Importing this package does not import torch; asking it for an extraction function does.
 """
 
 from __future__ import annotations
@@ -14,16 +15,26 @@ from typing import TYPE_CHECKING, Any
 from fsdp_doctor.paths import promises
 
 if TYPE_CHECKING:
-    from fsdp_doctor.extract import full_tensors
+    from fsdp_doctor.extract import PlanMismatch, RankLeft, WeightInfo, full_state_dict, full_tensors, weights_info
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "full_tensors", "promises"]
+_OF_EXTRACT = ("PlanMismatch", "RankLeft", "WeightInfo", "full_state_dict", "full_tensors", "weights_info")
+__all__ = [
+    "PlanMismatch",
+    "RankLeft",
+    "WeightInfo",
+    "__version__",
+    "full_state_dict",
+    "full_tensors",
+    "promises",
+    "weights_info",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "full_tensors":
-        from fsdp_doctor.extract import full_tensors
+    if name in _OF_EXTRACT:
+        from fsdp_doctor import extract
 
-        return full_tensors
+        return getattr(extract, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

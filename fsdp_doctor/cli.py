@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_doctor import __version__, devices, launch, options
+from fsdp_doctor.bench.options import DTYPES, OFFLOADS, SHAPES, STRATEGIES
 from fsdp_doctor.cases import AXES
 from fsdp_doctor.errors import (
     EXIT_BAD_VERDICT,
@@ -124,6 +125,66 @@ def probe(
         raise SystemExit(_conduct(run))
     nproc = launch.num_ranks(run.device.type) if nproc is None else int(options.positive("--nproc", nproc))
     raise SystemExit(launch.start_torchrun(sys.argv[1:], nproc))
+
+
+@app.command(epilog="Exit codes: 0 measured; 2 usage; 3 cannot run here; 4 the doctor's own fault; 130 interrupted.")
+def bench(
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}; or a Hugging Face configuration's directory.")
+    ] = "small",
+    layers: Annotated[int | None, typer.Option(help="Decoder layers, instead of the model's own number.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}.  [default: fsdp2]")] = None,
+    offload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(OFFLOADS)}.  [default: none]")] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of the shards, and after a colon of what is yielded: {', '.join(DTYPES)}."),
+    ] = None,
+    bucket_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Device memory of one bucket of full_tensors, as 384MiB.")
+    ] = None,
+    path: Annotated[
+        list[str] | None, typer.Option(help="Only this path; module:function measures a function of your own.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Timed runs of each path; the median counts.")] = 5,
+    device: Annotated[
+        str, typer.Option(help=f"{', '.join(devices.NAMES)}; auto is the accelerator, else the emulated one.")
+    ] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start where torchrun did not; by default one per accelerator, 2 without."),
+    ] = None,
+    json_file: Annotated[
+        File, typer.Option("--json", metavar="FILE", help="Write everything that was measured.")
+    ] = None,
+) -> None:
+    """Measure how fast weights leave a sharded model, against what the links can carry.
+
+    An option that takes a list can be repeated, or take several values with commas between.
+    """
+    run = options.benchmark(
+        model=model,
+        layers=layers,
+        strategy=strategy,
+        offload=offload,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        path=path,
+        repeat=repeat,
+        device=device,
+        json_file=json_file,
+    )
+    _check_versions()
+    if not launch.under_torchrun():
+        ranks = launch.num_ranks(device) if nproc is None else int(options.positive("--nproc", nproc))
+        raise SystemExit(launch.start_torchrun(sys.argv[1:], ranks))
+    from fsdp_doctor.bench import report
+    from fsdp_doctor.bench.run import run as measure
+
+    result = measure(run)
+    if launch.is_rank_zero():
+        sys.stdout.write(report.as_text(result, shutil.get_terminal_size((132, 24)).columns))
+        if json_file is not None:
+            json_file.write_text(report.as_json(result))
 
 
 @app.command("list")
@@ -236,7 +297,7 @@ def version(
 def main() -> None:
     """The entry point. Under torchrun every rank comes here; all but rank 0 follow what it says."""
     try:
-        if launch.is_rank_zero():
+        if launch.is_rank_zero() or sys.argv[1:2] == ["bench"]:
             app()
         elif sys.argv[1:2] == ["probe"] and "--help" not in sys.argv:
             raise SystemExit(_follow())

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdp_doctor import devices
+from fsdp_doctor.bench import options as bench
 from fsdp_doctor.cases import AXIS, Case
 from fsdp_doctor.devices import Device
 from fsdp_doctor.errors import UsageError
@@ -153,10 +154,10 @@ def _models(values: list[str]) -> tuple[list[str], pathlib.Path | None]:
     return [*built_in, "custom"], directories[0]
 
 
-def _model_directory(value: str) -> pathlib.Path:
+def _model_directory(value: str, built_in: tuple[str, ...] = _BUILT_IN_MODELS) -> pathlib.Path:
     directory = pathlib.Path(value).expanduser()
     if not directory.is_dir():
-        known = ", ".join(_BUILT_IN_MODELS)
+        known = ", ".join(built_in)
         raise UsageError(f"--model {value}: neither a built-in model ({known}) nor a directory")
     config = directory / "config.json"
     if not config.is_file():
@@ -168,6 +169,46 @@ def _model_directory(value: str) -> pathlib.Path:
     if not isinstance(data, dict) or "model_type" not in data:
         raise UsageError(f"--model {value}: config.json names no model_type, so it is no Hugging Face configuration")
     return directory.resolve()
+
+
+def benchmark(
+    *,
+    model: str,
+    layers: int | None,
+    strategy: list[str] | None,
+    offload: list[str] | None,
+    dtype: list[str] | None,
+    bucket_bytes: str | None,
+    path: list[str] | None,
+    repeat: int,
+    device: str,
+    json_file: pathlib.Path | None,
+) -> bench.Options:
+    if device not in devices.NAMES:
+        raise UsageError(f"--device {device}: use {', '.join(devices.NAMES)}")
+    if json_file is not None:
+        check_writable(json_file)
+    return bench.Options(
+        model=model,
+        directory=None if model in bench.SHAPES else _model_directory(model, tuple(bench.SHAPES)),
+        layers=None if layers is None else int(positive("--layers", layers)),
+        strategies=_words("--strategy", strategy, bench.STRATEGIES, "fsdp2"),
+        offloads=_words("--offload", offload, tuple(bench.OFFLOADS), "none"),
+        dtypes=_words("--dtype", dtype, bench.DTYPES, "bf16"),
+        bucket_bytes=size("--bucket-bytes", bucket_bytes) if bucket_bytes is not None else None,
+        paths=tuple(_split(path)),
+        repeat=int(positive("--repeat", repeat)),
+        device=device,
+        json_file=json_file,
+    )
+
+
+def _words(option: str, values: list[str] | None, known: tuple[str, ...], default: str) -> tuple[str, ...]:
+    chosen = _split(values) or [default]
+    for value in chosen:
+        if value not in known:
+            raise UsageError(f"{option} {value}: use {', '.join(known)}")
+    return tuple(dict.fromkeys(chosen))
 
 
 def device(name: str, memory: str | None, *, late_completion: bool) -> Device:

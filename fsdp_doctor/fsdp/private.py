@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -97,6 +98,13 @@ def unflatten(handle: Any, flat: torch.Tensor) -> list[torch.Tensor]:
     return [view.detach() for view in _get(handle, "_get_unflat_views")(flat[:size])]
 
 
+def flat_layout(handle: Any) -> list[torch.Tensor]:
+    """The unit's parameters, in the order of the names, as views of a flat parameter on the meta device."""
+    size = _get(handle.flat_param, "_unpadded_unsharded_size").numel()
+    flat = torch.empty(size, dtype=handle.flat_param.dtype, device="meta")
+    return [view.detach() for view in _get(handle, "_get_unflat_views")(flat)]
+
+
 def flat_param_to(handle: Any, device: torch.device, *, non_blocking: bool) -> None:
     """Moves one unit's shard as verl's manual offload does: ``FlatParamHandle.flat_param_to``.
 
@@ -109,9 +117,9 @@ def flat_param_to(handle: Any, device: torch.device, *, non_blocking: bool) -> N
     handle.flat_param._local_shard = handle.flat_param.data
 
 
-def shard_group(handle: Any) -> torch.distributed.ProcessGroup:
+def shard_group(handle: Any) -> dist.ProcessGroup:
     """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
-    group: torch.distributed.ProcessGroup = _get(handle, "process_group")
+    group: dist.ProcessGroup = _get(handle, "process_group")
     return group
 
 
@@ -152,3 +160,27 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _join(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name
+
+
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors on the device: ``ProcessGroup._device_types``."""
+    return any(kind.type == device.type for kind in _get(group, "_device_types"))
+
+
+def default_store() -> dist.Store:
+    """The store that the default process group was made with: ``distributed_c10d._get_default_store``."""
+    from torch.distributed import distributed_c10d
+
+    store: dist.Store = _get(distributed_c10d, "_get_default_store")()
+    return store
+
+
+def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work:
+    """One coalesced all-gather of several tensors; an input may be its rank's part of the output.
+
+    ``ProcessGroup.allgather_into_tensor_coalesced``, which torch 2.13 deprecates for
+    ``all_gather_single_coalesced``: in public there are only all-gathers of one tensor.
+    """
+    gather = getattr(group, "all_gather_single_coalesced", None) or _get(group, "allgather_into_tensor_coalesced")
+    work: dist.Work = gather(outputs, inputs)
+    return work

@@ -1,0 +1,97 @@
+"""What a benchmark measures. Read without torch."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+
+# The shapes of models that are trained, from their configurations on the Hugging Face hub.
+SHAPES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3-4b": (
+        "Qwen3Config",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-0.6b": (
+        "Qwen3Config",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeConfig",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "small": (
+        "Qwen3Config",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "vocab_size": 4096,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+# As the probe's axes have them: no offload, verl's manual one, CPUOffloadPolicy pinned or not.
+OFFLOADS: dict[str, str] = {
+    "none": "the shards are on the device",
+    "param": 'model.to("cpu"): the shards are in pageable host memory',
+    "policy": "CPUOffloadPolicy: the shards are in pinned host memory",
+    "policy-unpinned": "CPUOffloadPolicy(pin_memory=False): pageable",
+}
+STRATEGIES = ("fsdp2", "fsdp1")
+DTYPES = ("bf16", "fp32", "fp32:bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """model: a name of SHAPES, or a directory with a config.json. layers: instead of the model's own number.
+
+    dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: None for the default.
+    paths: names, or module:function of the user; empty for all that apply.
+    """
+
+    model: str
+    directory: pathlib.Path | None
+    layers: int | None
+    strategies: tuple[str, ...]
+    offloads: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    bucket_bytes: int | None
+    paths: tuple[str, ...]
+    repeat: int
+    device: str
+    json_file: pathlib.Path | None

@@ -1,0 +1,92 @@
+"""What is compared: each path takes the sharded model to full tensors, and lets go of each at once."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
+from fsdp_doctor.fsdp import fsdp2, paths_fsdp1, paths_fsdp2
+from fsdp_doctor.fsdp.functions import load_user_path
+from fsdp_doctor.fsdp.subject import Subject
+from fsdp_doctor.paths import is_user_path
+
+Function = Callable[[Subject], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One path.
+
+    offloads: under which it is measured; of the others it is known that they break it. to_host: it ends in
+    host memory, to which no ceiling is set. moves_model: what it leaves on the device has to be moved back.
+    """
+
+    name: str
+    function: Function
+    offloads: tuple[str, ...] = ("none", "param", "policy", "policy-unpinned")
+    to_host: bool = False
+    moves_model: bool = False
+
+
+def rows(strategy: str, chosen: Iterable[str], *, dtype: torch.dtype | None, bucket_bytes: int | None) -> list[Row]:
+    """The named ones, or all of the strategy. Raises KeyError for a name that it does not have."""
+    nbytes = bucket_bytes or BUCKET_BYTES
+    ours = [
+        Row("full_tensors", lambda subject: full_tensors(subject.model, dtype=dtype, bucket_bytes=nbytes)),
+        Row(
+            "full_state_dict",
+            lambda subject: full_state_dict(subject.model, dtype=dtype, bucket_bytes=nbytes),
+            to_host=True,
+        ),
+    ]
+    known = {row.name: row for row in (*ours, *(_FSDP2 if strategy == "fsdp2" else _FSDP1))}
+    names = list(chosen) or list(known)
+    return [Row(name, load_user_path(name)[0]) if is_user_path(name) else known[name] for name in names]
+
+
+def consume(result: Any, dtype: torch.dtype | None) -> int:
+    """Goes through everything that a path gives; returns the bytes of it, in ``dtype`` where it is to be cast."""
+    nbytes = 0
+    for _, value in result.items() if isinstance(result, Mapping) else result:
+        if isinstance(value, torch.Tensor):
+            full = value.to(dtype) if dtype is not None else value
+            nbytes += full.nbytes
+            del full
+        del value
+    return nbytes
+
+
+def subject_of(model: torch.nn.Module, device: torch.device, control: Any, scratch: pathlib.Path) -> Subject:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    return Subject(model=model, optimizer=optimizer, device=device, scratch=scratch, control=control)
+
+
+def _staged(subject: Subject) -> Iterator[tuple[str, Any]]:
+    """The whole model on the device, then every tensor; the way back is the caller's."""
+    fsdp2.load(subject.model, subject.device, non_blocking=False)
+    yield from paths_fsdp2.state_dict_to_full_tensor(subject)
+
+
+_FSDP2 = (
+    Row("state_dict.to.full_tensor", paths_fsdp2.state_dict_to_full_tensor),
+    Row("stage-whole-model", _staged, offloads=("param",), moves_model=True),
+    Row("unshard", paths_fsdp2.unshard, offloads=("none", "policy", "policy-unpinned")),
+    Row("get_model_state_dict.full", paths_fsdp2.model_state_dict_full),
+    Row("get_model_state_dict.full+cpu", paths_fsdp2.model_state_dict_full_cpu, to_host=True),
+)
+_FSDP1 = (
+    Row("sharded_state_dict.full_tensor", paths_fsdp1.sharded_state_dict_full_tensor, offloads=("none", "policy")),
+    Row("summon_full_params", paths_fsdp1.summon_full_params, offloads=("none", "policy")),
+    Row("get_model_state_dict.full", paths_fsdp2.model_state_dict_full, offloads=("none", "policy")),
+    Row(
+        "get_model_state_dict.full+cpu",
+        paths_fsdp2.model_state_dict_full_cpu,
+        offloads=("none", "policy"),
+        to_host=True,
+    ),
+)

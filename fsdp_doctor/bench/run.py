@@ -1,0 +1,162 @@
+"""The benchmark itself, on every rank: links, then each model and each path over it."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_doctor import devices
+from fsdp_doctor.bench import links as ceilings
+from fsdp_doctor.bench import model as models
+from fsdp_doctor.bench import paths
+from fsdp_doctor.bench.links import Links
+from fsdp_doctor.bench.measure import Clock
+from fsdp_doctor.bench.options import Options
+from fsdp_doctor.bench.report import Measured, Result
+from fsdp_doctor.environment import collect
+from fsdp_doctor.fsdp import fsdp2, private
+from fsdp_doctor.launch import place
+
+_LINK_BYTES = 1 << 30
+_SMALL_LINK_BYTES = 16 << 20
+# A path that takes longer than this is not repeated as often as asked for.
+_ENOUGH_SECONDS = 6.0
+
+
+def run(options: Options) -> Result:
+    """Every rank must call it."""
+    here = place()
+    device = _start(options.device, here.local_rank)
+    try:
+        clock = Clock(device)
+        real = device.type not in ("cpu", "emulated")
+        links = ceilings.measure(clock, _LINK_BYTES if real else _SMALL_LINK_BYTES)
+        result = Result(
+            command="fsdp-doctor " + " ".join(sys.argv[1:]),
+            device=device.type,
+            world_size=here.world_size,
+            environment=collect(host_name=False),
+            links=links,
+        )
+        for strategy in options.strategies:
+            for offload in options.offloads:
+                for dtypes in options.dtypes:
+                    result.measured += _model(options, strategy, offload, dtypes, clock, links)
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+def _start(asked: str, local_rank: int) -> torch.device:
+    kind = devices.Device(type=devices.resolve(asked))
+    devices.load(kind, asked)
+    if kind.type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device(kind.type, local_rank)
+    torch.get_device_module(device).set_device(device)
+    if device.type == "emulated":
+        torch.get_device_module(device).set_late_completion(False)
+    backend = dist.get_default_backend_for_device(kind.type)
+    dist.init_process_group(f"cpu:gloo,{kind.type}:{backend}")
+    return device
+
+
+def _model(
+    options: Options, strategy: str, offload: str, dtypes: str, clock: Clock, links: Links
+) -> Iterator[Measured]:
+    held, _, yielded = dtypes.partition(":")
+    wire = models.DTYPE[yielded] if yielded else None
+    mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
+    model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
+    control = dist.new_group(backend="gloo")
+    subject = paths.subject_of(model, clock.device, control, pathlib.Path("."))
+    own_bytes = clock.highest(_shard_bytes(model))
+    for row in paths.rows(strategy, options.paths, dtype=wire, bucket_bytes=options.bucket_bytes):
+        if offload not in row.offloads:
+            continue
+        yield _measured(row, subject, clock, links, options.repeat, (strategy, offload, dtypes), wire, own_bytes)
+    del model, subject
+    gc.collect()
+
+
+def _measured(
+    row: paths.Row,
+    subject: paths.Subject,
+    clock: Clock,
+    links: Links,
+    repeat: int,
+    about: tuple[str, str, str],
+    wire: torch.dtype | None,
+    own_bytes: float,
+) -> Measured:
+    """A run to warm up, whose memory is taken; then the clock."""
+    strategy, offload, dtypes = about
+    nbytes: list[int] = []
+
+    def once() -> None:
+        nbytes.append(paths.consume(row.function(subject), wire))
+
+    def restored() -> None:
+        if row.moves_model:
+            models.move_to_host(subject.model)
+
+    failure = _failure(once)
+    if clock.highest(bool(failure)):
+        return Measured(strategy=strategy, offload=offload, dtypes=dtypes, path=row.name, error=failure or "")
+    restored()
+    gc.collect()
+    peak = clock.peak_bytes(once)
+    restored()
+    times: list[float] = []
+    while len(times) < repeat and sum(times) < _ENOUGH_SECONDS:
+        times.append(clock.seconds(once))
+        restored()
+    seconds = statistics.median(times)
+    full_bytes = int(clock.highest(nbytes[-1]))
+    ceiling_bytes, ceiling = _ceiling(offload, links, own_bytes, full_bytes, dist.get_world_size())
+    return Measured(
+        strategy=strategy,
+        offload=offload,
+        dtypes=dtypes,
+        path=row.name,
+        seconds=seconds,
+        times=times,
+        full_bytes=full_bytes,
+        peak_extra_bytes=peak,
+        ratio=None if row.to_host or ceiling is None else ceiling_bytes / ceiling / seconds,
+    )
+
+
+def _failure(once: Callable[[], None]) -> str:
+    """Why it cannot be measured; empty where it can."""
+    try:
+        once()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _ceiling(
+    offload: str, links: Links, own_bytes: float, full_bytes: float, world_size: int
+) -> tuple[float, float | None]:
+    """(bytes, bytes per second) of the link that bounds the path: from the host if the shards lie there."""
+    if offload == "none" or links.h2d_pinned is None:
+        return full_bytes * (world_size - 1) / world_size, links.all_gather
+    return own_bytes, links.h2d_pinned if offload == "policy" else links.h2d_pageable
+
+
+def _shard_bytes(model: nn.Module) -> float:
+    units = [private.flat_shard(handle).nbytes for _, handle in private.fsdp1_units(model)]
+    if units:
+        return sum(units)
+    tensors = {id(tensor): tensor for _, tensor in fsdp2.entries(model)}
+    return sum(fsdp2.local_tensor(tensor).nbytes for tensor in tensors.values())

@@ -1,0 +1,27 @@
+"""The fix: full tensors out of a sharded model, in every state that the matrix knows.
+
+Each rank's shard is read where it lies, brought to the compute device, cast and merged if asked for,
+and gathered there. The model is never moved and never changed, so a module that ``model.to(device)``
+left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are shards like any other.
+
+    sources      what there is in the model: names, shapes, where this rank's part lies
+    lora         which of it are adapters, and what is merged into what
+    wire         the dtypes
+    plan         buckets of steps
+    agreement    the ranks compare plans, and say when they leave
+    flow         the pipeline: lanes (streams), loader (shards into device memory), steps (gathers)
+"""
+
+from fsdp_doctor.extract.agreement import PlanMismatch, RankLeft
+from fsdp_doctor.extract.full import BUCKET_BYTES, WeightInfo, full_tensors, weights_info
+from fsdp_doctor.extract.state_dict import full_state_dict
+
+__all__ = [
+    "BUCKET_BYTES",
+    "PlanMismatch",
+    "RankLeft",
+    "WeightInfo",
+    "full_state_dict",
+    "full_tensors",
+    "weights_info",
+]

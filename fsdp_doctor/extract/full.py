@@ -1,0 +1,177 @@
+"""The stream of full tensors, and what it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_doctor.extract import lora as adapters
+from fsdp_doctor.extract.agreement import Agreement
+from fsdp_doctor.extract.flow import Flow, largest
+from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.plan import buckets, signature, teams
+from fsdp_doctor.extract.sources import Source, compute_device, entries, read
+from fsdp_doctor.extract.wire import Wire
+
+BUCKET_BYTES = 384 << 20
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """What :func:`full_tensors` would yield under a name: the global shape, and the dtype that is asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def full_tensors(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    lora: Lora = "merged",
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
+
+    Every rank of the group over which the model is sharded must call it with the same arguments and
+    iterate to the end. They compare what they are about to gather first, and before each bucket; a rank
+    that stops early or raises makes the others raise RankLeft, instead of leaving them in a
+    collective. Under HSDP each replica's shard group is on its own.
+
+    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
+    torch.compile, peft). Tied parameters come under each of their names and share one tensor, gathered
+    once. A yielded tensor belongs to the caller and may be kept; it never aliases the model. It is
+    ready on the stream that is current when it is asked for, as the result of any operation of torch.
+
+    Device memory in use at once, beside what the caller keeps: two buckets and the largest tensor.
+
+    model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
+        ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
+    device: where the yielded tensors lie. It must be the device on which the model's groups gather,
+        and that is the default; a model without shards may be asked for anywhere.
+    dtype: cast to it, each shard before it is gathered; by default every tensor has its own dtype (the
+        fp32 masters under mixed precision). keep_dtype: names, or patterns as fnmatch has them, of
+        tensors that are not cast.
+    bucket_bytes: device memory of one bucket, in bytes.
+    lora: ``merged`` the weights with their active adapters added, as the model computes (out of
+        place: peft's ``merge_adapter`` changes the weights, and a generator that is read after
+        ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``
+        the one active adapter alone, under the names of peft's adapter files. A model without
+        adapters has only weights.
+
+    Raises, before any collective: ValueError, TypeError for arguments that make no sense; RuntimeError
+    for a tensor on the meta device, or a process group that is missing or cannot carry the device;
+    NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
+    rank: PlanMismatch where the ranks hold different models or were given different arguments.
+    """
+    request = _request(model, device, dtype, keep_dtype, bucket_bytes, lora)
+    return _Extraction(request)
+
+
+def weights_info(
+    model: nn.Module, *, dtype: torch.dtype | None = None, keep_dtype: Collection[str] = (), lora: Lora = "merged"
+) -> dict[str, WeightInfo]:
+    """What :func:`full_tensors` would yield, in its order: no communication, no copy, no device is touched.
+
+    Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
+    Arguments and errors are those of :func:`full_tensors`.
+    """
+    request = _request(model, None, dtype, keep_dtype, BUCKET_BYTES, lora)
+    return {
+        name: WeightInfo(entry.shape, request.wire.of(entry))
+        for source in request.sources
+        for entry in entries(source)
+        for name in entry.names
+    }
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One call's arguments, checked against the model."""
+
+    all_sources: list[Source]
+    sources: list[Source]
+    adapters: dict[str, list[adapters.Adapter]]
+    wire: Wire
+    device: torch.device
+    bucket_bytes: int
+    lora: Lora
+
+
+def _request(
+    model: nn.Module,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    keep_dtype: Collection[str],
+    bucket_bytes: int,
+    lora: Lora,
+) -> _Request:
+    adapters.check(lora)
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+    everything = read(model)
+    sources, to_merge = adapters.select(model, everything, lora)
+    wire = Wire(dtype, (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype))
+    wire.check(sources)
+    computes = compute_device(model, everything)
+    return _Request(
+        everything, sources, to_merge, wire, _device(device, computes, bool(teams(everything))), bucket_bytes, lora
+    )
+
+
+def _device(asked: torch.device | str | None, computes: torch.device, is_sharded: bool) -> torch.device:
+    if asked is None:
+        return computes
+    device = torch.device(asked)
+    if not is_sharded:
+        return device
+    if device.type != computes.type or device.index not in (None, computes.index):
+        raise ValueError(f"device={device}: the model's shards are gathered on {computes}")
+    return computes
+
+
+class _Extraction(Iterator[tuple[str, torch.Tensor]]):
+    """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor."""
+
+    def __init__(self, request: _Request) -> None:
+        ranks = max((team.ranks for team in teams(request.all_sources)), key=len, default=(0,))
+        self._agreement = Agreement(ranks)
+        self._tensors = _tensors(request, self._agreement)
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        try:
+            return next(self._tensors)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._agreement.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        self._agreement.leave("its caller stopped")
+        self._tensors.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _tensors(request: _Request, agreement: Agreement) -> Generator[tuple[str, torch.Tensor]]:
+    sources, wire = request.sources, request.wire
+    factors = adapters.factors(request.all_sources, request.adapters)
+    extra = {
+        weight: 2 * sum(e.numel * e.dtype.itemsize for a in many for f in (a.a, a.b) for e in entries(factors[f]))
+        for weight, many in request.adapters.items()
+    }
+    settings = f"dtype={wire.dtype} bucket_bytes={request.bucket_bytes} lora={request.lora}"
+    agreement.settle(signature(sources, wire, settings))
+    plan = list(buckets(sources, wire, request.bucket_bytes, extra))
+    room = 2 * request.bucket_bytes + largest(sources, wire)
+    for entry, tensor in Flow(request.device, agreement, request.adapters, factors).run(plan, room):
+        for name in entry.names:
+            yield name, tensor
+        del tensor

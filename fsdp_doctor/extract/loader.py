@@ -1,0 +1,105 @@
+"""Brings pieces of shards into device memory: from the host or from the device, cast and merged on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_doctor.extract.lora import Delta
+
+# The device memory in which a piece lies that must be cast or merged before it is where it belongs.
+_STAGING_BYTES = 32 << 20
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A 1-D part of a shard and its place.
+
+    target: 1-D on the device, in the dtype that is sent. source: as long, wherever the shard lies.
+    name, start: of which tensor it is a part, and its first element in the flattened tensor.
+    """
+
+    target: torch.Tensor
+    source: torch.Tensor
+    name: str
+    start: int
+
+
+class Loader:
+    """deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
+
+    def __init__(self, device: torch.device, deltas: Mapping[str, list[Delta]]) -> None:
+        self._device = device
+        self._deltas = deltas
+
+    def load(self, pieces: Iterable[Piece]) -> None:
+        """Fills every target. Nothing waits for the device; sources in pageable memory hold up the host."""
+        here: list[Piece] = []
+        from_host: list[Piece] = []
+        staged: list[Piece] = []
+        for piece in pieces:
+            on_host = piece.source.device != self._device
+            if piece.name in self._deltas or (on_host and piece.source.dtype != piece.target.dtype):
+                staged.append(piece)
+            else:
+                (from_host if on_host else here).append(piece)
+        for batch in (from_host, here):
+            _copy([piece.target for piece in batch], [piece.source for piece in batch])
+        self._load_staged(staged)
+
+    def _load_staged(self, pieces: list[Piece]) -> None:
+        batch: list[Piece] = []
+        held = 0
+        for piece in (part for whole in pieces for part in _split(whole)):
+            nbytes = _padded(piece.source.nbytes)
+            if held + nbytes > _STAGING_BYTES:
+                self._through_staging(batch, held)
+                batch, held = [], 0
+            batch.append(piece)
+            held += nbytes
+        self._through_staging(batch, held)
+
+    def _through_staging(self, pieces: list[Piece], nbytes: int) -> None:
+        if not pieces:
+            return
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        sizes = [_padded(piece.source.nbytes) for piece in pieces]
+        staged = [
+            part[: piece.source.nbytes].view(piece.source.dtype)
+            for part, piece in zip(memory.split(sizes), pieces, strict=True)
+        ]
+        _copy(staged, [piece.source for piece in pieces])
+        merged = [
+            self._merged(values, piece) if piece.name in self._deltas else values
+            for values, piece in zip(staged, pieces, strict=True)
+        ]
+        _copy([piece.target for piece in pieces], merged)
+
+    def _merged(self, values: torch.Tensor, piece: Piece) -> torch.Tensor:
+        for delta in self._deltas[piece.name]:
+            values = values + delta.part(piece.start, values.numel())
+        return values
+
+
+def _split(piece: Piece) -> Iterable[Piece]:
+    longest = _STAGING_BYTES // piece.source.element_size()
+    if piece.source.numel() <= longest:
+        return [piece]
+    return [
+        Piece(target, source, piece.name, piece.start + index * longest)
+        for index, (target, source) in enumerate(
+            zip(piece.target.split(longest), piece.source.split(longest), strict=True)
+        )
+    ]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -1,0 +1,253 @@
+"""What there is to extract from a model on this rank: names, shapes, and where this rank's part lies.
+
+Only attributes are read. Nothing is copied, nothing is communicated, no device is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks over which tensors are sharded, and this rank's place among them.
+
+    device: where the group's collectives run.
+    """
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One full tensor: every name of it, its global shape and its own dtype."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards."""
+
+    entry: Entry
+    local: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Shard(0) over one team, divided as torch.chunk does.
+
+    local: 1-D, contiguous; rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened
+        tensor, as far as there are any. So the parts joined in rank order are the tensor, and what
+        is padded is its tail.
+    """
+
+    entry: Entry
+    local: torch.Tensor
+    team: Team
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Any other DTensor (other dims, several mesh dims): DTensor's own redistribution gathers it."""
+
+    entry: Entry
+    local: torch.Tensor
+    tensor: DTensor
+    team: Team
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One parameter in an FSDP1 unit: the elements [offset, offset + numel) of the unit's flat parameter."""
+
+    entry: Entry
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """An FSDP1 unit: rank r holds the elements [r * S, (r + 1) * S) of the flat parameter; local is 1-D, S long."""
+
+    spans: tuple[Span, ...]
+    local: torch.Tensor
+    team: Team
+
+
+Source: TypeAlias = Plain | Rows | Placed | Unit
+
+
+def entries(source: Source) -> list[Entry]:
+    return [span.entry for span in source.spans] if isinstance(source, Unit) else [source.entry]
+
+
+def read(model: nn.Module) -> list[Source]:
+    """Every parameter and persistent buffer of the model, each once, in the order of the model.
+
+    FSDP1's units come first. Raises RuntimeError for a tensor on the meta device and for a shard
+    that is not as long as its placement says.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    units = list(_units(model))
+    in_units = {name for unit in units for entry in entries(unit) for name in entry.names}
+    teams = _Teams()
+    rest = [_source(names, tensor, teams) for names, tensor in _tensors(model, in_units)]
+    return [*units, *rest]
+
+
+def compute_device(model: nn.Module, sources: list[Source]) -> torch.device:
+    """Where the model's collectives run; for a model without shards, where its parameters are."""
+    for source in sources:
+        if not isinstance(source, Plain):
+            return source.team.device
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    if mesh is not None:
+        return device_of(mesh.device_type)
+    for _, handle in fsdp1.units(model):
+        return private.compute_device(handle)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def device_of(device_type: str) -> torch.device:
+    """This rank's device of that type."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _tensors(model: nn.Module, in_units: set[str]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in fsdp2.entries(model):
+        if name not in in_units and not isinstance(tensor, FlatParameter):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        if tensor.is_meta:
+            raise RuntimeError(f"{names[key][0]} is on the meta device: initialize the model before extracting it")
+        yield tuple(names[key]), tensor
+
+
+def _source(names: tuple[str, ...], tensor: torch.Tensor, teams: _Teams) -> Source:
+    entry = Entry(names=names, shape=tensor.shape, dtype=tensor.dtype)
+    _require_process_group(tensor)
+    local = fsdp2.local_tensor(tensor)
+    if not isinstance(tensor, DTensor):
+        return Plain(entry=entry, local=local)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    split = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    if not split:
+        return Plain(entry=entry, local=local)
+    placement = placements[split[0]]
+    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0 or not _is_row_major(tensor):
+        return Placed(entry=entry, local=local, tensor=tensor, team=teams.of_mesh(mesh))
+    team = teams.of_dim(mesh, split[0])
+    if team.size == 1:
+        return Plain(entry=entry, local=local)
+    rows = -(-tensor.shape[0] // team.size)
+    chunk = rows * (entry.numel // tensor.shape[0] if tensor.shape[0] else 0)
+    held = min(max(entry.numel - team.rank * chunk, 0), chunk)
+    if local.numel() != held:
+        raise RuntimeError(f"{names[0]}: this rank holds {local.numel()} elements where {placement} gives it {held}")
+    return Rows(entry=entry, local=local.reshape(-1), team=team, chunk=chunk)
+
+
+def _require_process_group(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor) and not dist.is_initialized():
+        raise RuntimeError("the model is sharded, and torch.distributed is not initialized, or not any more")
+
+
+def _is_row_major(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class _Teams:
+    """A model has few meshes and many tensors: each mesh is asked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Team] = {}
+
+    def of_dim(self, mesh: DeviceMesh, dim: int) -> Team:
+        key = id(mesh), dim
+        if key not in self._known:
+            self._known[key] = team(mesh.get_group(dim), device_of(mesh.device_type))
+        return self._known[key]
+
+    def of_mesh(self, mesh: DeviceMesh) -> Team:
+        """All ranks of a mesh of several dims; the group, of the first, stands for what it can carry."""
+        key = id(mesh), -1
+        if key not in self._known:
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            first = self.of_dim(mesh, 0)
+            self._known[key] = replace(first, ranks=ranks, rank=ranks.index(dist.get_rank()))
+        return self._known[key]
+
+
+def team(group: dist.ProcessGroup, device: torch.device) -> Team:
+    """Raises RuntimeError for a process group that cannot carry the device."""
+    if not private.carries(group, device):
+        raise RuntimeError(
+            f"the model's process group has no backend for {device.type}: initialize it with one, as in "
+            f'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Team(group=group, ranks=ranks, rank=dist.get_rank(group), device=device)
+
+
+def _units(model: nn.Module) -> Iterator[Unit | Plain]:
+    for prefix, handle in fsdp1.units(model):
+        names, tied = fsdp1.unit_names(prefix, handle)
+        aliases: dict[str, list[str]] = {name: [name] for name in names}
+        for name, primary in tied:
+            aliases[primary].append(name)
+        local = private.flat_shard(handle)
+        if local.is_meta:
+            raise RuntimeError(f"{names[0]} is on the meta device: initialize the model before extracting it")
+        spans = tuple(
+            Span(
+                entry=Entry(names=tuple(aliases[name]), shape=view.shape, dtype=local.dtype),
+                offset=int(view.storage_offset()),
+                stride=view.stride(),
+            )
+            for name, view in zip(names, private.flat_layout(handle), strict=True)
+        )
+        if private.is_sharded(handle):
+            yield Unit(spans=spans, local=local, team=team(private.shard_group(handle), private.compute_device(handle)))
+            continue
+        for span in spans:
+            view = local.as_strided(span.entry.shape, span.stride, local.storage_offset() + span.offset)
+            yield Plain(entry=span.entry, local=view)

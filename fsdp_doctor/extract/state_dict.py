@@ -1,0 +1,114 @@
+"""Full tensors collected on the host: for checkpoints."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_doctor.extract.full import BUCKET_BYTES, full_tensors
+from fsdp_doctor.extract.lora import Lora
+
+Ranks = Literal["rank0", "all"]
+
+_CHUNK_BYTES = 32 << 20
+_MOST_THREADS = 8
+
+
+def full_state_dict(
+    model: nn.Module,
+    *,
+    ranks: Ranks = "rank0",
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    lora: Lora = "merged",
+) -> dict[str, torch.Tensor]:
+    """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
+
+    Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
+    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned.
+
+    ranks: ``rank0`` the first rank of the default group, the others get an empty dict; ``all``.
+
+    Raises ValueError for another word.
+    """
+    if ranks not in get_args(Ranks):
+        raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, not {ranks!r}")
+    collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
+    tensors = full_tensors(model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora)
+    state: dict[str, torch.Tensor] = {}
+    with _HostCopies() as copies:
+        last: tuple[torch.Tensor, torch.Tensor] | None = None
+        for name, tensor in tensors:
+            if not collects:
+                continue
+            if last is None or last[0] is not tensor:
+                last = tensor, copies.start(tensor)
+            state[name] = last[1]
+            del tensor
+        del last
+    return state
+
+
+class _HostCopies:
+    """Copies device tensors into pageable memory: the device into pinned chunks, threads out of them.
+
+    One thread alone fills fresh pageable memory at a fraction of what the link delivers, since each
+    page is faulted in first.
+    """
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._num_chunks = 0
+        self._jobs: list[Future[None]] = []
+        threads = max(2, min(_MOST_THREADS, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        self._pool = ThreadPoolExecutor(threads)
+        self._most_chunks = threads
+
+    def __enter__(self) -> _HostCopies:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._pool.shutdown(wait=True)
+        for job in self._jobs:
+            job.result()
+
+    def start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor that holds ``tensor`` once this manager is left."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        parts = zip(_bytes(tensor).split(_CHUNK_BYTES), _bytes(host).split(_CHUNK_BYTES), strict=True)
+        for source, target in parts:
+            chunk = self._chunk()
+            pinned = chunk[: source.numel()]
+            pinned.copy_(source, non_blocking=True)
+            arrival = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            self._jobs.append(self._pool.submit(self._finish, arrival, chunk, pinned, target))
+        return host
+
+    def _chunk(self) -> torch.Tensor:
+        if self._num_chunks < self._most_chunks:
+            self._num_chunks += 1
+            return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        return self._free.get()
+
+    def _finish(self, arrival: Any, chunk: torch.Tensor, pinned: torch.Tensor, target: torch.Tensor) -> None:
+        try:
+            arrival.synchronize()
+            target.copy_(pinned)
+        finally:
+            self._free.put(chunk)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,315 @@
+"""How tensors are carried: each step allocates its outputs, loads this rank's part, and is gathered.
+
+Outputs are allocated while the caller's stream is current, so that memory which the caller lets go of
+is used again in the order of its stream, whatever the host has run ahead of.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.extract.loader import Loader, Piece
+from fsdp_doctor.extract.sources import Entry, Placed, Plain, Rows, Team, Unit
+from fsdp_doctor.extract.wire import Wire
+from fsdp_doctor.fsdp import private
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One all-gather. ``input`` may be this rank's part of ``output``."""
+
+    output: torch.Tensor
+    input: torch.Tensor
+
+
+class Step(ABC):
+    """What one bucket does with some of the model's tensors.
+
+    order: where its first tensor comes among all. nbytes: the device memory that it takes at most.
+    team: None where nothing is communicated.
+    """
+
+    order: int
+    nbytes: int
+    team: Team | None
+
+    @abstractmethod
+    def allocate(self, device: torch.device) -> None:
+        """On the caller's stream."""
+
+    @abstractmethod
+    def load(self, loader: Loader) -> None:
+        """On the loading stream."""
+
+    def gathers(self) -> list[Gather]:
+        """On the gathering stream, as part of one collective of the bucket."""
+        return []
+
+    def finish(self) -> None:  # noqa: B027, most have nothing to do
+        """On the gathering stream, after the bucket's collective."""
+
+    @abstractmethod
+    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        """(order, entry, full tensor); the step holds none of them any more."""
+
+
+class Copied(Step):
+    """A tensor that is whole on every rank."""
+
+    team = None
+
+    def __init__(self, order: int, source: Plain, dtype: torch.dtype) -> None:
+        self.order, self._source, self._dtype = order, source, dtype
+        self.nbytes = source.entry.numel * dtype.itemsize
+
+    def allocate(self, device: torch.device) -> None:
+        local = self._source.local
+        self._full = torch.empty_strided(local.shape, local.stride(), dtype=self._dtype, device=device)
+
+    def load(self, loader: Loader) -> None:
+        name = self._source.entry.names[0]
+        target, source = self._full, self._source.local
+        if source.is_contiguous():
+            target, source = target.view(-1), source.view(-1)
+        loader.load([Piece(target, source, name, 0)])
+
+    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        full = self.__dict__.pop("_full")
+        yield self.order, self._source.entry, full
+
+
+class Whole(Step):
+    """A large tensor sharded by rows: gathered in place, this rank's part being loaded where it belongs."""
+
+    def __init__(self, order: int, source: Rows, dtype: torch.dtype) -> None:
+        self.order, self._source, self._dtype = order, source, dtype
+        self.team: Team = source.team
+        self.nbytes = source.chunk * source.team.size * dtype.itemsize
+
+    def allocate(self, device: torch.device) -> None:
+        source = self._source
+        self._padded = torch.empty(source.chunk * source.team.size, dtype=self._dtype, device=device)
+
+    def load(self, loader: Loader) -> None:
+        source = self._source
+        start = source.team.rank * source.chunk
+        target = self._padded[start : start + source.local.numel()]
+        loader.load([Piece(target, source.local, source.entry.names[0], start)])
+
+    def gathers(self) -> list[Gather]:
+        start = self.team.rank * self._source.chunk
+        return [Gather(self._padded, self._padded[start : start + self._source.chunk])]
+
+    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        padded = self.__dict__.pop("_padded")
+        entry = self._source.entry
+        yield self.order, entry, padded[: entry.numel].view(entry.shape)
+
+
+class Packed(Step):
+    """Many small tensors sharded by rows, in one all-gather, and a copy out of it in one kernel."""
+
+    def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
+        self.order, self._orders, self._sources, self._dtype = orders[0], orders, sources, dtype
+        self.team: Team = sources[0].team
+        self._chunks = [source.chunk for source in sources]
+        self.nbytes = 2 * sum(self._chunks) * self.team.size * dtype.itemsize
+
+    def allocate(self, device: torch.device) -> None:
+        self._rows = torch.empty(self.team.size, sum(self._chunks), dtype=self._dtype, device=device)
+        self._outputs = [torch.empty(self.team.size, chunk, dtype=self._dtype, device=device) for chunk in self._chunks]
+
+    def load(self, loader: Loader) -> None:
+        places = self._rows[self.team.rank].split(self._chunks)
+        loader.load(
+            Piece(place[: source.local.numel()], source.local, source.entry.names[0], self.team.rank * source.chunk)
+            for place, source in zip(places, self._sources, strict=True)
+        )
+
+    def gathers(self) -> list[Gather]:
+        return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
+
+    def finish(self) -> None:
+        torch.split_with_sizes_copy(self._rows, self._chunks, dim=1, out=self._outputs)
+
+    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        del self._rows
+        outputs = self.__dict__.pop("_outputs")
+        for order, source, output in zip(self._orders, self._sources, outputs, strict=True):
+            yield order, source.entry, output.view(-1)[: source.entry.numel].view(source.entry.shape)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A part of one span: ``numel`` elements from ``start`` of it, which one rank holds.
+
+    source: where they begin in that rank's shard. offset: where they begin in its row.
+    """
+
+    index: int
+    start: int
+    numel: int
+    rank: int
+    source: int
+    offset: int
+
+    def within(self, begin: int, end: int) -> _Cut | None:
+        """What of it lies in the elements [begin, end) of the row; None for nothing."""
+        skipped = max(begin - self.offset, 0)
+        numel = min(self.offset + self.numel, end) - (self.offset + skipped)
+        if numel < 0 or (numel == 0 and self.numel):
+            return None
+        return _Cut(
+            self.index,
+            self.start + skipped,
+            numel,
+            self.rank,
+            self.source + skipped,
+            self.offset + skipped - begin,
+        )
+
+
+class Assembly:
+    """The tensors of an FSDP1 unit, which one gather or several fill piece by piece."""
+
+    def __init__(self, order: int, unit: Unit, wire: Wire) -> None:
+        self.order, self.unit = order, unit
+        self.dtypes = [wire.of(span.entry) for span in unit.spans]
+        self._missing = [span.entry.numel for span in unit.spans]
+        self._flat: dict[int, torch.Tensor] = {}
+
+    def flat(self, index: int, device: torch.device) -> torch.Tensor:
+        """The tensor's memory, 1-D, in the order in which it lies in the flat parameter."""
+        if index not in self._flat:
+            self._flat[index] = torch.empty(self._missing[index], dtype=self.dtypes[index], device=device)
+        return self._flat[index]
+
+    def add(self, index: int, numel: int) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        """Says that so many elements have come; yields the tensor once they all have."""
+        self._missing[index] -= numel
+        if not self._missing[index]:
+            span = self.unit.spans[index]
+            yield self.order + index, span.entry, self._flat.pop(index).as_strided(span.entry.shape, span.stride)
+
+    def cuts(self, dtype: torch.dtype) -> list[_Cut]:
+        """What each rank has of the spans that are sent in that dtype, one after the other in its row."""
+        filled = [0] * self.unit.team.size
+        shard = self.unit.local.numel()
+        cuts: list[_Cut] = []
+        for index, span in enumerate(self.unit.spans):
+            if self.dtypes[index] != dtype:
+                continue
+            last = span.offset + span.entry.numel
+            for rank in range(span.offset // shard, max(-(-last // shard), span.offset // shard + 1)):
+                begin, end = max(span.offset, rank * shard), min(last, (rank + 1) * shard)
+                cuts.append(_Cut(index, begin - span.offset, end - begin, rank, begin - rank * shard, filled[rank]))
+                filled[rank] += end - begin
+        return cuts
+
+
+def strips(assembly: Assembly, bucket_bytes: int) -> Iterator[Strip]:
+    """The gathers of one FSDP1 unit: one for each dtype, or as many as keep each within a bucket."""
+    for dtype in dict.fromkeys(assembly.dtypes):
+        cuts = assembly.cuts(dtype)
+        length = max(cut.offset + cut.numel for cut in cuts)
+        longest = max(bucket_bytes // (2 * assembly.unit.team.size * dtype.itemsize), 1)
+        for begin in range(0, max(length, 1), longest):
+            yield Strip(assembly, dtype, cuts, begin, min(begin + longest, length))
+
+
+class Strip(Step):
+    """The elements [begin, end) of every rank's row of an FSDP1 unit, in one all-gather.
+
+    A unit that fits into a bucket is one strip. Of a larger one each strip takes as much from every
+    rank, so that all of their links are busy.
+    """
+
+    def __init__(self, assembly: Assembly, dtype: torch.dtype, cuts: list[_Cut], begin: int, end: int) -> None:
+        self._assembly, self._dtype, self._length = assembly, dtype, end - begin
+        self._cuts = [part for cut in cuts if (part := cut.within(begin, end)) is not None]
+        self.order = assembly.order
+        self.team: Team = assembly.unit.team
+        self.nbytes = 2 * self._length * self.team.size * dtype.itemsize
+
+    def allocate(self, device: torch.device) -> None:
+        self._rows = torch.empty(self.team.size, self._length, dtype=self._dtype, device=device)
+        self._targets = [
+            self._assembly.flat(cut.index, device)[cut.start : cut.start + cut.numel] for cut in self._cuts
+        ]
+
+    def load(self, loader: Loader) -> None:
+        row, unit = self._rows[self.team.rank], self._assembly.unit
+        loader.load(
+            Piece(
+                row[cut.offset : cut.offset + cut.numel],
+                unit.local[cut.source : cut.source + cut.numel],
+                unit.spans[cut.index].entry.names[0],
+                cut.start,
+            )
+            for cut in self._cuts
+            if cut.rank == self.team.rank
+        )
+
+    def gathers(self) -> list[Gather]:
+        return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
+
+    def finish(self) -> None:
+        pieces = [self._rows[cut.rank, cut.offset : cut.offset + cut.numel] for cut in self._cuts]
+        if pieces:
+            torch._foreach_copy_(self._targets, pieces)
+        del self._targets
+
+    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        del self._rows
+        for cut in self._cuts:
+            yield from self._assembly.add(cut.index, cut.numel)
+
+
+class Redistributed(Step):
+    """Any other DTensor, by DTensor's own redistribution."""
+
+    def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
+        self.order, self._source, self._dtype = order, source, dtype
+        self.team: Team = source.team
+        self.nbytes = 3 * source.entry.numel * dtype.itemsize
+
+    def allocate(self, device: torch.device) -> None:
+        self._local = torch.empty(self._source.local.shape, dtype=self._dtype, device=device)
+        self._full = torch.empty(self._source.entry.shape, dtype=self._dtype, device=device)
+
+    def load(self, loader: Loader) -> None:
+        self._local.copy_(self._source.local, non_blocking=True)
+
+    def finish(self) -> None:
+        tensor = self._source.tensor
+        # Without shape and stride, from_local takes every shard to be as long as this one.
+        full = DTensor.from_local(
+            self._local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        ).full_tensor()
+        self._full.copy_(full)
+
+    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+        del self._local
+        yield self.order, self._source.entry, self.__dict__.pop("_full")
+
+
+def all_gather(steps: list[Step]) -> None:
+    """One collective for each team of the bucket, in the order of the steps."""
+    gathers: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[Gather]]] = {}
+    for step in steps:
+        for gather in step.gathers():
+            assert step.team is not None
+            gathers.setdefault(step.team.ranks, (step.team.group, []))[1].append(gather)
+    for group, batch in gathers.values():
+        private.all_gather(group, [g.output for g in batch], [g.input for g in batch]).wait()
