@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ from fsdp_doctor.fsdp import private
 
 _GO, _LEFT = "go", "left:"
 _num_extractions: collections.Counter[tuple[int, ...]] = collections.Counter()
+_leftover: dict[tuple[int, ...], str] = {}
 
 
 class RankLeft(RuntimeError):
@@ -32,7 +33,7 @@ class PlanMismatch(RuntimeError):
 class Agreement:
     """One extraction's. ``ranks``: all that take part; each of them must make one.
 
-    Stages are counted: the plan, then every bucket. Keys of a stage are deleted in the next.
+    A stage is a bucket; the plan is compared in the first. Keys of a stage are deleted in the next.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -46,22 +47,26 @@ class Agreement:
         _num_extractions[ranks] += 1
         self._key = f"fsdp_doctor/{team}/{_num_extractions[ranks]}"
 
-    def settle(self, plan: Sequence[str]) -> None:
+    def expect(self, plan: Callable[[], Sequence[str]]) -> None:
+        """The plan to compare before the first bucket: made then, while shards are being loaded."""
+        self._plan = plan
+
+    def _settle(self) -> None:
         """All ranks return, or all raise PlanMismatch with the same sentence; RankLeft where one is gone."""
-        if self._over:
-            return
+        plan = self._plan()
         digest = hashlib.blake2b("\n".join(plan).encode(), digest_size=16).hexdigest()
         if self._store.add(f"{self._key}/first", 1) == 1:
             self._store.set(f"{self._key}/plan", "\n".join([str(dist.get_rank()), *plan]))
             self._store.set(f"{self._key}/digest", digest)
         elif self._store.get(f"{self._key}/digest").decode() != digest:
             self._disagree(plan)
-        self.proceed()
 
     def proceed(self) -> None:
-        """Returns when every rank has come to this stage. Raises RankLeft."""
+        """Returns when every rank has come to this bucket, with the same plan. Raises RankLeft, PlanMismatch."""
         if self._over:
             return
+        if not self._stage:
+            self._settle()
         stage = f"{self._key}/{self._stage}"
         self._stage += 1
         came = self._store.add(f"{stage}/came", 1)
@@ -79,11 +84,13 @@ class Agreement:
         """Says to the others that this rank will not come to the next stage. Without effect at the end."""
         if not self._over:
             self._over = True
-            where = f"after {self._stage - 1} buckets" if self._stage else "before the first bucket"
+            where = f"after {self._stage} buckets" if self._stage else "before the first bucket"
             self._store.set(f"{self._key}/{self._stage}", _LEFT + f"rank {dist.get_rank()} left {where}: {why}")
 
     def end(self) -> None:
-        """There is no further stage."""
+        """There is no further stage. What is left in the store goes with the next extraction's first."""
+        if not self._over and self._stage:
+            _leftover[self._ranks] = f"{self._key}/{self._stage - 1}"
         self._over = True
 
     def _disagree(self, plan: Sequence[str]) -> None:
@@ -109,9 +116,10 @@ class Agreement:
         if stage == 0:
             for name in ("first", "plan", "digest"):
                 self._store.delete_key(f"{self._key}/{name}")
-        if stage >= 0:
-            self._store.delete_key(f"{self._key}/{stage}")
-            self._store.delete_key(f"{self._key}/{stage}/came")
+        key = f"{self._key}/{stage}" if stage >= 0 else _leftover.pop(self._ranks, None)
+        if key is not None:
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/came")
 
 
 def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.lanes import Lanes
-from fsdp_doctor.extract.loader import Loader
+from fsdp_doctor.extract.loader import Loader, Staging
 from fsdp_doctor.extract.lora import Adapter, Delta
 from fsdp_doctor.extract.plan import Bucket, buckets
 from fsdp_doctor.extract.sources import Entry, Source, entries
@@ -43,23 +43,26 @@ class Flow:
         self._adapters = adapters
         self._factors = factors
         self._lanes = Lanes(device)
+        self._staging = Staging(device, self._lanes)
 
-    def run(self, plan: Sequence[Bucket], room: int) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def run(self, plan: Iterable[Bucket], room: int) -> Iterator[tuple[Entry, torch.Tensor]]:
         """Yields every tensor. Two buckets are under way at once unless they take more than ``room`` bytes.
 
         Each rank gives its word for a bucket before it launches it, and never waits for its caller
         between the two: what is launched is finished by all.
         """
-        waiting = list(reversed(plan))
+        buckets = iter(plan)
+        waiting = next(buckets, None)
         under_way: collections.deque[_Flight] = collections.deque()
         landed: Any = None
         try:
-            while waiting or under_way:
-                while waiting and self._may_launch(under_way, waiting[-1], room):
+            while waiting is not None or under_way:
+                while waiting is not None and self._may_launch(under_way, waiting, room):
                     # So that the host is not more than a bucket ahead of the device.
                     if landed is not None:
                         landed.synchronize()
-                    under_way.append(self._launch(waiting.pop()))
+                    under_way.append(self._launch(waiting))
+                    waiting = next(buckets, None)
                 flight = under_way.popleft()
                 results, landed = self._land(flight), flight.arrival
                 del flight
@@ -74,27 +77,37 @@ class Flow:
                 self._lanes.wait(flight.arrival)
 
     def _may_launch(self, under_way: Collection[_Flight], bucket: Bucket, room: int) -> bool:
-        held = sum(flight.bucket.nbytes for flight in under_way)
+        held = sum(flight.bucket.nbytes for flight in under_way) + sum(a.held_bytes() for a in bucket.assemblies)
         return not under_way or (len(under_way) < 2 and held + bucket.nbytes <= room)
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> _Flight:
-        if bucket.is_gathered:
-            self._agreement.proceed()
-        deltas = self._deltas(bucket)
-        loader = Loader(self._device, deltas)
-        return _Flight(bucket, self._carry(bucket.steps, loader), deltas)
+        """This rank's part needs no other rank: only before the first gather do they have to be agreed."""
+        agree = self._agreement.proceed if bucket.is_gathered else _nothing
+        deltas: dict[str, list[Delta]] = {}
+        if wanted := self._wanted(bucket):
+            agree()
+            agree = _nothing
+            deltas = self._deltas(wanted)
+        return _Flight(bucket, self._carry(bucket.steps, deltas, agree), deltas)
 
-    def _carry(self, steps: list[Step], loader: Loader) -> Any:
+    def _carry(self, steps: list[Step], deltas: dict[str, list[Delta]], agree: Callable[[], None]) -> Any:
         for step in steps:
             step.allocate(self._device)
-        with self._lanes.loading():
-            for step in steps:
-                step.load(loader)
-        with self._lanes.gathering():
-            all_gather(steps)
-            for step in steps:
-                step.finish()
+        self._lanes.begin_loading()
+        loader = Loader(self._device, self._lanes, self._staging, deltas)
+        try:
+            loader.load(piece for step in steps for piece in step.pieces())
+            agree()
+            with self._lanes.gathering():
+                all_gather(steps)
+                for step in steps:
+                    step.collect(deltas)
+        except BaseException:
+            # The memory that is being written to goes back to the caller's stream.
+            with self._lanes.gathering():
+                self._lanes.wait(self._lanes.gathered())
+            raise
         return self._lanes.gathered()
 
     @torch.no_grad()
@@ -105,21 +118,27 @@ class Flow:
         results.sort(key=lambda result: result[0], reverse=True)
         return [(entry, tensor) for _, entry, tensor in results]
 
-    def _deltas(self, bucket: Bucket) -> dict[str, list[Delta]]:
-        """What is to be merged into this bucket's weights, its factors gathered for it."""
-        wanted = {name: self._adapters[name] for name in dict.fromkeys(bucket.names) if name in self._adapters}
-        if not wanted:
+    def _wanted(self, bucket: Bucket) -> dict[str, list[Adapter]]:
+        if not self._adapters:
             return {}
+        return {name: self._adapters[name] for name in dict.fromkeys(bucket.names) if name in self._adapters}
+
+    def _deltas(self, wanted: Mapping[str, list[Adapter]]) -> dict[str, list[Delta]]:
+        """What is to be merged into a bucket's weights, its factors gathered for it."""
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
         gathered: dict[str, torch.Tensor] = {}
         for part in buckets([self._factors[name] for name in names], Wire(), bucket_bytes=1 << 62, extra_bytes={}):
-            self._lanes.wait(self._carry(part.steps, Loader(self._device, {})))
+            self._lanes.wait(self._carry(part.steps, {}, _nothing))
             for step in part.steps:
                 gathered |= {name: full for _, entry, full in step.results() for name in entry.names}
         return {
             weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
             for weight, many in wanted.items()
         }
+
+
+def _nothing() -> None:
+    """There is nobody to agree with, or it is done."""
 
 
 def largest(sources: Sequence[Source], wire: Wire) -> int:

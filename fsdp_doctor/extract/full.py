@@ -16,7 +16,7 @@ from fsdp_doctor.extract.plan import buckets, signature, teams
 from fsdp_doctor.extract.sources import Source, compute_device, entries, read
 from fsdp_doctor.extract.wire import Wire
 
-BUCKET_BYTES = 384 << 20
+BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def full_tensors(
     once. A yielded tensor belongs to the caller and may be kept; it never aliases the model. It is
     ready on the stream that is current when it is asked for, as the result of any operation of torch.
 
-    Device memory in use at once, beside what the caller keeps: two buckets and the largest tensor.
+    Device memory in use at once, beside what the caller keeps: two buckets, or one and the largest tensor,
+    and 128 MiB where shards are cast or merged.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
@@ -168,9 +169,9 @@ def _tensors(request: _Request, agreement: Agreement) -> Generator[tuple[str, to
         for weight, many in request.adapters.items()
     }
     settings = f"dtype={wire.dtype} bucket_bytes={request.bucket_bytes} lora={request.lora}"
-    agreement.settle(signature(sources, wire, settings))
-    plan = list(buckets(sources, wire, request.bucket_bytes, extra))
-    room = 2 * request.bucket_bytes + largest(sources, wire)
+    agreement.expect(lambda: signature(sources, wire, settings))
+    plan = buckets(sources, wire, request.bucket_bytes, extra)
+    room = request.bucket_bytes + max(request.bucket_bytes, largest(sources, wire))
     for entry, tensor in Flow(request.device, agreement, request.adapters, factors).run(plan, room):
         for name in entry.names:
             yield name, tensor

@@ -1,7 +1,8 @@
-"""The two streams of an extraction, and how they wait for one another and for the caller's.
+"""The streams of an extraction, and how they wait for one another and for the caller's.
 
-Shards are loaded on one stream and gathered on the other, so that one bucket's copies from the host
-run while another's gather does. On the CPU there are no streams, and all of it happens at once.
+Shards are loaded on one, cast and merged on the next, gathered on the last, so that the copies of one
+piece run while another is cast and a third is gathered. On the CPU there are no streams, and all of it
+happens at once.
 """
 
 from __future__ import annotations
@@ -13,40 +14,57 @@ import torch
 
 
 class Lanes:
-    """device: where the extraction computes."""
+    """device: where the extraction computes. An event is None on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._loading: Any = self._module.Stream(device) if self._module else None
-        self._gathering: Any = self._module.Stream(device) if self._module else None
+        self._loading, self._casting, self._gathering = (self._stream() for _ in range(3))
+
+    def begin_loading(self) -> None:
+        """What is loaded from now on comes after everything that the caller's stream holds."""
+        if self._module:
+            self._loading.wait_stream(self._module.current_stream(self._device))
 
     def loading(self) -> contextlib.AbstractContextManager[Any]:
-        """Loading comes after everything that the caller's stream holds now."""
-        return self._after_caller(self._loading)
+        return self._on(self._loading)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """After everything that was loaded."""
+        if self._module:
+            self._casting.wait_stream(self._loading)
+        return self._on(self._casting)
+
+    def cast(self) -> Any:
+        """An event after everything that was cast."""
+        return self._casting.record_event() if self._module else None
+
+    def load_after(self, event: Any) -> None:
+        """What is loaded from now on comes after the event."""
+        if event is not None:
+            self._loading.wait_event(event)
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
-        """Gathering comes after everything that was loaded."""
-        if not self._module:
-            return contextlib.nullcontext()
-        self._gathering.wait_stream(self._loading)
+        """After everything that was loaded and cast."""
+        if self._module:
+            self._gathering.wait_stream(self._loading)
+            self._gathering.wait_stream(self._casting)
         return self._on(self._gathering)
 
     def gathered(self) -> Any:
-        """An event after everything that was gathered; None on the CPU."""
+        """An event after everything that was gathered."""
         return self._gathering.record_event() if self._module else None
 
     def wait(self, event: Any) -> None:
         """The caller's stream waits; the host does not."""
-        if self._module:
-            self._module.current_stream(self.device).wait_event(event)
+        if event is not None:
+            self._module.current_stream(self._device).wait_event(event)
 
-    def _after_caller(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        if not self._module:
-            return contextlib.nullcontext()
-        stream.wait_stream(self._module.current_stream(self.device))
-        return self._on(stream)
+    def _stream(self) -> Any:
+        return self._module.Stream(self._device) if self._module else None
 
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
+        context: contextlib.AbstractContextManager[Any] = (
+            self._module.stream(stream) if self._module else contextlib.nullcontext()
+        )
         return context

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fsdp_doctor.extract.lanes import Lanes
 from fsdp_doctor.extract.lora import Delta
 
-# The device memory in which a piece lies that must be cast or merged before it is where it belongs.
-_STAGING_BYTES = 32 << 20
+_STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
@@ -28,11 +29,39 @@ class Piece:
     start: int
 
 
+class Staging:
+    """Device memory in which pieces lie that are yet to be cast or merged.
+
+    There are two halves: one is loaded while the other is cast.
+    """
+
+    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+        self._device = device
+        self._lanes = lanes
+        self._halves: list[torch.Tensor] = []
+        self._cast: list[Any] = [None, None]
+        self._turn = 0
+
+    def half(self) -> torch.Tensor:
+        """Bytes that may be loaded; what was in them has been cast by then."""
+        if not self._halves:
+            self._halves = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._lanes.load_after(self._cast[self._turn])
+        return self._halves[self._turn]
+
+    def done(self) -> None:
+        """The half's cast is under way."""
+        self._cast[self._turn] = self._lanes.cast()
+        self._turn = 1 - self._turn
+
+
 class Loader:
     """deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
 
-    def __init__(self, device: torch.device, deltas: Mapping[str, list[Delta]]) -> None:
+    def __init__(self, device: torch.device, lanes: Lanes, staging: Staging, deltas: Mapping[str, list[Delta]]) -> None:
         self._device = device
+        self._lanes = lanes
+        self._staging = staging
         self._deltas = deltas
 
     def load(self, pieces: Iterable[Piece]) -> None:
@@ -46,8 +75,9 @@ class Loader:
                 staged.append(piece)
             else:
                 (from_host if on_host else here).append(piece)
-        for batch in (from_host, here):
-            _copy([piece.target for piece in batch], [piece.source for piece in batch])
+        with self._lanes.loading():
+            for batch in (from_host, here):
+                _copy([piece.target for piece in batch], [piece.source for piece in batch])
         self._load_staged(staged)
 
     def _load_staged(self, pieces: list[Piece]) -> None:
@@ -56,27 +86,30 @@ class Loader:
         for piece in (part for whole in pieces for part in _split(whole)):
             nbytes = _padded(piece.source.nbytes)
             if held + nbytes > _STAGING_BYTES:
-                self._through_staging(batch, held)
+                self._through_staging(batch)
                 batch, held = [], 0
             batch.append(piece)
             held += nbytes
-        self._through_staging(batch, held)
+        self._through_staging(batch)
 
-    def _through_staging(self, pieces: list[Piece], nbytes: int) -> None:
+    def _through_staging(self, pieces: list[Piece]) -> None:
         if not pieces:
             return
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory = self._staging.half()
         sizes = [_padded(piece.source.nbytes) for piece in pieces]
         staged = [
             part[: piece.source.nbytes].view(piece.source.dtype)
-            for part, piece in zip(memory.split(sizes), pieces, strict=True)
+            for part, piece in zip(memory[: sum(sizes)].split(sizes), pieces, strict=True)
         ]
-        _copy(staged, [piece.source for piece in pieces])
-        merged = [
-            self._merged(values, piece) if piece.name in self._deltas else values
-            for values, piece in zip(staged, pieces, strict=True)
-        ]
-        _copy([piece.target for piece in pieces], merged)
+        with self._lanes.loading():
+            _copy(staged, [piece.source for piece in pieces])
+        with self._lanes.casting():
+            merged = [
+                self._merged(values, piece) if piece.name in self._deltas else values
+                for values, piece in zip(staged, pieces, strict=True)
+            ]
+            _copy([piece.target for piece in pieces], merged)
+        self._staging.done()
 
     def _merged(self, values: torch.Tensor, piece: Piece) -> torch.Tensor:
         for delta in self._deltas[piece.name]:

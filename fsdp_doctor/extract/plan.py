@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp_doctor.extract.sources import Placed, Plain, Rows, Source, Team, Unit, entries
-from fsdp_doctor.extract.steps import Assembly, Copied, Packed, Redistributed, Step, Whole, strips
+from fsdp_doctor.extract.steps import Assembly, Copied, Packed, Redistributed, Step, Strip, Whole, strips
 from fsdp_doctor.extract.wire import Wire
 
 # Below it an all-gather of its own costs more than a copy out of a common one.
 _SMALL_BYTES = 1 << 20
+# An FSDP1 unit is gathered into memory of its own and copied out of it, so in less of it at once.
+_STRIPS = 4
 
 
 def signature(sources: Sequence[Source], wire: Wire, settings: str) -> list[str]:
@@ -64,6 +66,11 @@ class Bucket:
         return self
 
     @property
+    def assemblies(self) -> set[Assembly]:
+        """The FSDP1 units of which it carries a part."""
+        return {step.assembly for step in self.steps if isinstance(step, Strip)}
+
+    @property
     def is_gathered(self) -> bool:
         return any(step.team is not None for step in self.steps)
 
@@ -108,4 +115,4 @@ def _parts(order: int, source: Source, wire: Wire, bucket_bytes: int) -> list[St
                 return [Packed([order], [source], dtype)]
             return [Whole(order, source, dtype)]
         case Unit():
-            return list(strips(Assembly(order, source, wire), bucket_bytes))
+            return list(strips(Assembly(order, source, wire), bucket_bytes // _STRIPS))

@@ -5,7 +5,6 @@ Only attributes are read. Nothing is copied, nothing is communicated, no device 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_doctor.fsdp import fsdp1, fsdp2, private
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Team:
     """The ranks over which tensors are sharded, and this rank's place among them.
 
@@ -30,28 +29,24 @@ class Team:
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
+    size: int
     rank: int
     device: torch.device
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
-
-@dataclass(frozen=True, kw_only=True)
+# A model may have tens of thousands of tensors, so none of these costs more to make than it must:
+# they are not frozen, which would double it. Nothing changes them.
+@dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One full tensor: every name of it, its global shape and its own dtype."""
+    """One full tensor: every name of it, its global shape, its elements, its own dtype."""
 
     names: tuple[str, ...]
     shape: torch.Size
+    numel: int
     dtype: torch.dtype
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Plain:
     """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards."""
 
@@ -59,32 +54,42 @@ class Plain:
     local: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Rows:
     """Shard(0) over one team, divided as torch.chunk does.
 
-    local: 1-D, contiguous; rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened
-        tensor, as far as there are any. So the parts joined in rank order are the tensor, and what
-        is padded is its tail.
+    Rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened tensor, as far as there are
+    any. So the parts joined in rank order are the tensor, and what is padded is its tail.
     """
 
     entry: Entry
-    local: torch.Tensor
+    tensor: DTensor
     team: Team
     chunk: int
 
+    def local(self) -> torch.Tensor:
+        """This rank's part as it lies, 1-D. Raises RuntimeError where it is not as long as it must be."""
+        held = min(max(self.entry.numel - self.team.rank * self.chunk, 0), self.chunk)
+        # Without autograd it is the local tensor itself: no copy, no collective, half-moved or not.
+        local = self.tensor.to_local().reshape(-1)
+        if local.numel() != held:
+            raise RuntimeError(
+                f"{self.entry.names[0]}: this rank holds {local.numel()} elements where "
+                f"{self.tensor.placements} gives it {held}"
+            )
+        return local
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Placed:
     """Any other DTensor (other dims, several mesh dims): DTensor's own redistribution gathers it."""
 
     entry: Entry
-    local: torch.Tensor
     tensor: DTensor
     team: Team
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Span:
     """One parameter in an FSDP1 unit: the elements [offset, offset + numel) of the unit's flat parameter."""
 
@@ -93,7 +98,7 @@ class Span:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Unit:
     """An FSDP1 unit: rank r holds the elements [r * S, (r + 1) * S) of the flat parameter; local is 1-D, S long."""
 
@@ -109,11 +114,11 @@ def entries(source: Source) -> list[Entry]:
     return [span.entry for span in source.spans] if isinstance(source, Unit) else [source.entry]
 
 
+@torch.no_grad()
 def read(model: nn.Module) -> list[Source]:
     """Every parameter and persistent buffer of the model, each once, in the order of the model.
 
-    FSDP1's units come first. Raises RuntimeError for a tensor on the meta device and for a shard
-    that is not as long as its placement says.
+    FSDP1's units come first. Raises RuntimeError for a tensor on the meta device.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -158,41 +163,28 @@ def _tensors(model: nn.Module, in_units: set[str]) -> Iterator[tuple[tuple[str, 
 
 
 def _source(names: tuple[str, ...], tensor: torch.Tensor, teams: _Teams) -> Source:
-    entry = Entry(names=names, shape=tensor.shape, dtype=tensor.dtype)
-    _require_process_group(tensor)
-    local = fsdp2.local_tensor(tensor)
+    entry = Entry(names=names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
-        return Plain(entry=entry, local=local)
+        return Plain(entry=entry, local=tensor.detach())
+    _require_process_group()
     mesh, placements = tensor.device_mesh, tensor.placements
-    split = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    split = [dim for dim, placement in enumerate(placements) if type(placement) is not Replicate]
     if not split:
-        return Plain(entry=entry, local=local)
+        return Plain(entry=entry, local=tensor.to_local())
     placement = placements[split[0]]
-    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0 or not _is_row_major(tensor):
-        return Placed(entry=entry, local=local, tensor=tensor, team=teams.of_mesh(mesh))
+    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0 or not tensor.is_contiguous():
+        return Placed(entry=entry, tensor=tensor, team=teams.of_mesh(mesh))
     team = teams.of_dim(mesh, split[0])
     if team.size == 1:
-        return Plain(entry=entry, local=local)
-    rows = -(-tensor.shape[0] // team.size)
-    chunk = rows * (entry.numel // tensor.shape[0] if tensor.shape[0] else 0)
-    held = min(max(entry.numel - team.rank * chunk, 0), chunk)
-    if local.numel() != held:
-        raise RuntimeError(f"{names[0]}: this rank holds {local.numel()} elements where {placement} gives it {held}")
-    return Rows(entry=entry, local=local.reshape(-1), team=team, chunk=chunk)
+        return Plain(entry=entry, local=tensor.to_local())
+    length = entry.shape[0]
+    chunk = -(-length // team.size) * (entry.numel // length) if length else 0
+    return Rows(entry=entry, tensor=tensor, team=team, chunk=chunk)
 
 
-def _require_process_group(tensor: torch.Tensor) -> None:
-    if isinstance(tensor, DTensor) and not dist.is_initialized():
+def _require_process_group() -> None:
+    if not dist.is_initialized():
         raise RuntimeError("the model is sharded, and torch.distributed is not initialized, or not any more")
-
-
-def _is_row_major(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class _Teams:
@@ -213,7 +205,8 @@ class _Teams:
         if key not in self._known:
             ranks = tuple(mesh.mesh.flatten().tolist())
             first = self.of_dim(mesh, 0)
-            self._known[key] = replace(first, ranks=ranks, rank=ranks.index(dist.get_rank()))
+            place = ranks.index(dist.get_rank())
+            self._known[key] = replace(first, ranks=ranks, size=len(ranks), rank=place)
         return self._known[key]
 
 
@@ -225,7 +218,7 @@ def team(group: dist.ProcessGroup, device: torch.device) -> Team:
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Team(group=group, ranks=ranks, rank=dist.get_rank(group), device=device)
+    return Team(group=group, ranks=ranks, size=len(ranks), rank=dist.get_rank(group), device=device)
 
 
 def _units(model: nn.Module) -> Iterator[Unit | Plain]:
@@ -239,7 +232,7 @@ def _units(model: nn.Module) -> Iterator[Unit | Plain]:
             raise RuntimeError(f"{names[0]} is on the meta device: initialize the model before extracting it")
         spans = tuple(
             Span(
-                entry=Entry(names=tuple(aliases[name]), shape=view.shape, dtype=local.dtype),
+                entry=Entry(names=tuple(aliases[name]), shape=view.shape, numel=view.numel(), dtype=local.dtype),
                 offset=int(view.storage_offset()),
                 stride=view.stride(),
             )

@@ -7,14 +7,15 @@ is used again in the order of its stream, whatever the host has run ahead of.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.extract.loader import Loader, Piece
+from fsdp_doctor.extract.loader import Piece
+from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.sources import Entry, Placed, Plain, Rows, Team, Unit
 from fsdp_doctor.extract.wire import Wire
 from fsdp_doctor.fsdp import private
@@ -44,19 +45,22 @@ class Step(ABC):
         """On the caller's stream."""
 
     @abstractmethod
-    def load(self, loader: Loader) -> None:
-        """On the loading stream."""
+    def pieces(self) -> Iterator[Piece]:
+        """What is to be loaded of this rank's part, and where."""
 
     def gathers(self) -> list[Gather]:
         """On the gathering stream, as part of one collective of the bucket."""
         return []
 
-    def finish(self) -> None:  # noqa: B027, most have nothing to do
-        """On the gathering stream, after the bucket's collective."""
+    def collect(self, deltas: Mapping[str, list[Delta]]) -> None:  # noqa: B027, most have nothing to do
+        """On the gathering stream, after the bucket's collective; with collectives of its own."""
 
     @abstractmethod
     def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
-        """(order, entry, full tensor); the step holds none of them any more."""
+        """(order, entry, full tensor), on the caller's stream, once it has waited for the gather.
+
+        The step holds none of them any more.
+        """
 
 
 class Copied(Step):
@@ -69,15 +73,11 @@ class Copied(Step):
         self.nbytes = source.entry.numel * dtype.itemsize
 
     def allocate(self, device: torch.device) -> None:
-        local = self._source.local
-        self._full = torch.empty_strided(local.shape, local.stride(), dtype=self._dtype, device=device)
+        self._full = torch.empty(self._source.entry.shape, dtype=self._dtype, device=device)
 
-    def load(self, loader: Loader) -> None:
-        name = self._source.entry.names[0]
-        target, source = self._full, self._source.local
-        if source.is_contiguous():
-            target, source = target.view(-1), source.view(-1)
-        loader.load([Piece(target, source, name, 0)])
+    def pieces(self) -> Iterator[Piece]:
+        source = self._source
+        yield Piece(self._full.view(-1), source.local.reshape(-1), source.entry.names[0], 0)
 
     def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
         full = self.__dict__.pop("_full")
@@ -96,11 +96,9 @@ class Whole(Step):
         source = self._source
         self._padded = torch.empty(source.chunk * source.team.size, dtype=self._dtype, device=device)
 
-    def load(self, loader: Loader) -> None:
-        source = self._source
-        start = source.team.rank * source.chunk
-        target = self._padded[start : start + source.local.numel()]
-        loader.load([Piece(target, source.local, source.entry.names[0], start)])
+    def pieces(self) -> Iterator[Piece]:
+        local, start = self._source.local(), self.team.rank * self._source.chunk
+        yield Piece(self._padded[start : start + local.numel()], local, self._source.entry.names[0], start)
 
     def gathers(self) -> list[Gather]:
         start = self.team.rank * self._source.chunk
@@ -125,22 +123,18 @@ class Packed(Step):
         self._rows = torch.empty(self.team.size, sum(self._chunks), dtype=self._dtype, device=device)
         self._outputs = [torch.empty(self.team.size, chunk, dtype=self._dtype, device=device) for chunk in self._chunks]
 
-    def load(self, loader: Loader) -> None:
+    def pieces(self) -> Iterator[Piece]:
         places = self._rows[self.team.rank].split(self._chunks)
-        loader.load(
-            Piece(place[: source.local.numel()], source.local, source.entry.names[0], self.team.rank * source.chunk)
-            for place, source in zip(places, self._sources, strict=True)
-        )
+        for place, source in zip(places, self._sources, strict=True):
+            local = source.local()
+            yield Piece(place[: local.numel()], local, source.entry.names[0], self.team.rank * source.chunk)
 
     def gathers(self) -> list[Gather]:
         return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
 
-    def finish(self) -> None:
-        torch.split_with_sizes_copy(self._rows, self._chunks, dim=1, out=self._outputs)
-
     def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
-        del self._rows
         outputs = self.__dict__.pop("_outputs")
+        torch.split_with_sizes_copy(self.__dict__.pop("_rows"), self._chunks, dim=1, out=outputs)
         for order, source, output in zip(self._orders, self._sources, outputs, strict=True):
             yield order, source.entry, output.view(-1)[: source.entry.numel].view(source.entry.shape)
 
@@ -183,6 +177,14 @@ class Assembly:
         self.dtypes = [wire.of(span.entry) for span in unit.spans]
         self._missing = [span.entry.numel for span in unit.spans]
         self._flat: dict[int, torch.Tensor] = {}
+        self._begun: set[int] = set()
+
+    def nbytes(self, index: int) -> int:
+        return self.unit.spans[index].entry.numel * self.dtypes[index].itemsize
+
+    def held_bytes(self) -> int:
+        """Device memory of the tensors of which some pieces have landed and others have not."""
+        return sum(map(self.nbytes, self._begun))
 
     def flat(self, index: int, device: torch.device) -> torch.Tensor:
         """The tensor's memory, 1-D, in the order in which it lies in the flat parameter."""
@@ -191,10 +193,12 @@ class Assembly:
         return self._flat[index]
 
     def add(self, index: int, numel: int) -> Iterator[tuple[int, Entry, torch.Tensor]]:
-        """Says that so many elements have come; yields the tensor once they all have."""
+        """Says that so many elements have landed; yields the tensor once they all have."""
         self._missing[index] -= numel
+        self._begun.add(index)
         if not self._missing[index]:
             span = self.unit.spans[index]
+            self._begun.remove(index)
             yield self.order + index, span.entry, self._flat.pop(index).as_strided(span.entry.shape, span.stride)
 
     def cuts(self, dtype: torch.dtype) -> list[_Cut]:
@@ -213,90 +217,95 @@ class Assembly:
         return cuts
 
 
-def strips(assembly: Assembly, bucket_bytes: int) -> Iterator[Strip]:
-    """The gathers of one FSDP1 unit: one for each dtype, or as many as keep each within a bucket."""
+def strips(assembly: Assembly, most_bytes: int) -> Iterator[Strip]:
+    """The gathers of one FSDP1 unit: one for each dtype, or as many as keep each within ``most_bytes``."""
+    opened: set[int] = set()
     for dtype in dict.fromkeys(assembly.dtypes):
         cuts = assembly.cuts(dtype)
         length = max(cut.offset + cut.numel for cut in cuts)
-        longest = max(bucket_bytes // (2 * assembly.unit.team.size * dtype.itemsize), 1)
+        longest = max(most_bytes // (assembly.unit.team.size * dtype.itemsize), 1)
         for begin in range(0, max(length, 1), longest):
-            yield Strip(assembly, dtype, cuts, begin, min(begin + longest, length))
+            end = min(begin + longest, length)
+            parts = [part for cut in cuts if (part := cut.within(begin, end)) is not None]
+            new = {part.index for part in parts} - opened
+            opened |= new
+            yield Strip(assembly, dtype, parts, end - begin, sum(map(assembly.nbytes, new)))
 
 
 class Strip(Step):
-    """The elements [begin, end) of every rank's row of an FSDP1 unit, in one all-gather.
+    """A stretch of every rank's row of an FSDP1 unit, in one all-gather.
 
-    A unit that fits into a bucket is one strip. Of a larger one each strip takes as much from every
-    rank, so that all of their links are busy.
+    A small unit is one strip. Of a larger one each strip takes as much from every rank, so that all of
+    their links are busy.
     """
 
-    def __init__(self, assembly: Assembly, dtype: torch.dtype, cuts: list[_Cut], begin: int, end: int) -> None:
-        self._assembly, self._dtype, self._length = assembly, dtype, end - begin
-        self._cuts = [part for cut in cuts if (part := cut.within(begin, end)) is not None]
+    def __init__(
+        self, assembly: Assembly, dtype: torch.dtype, cuts: list[_Cut], length: int, opened_bytes: int
+    ) -> None:
+        self.assembly = assembly
+        self._dtype, self._cuts, self._length = dtype, cuts, length
         self.order = assembly.order
         self.team: Team = assembly.unit.team
-        self.nbytes = 2 * self._length * self.team.size * dtype.itemsize
+        self.nbytes = length * self.team.size * dtype.itemsize + opened_bytes
 
     def allocate(self, device: torch.device) -> None:
         self._rows = torch.empty(self.team.size, self._length, dtype=self._dtype, device=device)
-        self._targets = [
-            self._assembly.flat(cut.index, device)[cut.start : cut.start + cut.numel] for cut in self._cuts
-        ]
+        self._targets = [self.assembly.flat(cut.index, device)[cut.start : cut.start + cut.numel] for cut in self._cuts]
 
-    def load(self, loader: Loader) -> None:
-        row, unit = self._rows[self.team.rank], self._assembly.unit
-        loader.load(
-            Piece(
-                row[cut.offset : cut.offset + cut.numel],
-                unit.local[cut.source : cut.source + cut.numel],
-                unit.spans[cut.index].entry.names[0],
-                cut.start,
-            )
-            for cut in self._cuts
-            if cut.rank == self.team.rank
-        )
+    def pieces(self) -> Iterator[Piece]:
+        row, unit = self._rows[self.team.rank], self.assembly.unit
+        for cut in self._cuts:
+            if cut.rank == self.team.rank:
+                yield Piece(
+                    row[cut.offset : cut.offset + cut.numel],
+                    unit.local[cut.source : cut.source + cut.numel],
+                    unit.spans[cut.index].entry.names[0],
+                    cut.start,
+                )
 
     def gathers(self) -> list[Gather]:
         return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
 
-    def finish(self) -> None:
-        pieces = [self._rows[cut.rank, cut.offset : cut.offset + cut.numel] for cut in self._cuts]
-        if pieces:
-            torch._foreach_copy_(self._targets, pieces)
-        del self._targets
-
     def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
-        del self._rows
+        rows, targets = self.__dict__.pop("_rows"), self.__dict__.pop("_targets")
+        pieces = [rows[cut.rank, cut.offset : cut.offset + cut.numel] for cut in self._cuts]
+        if pieces:
+            torch._foreach_copy_(targets, pieces)
+        del rows, targets, pieces
         for cut in self._cuts:
-            yield from self._assembly.add(cut.index, cut.numel)
+            yield from self.assembly.add(cut.index, cut.numel)
 
 
 class Redistributed(Step):
-    """Any other DTensor, by DTensor's own redistribution."""
+    """Any other DTensor, by DTensor's own redistribution; what is merged into it is added to the full tensor."""
 
     def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
         self.order, self._source, self._dtype = order, source, dtype
         self.team: Team = source.team
-        self.nbytes = 3 * source.entry.numel * dtype.itemsize
+        self.nbytes = 4 * source.entry.numel * max(dtype.itemsize, source.entry.dtype.itemsize)
 
     def allocate(self, device: torch.device) -> None:
-        self._local = torch.empty(self._source.local.shape, dtype=self._dtype, device=device)
+        local = self._source.tensor.to_local()
+        self._local = torch.empty(local.shape, dtype=local.dtype, device=device)
         self._full = torch.empty(self._source.entry.shape, dtype=self._dtype, device=device)
 
-    def load(self, loader: Loader) -> None:
-        self._local.copy_(self._source.local, non_blocking=True)
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(self._local.view(-1), self._source.tensor.to_local().reshape(-1), "", 0)
 
-    def finish(self) -> None:
-        tensor = self._source.tensor
+    def collect(self, deltas: Mapping[str, list[Delta]]) -> None:
+        tensor, entry = self._source.tensor, self._source.entry
+        merged = deltas.get(entry.names[0], [])
         # Without shape and stride, from_local takes every shard to be as long as this one.
         full = DTensor.from_local(
-            self._local,
+            self._local if merged else self._local.to(self._dtype),
             tensor.device_mesh,
             tensor.placements,
             run_check=False,
             shape=tensor.shape,
             stride=tensor.stride(),
         ).full_tensor()
+        for delta in merged:
+            full = full + delta.part(0, entry.numel).view(entry.shape)
         self._full.copy_(full)
 
     def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:

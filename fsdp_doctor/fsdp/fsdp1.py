@@ -87,5 +87,5 @@ def unit_names(prefix: str, handle: Any) -> tuple[list[str], list[tuple[str, str
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(unwrapped name, persistent buffer)."""
-    for name, buffer in private.persistent_buffers(model):
+    for name, buffer in private.parameters_and_buffers(model)[1]:
         yield unwrapped(name), buffer

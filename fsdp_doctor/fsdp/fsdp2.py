@@ -64,7 +64,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def entries(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(unwrapped name, parameter or persistent buffer), tied parameters under each name."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield unwrapped(name), parameter
-    for name, buffer in private.persistent_buffers(model):
-        yield unwrapped(name), buffer
+    parameters, buffers = private.parameters_and_buffers(model)
+    for name, tensor in (*parameters, *buffers):
+        yield unwrapped(name), tensor

@@ -145,17 +145,28 @@ def compute_device(handle: Any) -> torch.device:
     return device
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, buffer) of the buffers that a state dict has, under every name.
+def parameters_and_buffers(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, torch.Tensor]]]:
+    """([(name, parameter)], [(name, buffer)]) of all that a state dict has, under every name, in its order.
 
-    ``Module._non_persistent_buffers_set``: only ``state_dict()`` tells them apart in public, and
-    that is a path under test.
+    ``Module._non_persistent_buffers_set``: only ``state_dict()`` tells the buffers apart in public, and that
+    is a path under test. ``Module._modules``, ``_parameters``, ``_buffers``: the public walks cost more for a
+    large model than the extraction of its small tensors.
     """
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    parameters: list[tuple[str, nn.Parameter]] = []
+    buffers: list[tuple[str, torch.Tensor]] = []
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
         transient = _get(module, "_non_persistent_buffers_set")
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in transient:
-                yield _join(module_name, name), buffer
+        parameters += [(prefix + name, p) for name, p in _get(module, "_parameters").items() if p is not None]
+        buffers += [
+            (prefix + name, buffer)
+            for name, buffer in _get(module, "_buffers").items()
+            if buffer is not None and name not in transient
+        ]
+        children = [(f"{prefix}{name}.", m) for name, m in _get(module, "_modules").items() if m is not None]
+        waiting += reversed(children)
+    return parameters, buffers
 
 
 def _join(module_name: str, name: str) -> str:
