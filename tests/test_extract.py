@@ -48,9 +48,8 @@ def test_a_model_that_is_not_initialized_is_refused_before_any_collective() -> N
 
 
 def test_the_dtype_and_device_asked_for_are_delivered() -> None:
-    model = nn.Linear(2, 2, dtype=torch.float16)
-    (name, tensor), _ = full_tensors(model, device="meta")
-    assert (name, tensor.dtype, tensor.device.type) == ("weight", torch.float16, "meta")
+    (name, tensor), _ = full_tensors(nn.Linear(2, 2), device="cpu", dtype=torch.float16)
+    assert (name, tensor.dtype, tensor.device.type) == ("weight", torch.float16, "cpu")
 
 
 def test_the_callers_grad_mode_is_left_alone() -> None:

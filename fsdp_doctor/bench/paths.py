@@ -49,16 +49,12 @@ def rows(strategy: str, chosen: Iterable[str], *, dtype: torch.dtype | None, buc
     return [Row(name, load_user_path(name)[0]) if is_user_path(name) else known[name] for name in names]
 
 
-def consume(result: Any, dtype: torch.dtype | None) -> int:
-    """Goes through everything that a path gives; returns the bytes of it, in ``dtype`` where it is to be cast."""
-    nbytes = 0
+def consume(result: Any, dtype: torch.dtype | None) -> None:
+    """Goes through everything that a path gives, casts what it did not cast, and keeps nothing."""
     for _, value in result.items() if isinstance(result, Mapping) else result:
-        if isinstance(value, torch.Tensor):
-            full = value.to(dtype) if dtype is not None else value
-            nbytes += full.nbytes
-            del full
+        if isinstance(value, torch.Tensor) and dtype is not None:
+            value.to(dtype)
         del value
-    return nbytes
 
 
 def subject_of(model: torch.nn.Module, device: torch.device, control: Any, scratch: pathlib.Path) -> Subject:

@@ -20,8 +20,8 @@ from fsdp_doctor.bench.links import Links
 class Measured:
     """One path over one model.
 
-    seconds: the median of ``times``, each the slowest rank's. full_bytes: of all tensors that a rank was
-    given. peak_extra_bytes: of device memory, on the rank that took the most; None on the CPU.
+    seconds: the median of ``times``, each the slowest rank's. full_bytes: of all full tensors, each
+    once. peak_extra_bytes: of device memory, on the rank that took the most; None on the CPU.
     ratio: the least time in which the bounding link carries the bytes, over ``seconds``. error: what the
     path raised, if it did; there are no figures then.
     """

@@ -7,6 +7,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.bench.options import Options
 from fsdp_doctor.bench.report import Measured, Result
 from fsdp_doctor.environment import collect
+from fsdp_doctor.extract.sources import entries, read
 from fsdp_doctor.fsdp import fsdp2, private
 from fsdp_doctor.launch import place
 
@@ -79,39 +81,43 @@ def _model(
     model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
     control = dist.new_group(backend="gloo")
     subject = paths.subject_of(model, clock.device, control, pathlib.Path("."))
-    own_bytes = clock.highest(_shard_bytes(model))
+    held_bytes = clock.highest(_shard_bytes(model))
+    full_bytes = sum(entry.numel * (wire or entry.dtype).itemsize for s in read(model) for entry in entries(s))
+    about = _About(strategy, offload, dtypes, wire, *_least_work(offload, links, held_bytes, full_bytes))
     for row in paths.rows(strategy, options.paths, dtype=wire, bucket_bytes=options.bucket_bytes):
         if offload not in row.offloads:
             continue
-        yield _measured(row, subject, clock, links, options.repeat, (strategy, offload, dtypes), wire, own_bytes)
+        yield _measured(row, subject, clock, options.repeat, about)
     del model, subject
     gc.collect()
 
 
-def _measured(
-    row: paths.Row,
-    subject: paths.Subject,
-    clock: Clock,
-    links: Links,
-    repeat: int,
-    about: tuple[str, str, str],
-    wire: torch.dtype | None,
-    own_bytes: float,
-) -> Measured:
-    """A run to warm up, whose memory is taken; then the clock."""
-    strategy, offload, dtypes = about
-    nbytes: list[int] = []
+@dataclass(frozen=True)
+class _About:
+    """One model: how it is held, what is asked of it, and the seconds and bytes that this takes at the least."""
+
+    strategy: str
+    offload: str
+    dtypes: str
+    wire: torch.dtype | None
+    least_seconds: float | None
+    full_bytes: int
+
+
+def _measured(row: paths.Row, subject: paths.Subject, clock: Clock, repeat: int, about: _About) -> Measured:
+    """A run to warm up, one whose memory is taken, then those that are timed."""
 
     def once() -> None:
-        nbytes.append(paths.consume(row.function(subject), wire))
+        paths.consume(row.function(subject), about.wire)
 
     def restored() -> None:
         if row.moves_model:
             models.move_to_host(subject.model)
 
+    result = Measured(strategy=about.strategy, offload=about.offload, dtypes=about.dtypes, path=row.name)
     failure = _failure(once)
     if clock.highest(bool(failure)):
-        return Measured(strategy=strategy, offload=offload, dtypes=dtypes, path=row.name, error=failure or "")
+        return replace(result, error=failure or "another rank raised")
     restored()
     gc.collect()
     peak = clock.peak_bytes(once)
@@ -121,18 +127,14 @@ def _measured(
         times.append(clock.seconds(once))
         restored()
     seconds = statistics.median(times)
-    full_bytes = int(clock.highest(nbytes[-1]))
-    ceiling_bytes, ceiling = _ceiling(offload, links, own_bytes, full_bytes, dist.get_world_size())
-    return Measured(
-        strategy=strategy,
-        offload=offload,
-        dtypes=dtypes,
-        path=row.name,
+    has_ceiling = about.least_seconds is not None and not row.to_host
+    return replace(
+        result,
         seconds=seconds,
         times=times,
-        full_bytes=full_bytes,
+        full_bytes=about.full_bytes,
         peak_extra_bytes=peak,
-        ratio=None if row.to_host or ceiling is None else ceiling_bytes / ceiling / seconds,
+        ratio=(about.least_seconds or 0.0) / seconds if has_ceiling else None,
     )
 
 
@@ -145,13 +147,17 @@ def _failure(once: Callable[[], None]) -> str:
     return ""
 
 
-def _ceiling(
-    offload: str, links: Links, own_bytes: float, full_bytes: float, world_size: int
-) -> tuple[float, float | None]:
-    """(bytes, bytes per second) of the link that bounds the path: from the host if the shards lie there."""
-    if offload == "none" or links.h2d_pinned is None:
-        return full_bytes * (world_size - 1) / world_size, links.all_gather
-    return own_bytes, links.h2d_pinned if offload == "policy" else links.h2d_pageable
+def _least_work(offload: str, links: Links, held_bytes: float, full_bytes: int) -> tuple[float | None, int]:
+    """(seconds that the link which bounds it needs, bytes of the full tensors).
+
+    The link from the host bounds it if the shards lie there, else the one between the ranks.
+    """
+    size = dist.get_world_size()
+    if offload == "none" or links.h2d_pinned is None or links.h2d_pageable is None:
+        rate, nbytes = links.all_gather, full_bytes * (size - 1) / size
+    else:
+        rate, nbytes = links.h2d_pinned if offload == "policy" else links.h2d_pageable, held_bytes
+    return None if rate is None else nbytes / rate, full_bytes
 
 
 def _shard_bytes(model: nn.Module) -> float:

@@ -134,5 +134,12 @@ def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence
 
 @functools.lru_cache(maxsize=1)
 def _connection(store: dist.Store) -> dist.Store:
-    """A connection of our own: while one waits, torch's own threads must be able to use theirs."""
-    return store.clone() if hasattr(store, "clone") else store
+    """A connection of our own: while one waits, torch's own threads must be able to use theirs.
+
+    Not every kind of store can be cloned, and before torch 2.7 none can.
+    """
+    try:
+        clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return store
+    return clone

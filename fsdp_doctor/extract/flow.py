@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_doctor.extract.agreement import Agreement
+from fsdp_doctor.extract.collector import collector_waits
 from fsdp_doctor.extract.lanes import Lanes
 from fsdp_doctor.extract.loader import Loader, Staging
 from fsdp_doctor.extract.lora import Adapter, Delta
@@ -45,7 +46,7 @@ class Flow:
         self._lanes = Lanes(device)
         self._staging = Staging(device, self._lanes)
 
-    def run(self, plan: Iterable[Bucket], room: int) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def run(self, plan: Iterable[Bucket], room: int) -> Generator[tuple[Entry, torch.Tensor]]:
         """Yields every tensor. Two buckets are under way at once unless they take more than ``room`` bytes.
 
         Each rank gives its word for a bucket before it launches it, and never waits for its caller
@@ -81,6 +82,7 @@ class Flow:
         return not under_way or (len(under_way) < 2 and held + bucket.nbytes <= room)
 
     @torch.no_grad()
+    @collector_waits
     def _launch(self, bucket: Bucket) -> _Flight:
         """This rank's part needs no other rank: only before the first gather do they have to be agreed."""
         agree = self._agreement.proceed if bucket.is_gathered else _nothing
@@ -111,6 +113,7 @@ class Flow:
         return self._lanes.gathered()
 
     @torch.no_grad()
+    @collector_waits
     def _land(self, flight: _Flight) -> list[tuple[Entry, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._lanes.wait(flight.arrival)
@@ -121,7 +124,7 @@ class Flow:
     def _wanted(self, bucket: Bucket) -> dict[str, list[Adapter]]:
         if not self._adapters:
             return {}
-        return {name: self._adapters[name] for name in dict.fromkeys(bucket.names) if name in self._adapters}
+        return {name: self._adapters[name] for name in dict.fromkeys(bucket.names()) if name in self._adapters}
 
     def _deltas(self, wanted: Mapping[str, list[Adapter]]) -> dict[str, list[Delta]]:
         """What is to be merged into a bucket's weights, its factors gathered for it."""

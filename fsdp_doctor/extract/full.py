@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import Agreement
+from fsdp_doctor.extract.collector import collector_waits
 from fsdp_doctor.extract.flow import Flow, largest
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.plan import buckets, signature, teams
-from fsdp_doctor.extract.sources import Source, compute_device, entries, read
+from fsdp_doctor.extract.sources import Entry, Source, compute_device, entries, read
 from fsdp_doctor.extract.wire import Wire
 
 BUCKET_BYTES = 512 << 20
@@ -70,8 +73,8 @@ def full_tensors(
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
     rank: PlanMismatch where the ranks hold different models or were given different arguments.
     """
-    request = _request(model, device, dtype, keep_dtype, bucket_bytes, lora)
-    return _Extraction(request)
+    request = request_of(model, device, dtype, keep_dtype, bucket_bytes, lora)
+    return _named(extract(request))
 
 
 def weights_info(
@@ -82,7 +85,7 @@ def weights_info(
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    request = _request(model, None, dtype, keep_dtype, BUCKET_BYTES, lora)
+    request = request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora)
     return {
         name: WeightInfo(entry.shape, request.wire.of(entry))
         for source in request.sources
@@ -92,7 +95,7 @@ def weights_info(
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """One call's arguments, checked against the model."""
 
     all_sources: list[Source]
@@ -104,14 +107,15 @@ class _Request:
     lora: Lora
 
 
-def _request(
+@collector_waits
+def request_of(
     model: nn.Module,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     keep_dtype: Collection[str],
     bucket_bytes: int,
     lora: Lora,
-) -> _Request:
+) -> Request:
     adapters.check(lora)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
@@ -120,7 +124,7 @@ def _request(
     wire = Wire(dtype, (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype))
     wire.check(sources)
     computes = compute_device(model, everything)
-    return _Request(
+    return Request(
         everything, sources, to_merge, wire, _device(device, computes, bool(teams(everything))), bucket_bytes, lora
     )
 
@@ -136,17 +140,19 @@ def _device(asked: torch.device | str | None, computes: torch.device, is_sharded
     return computes
 
 
-class _Extraction(Iterator[tuple[str, torch.Tensor]]):
+_T = TypeVar("_T")
+
+
+class Extraction(Iterator[_T]):
     """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor."""
 
-    def __init__(self, request: _Request) -> None:
-        ranks = max((team.ranks for team in teams(request.all_sources)), key=len, default=(0,))
-        self._agreement = Agreement(ranks)
-        self._tensors = _tensors(request, self._agreement)
+    def __init__(self, items: Generator[_T], agreement: Agreement) -> None:
+        self._items = items
+        self._agreement = agreement
 
-    def __next__(self) -> tuple[str, torch.Tensor]:
+    def __next__(self) -> _T:
         try:
-            return next(self._tensors)
+            return next(self._items)
         except StopIteration:
             raise
         except BaseException as error:
@@ -155,14 +161,16 @@ class _Extraction(Iterator[tuple[str, torch.Tensor]]):
 
     def close(self) -> None:
         self._agreement.leave("its caller stopped")
-        self._tensors.close()
+        self._items.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-def _tensors(request: _Request, agreement: Agreement) -> Generator[tuple[str, torch.Tensor]]:
+def extract(request: Request) -> Extraction[tuple[Entry, torch.Tensor]]:
+    """Every full tensor once, with all of its names."""
     sources, wire = request.sources, request.wire
+    agreement = Agreement(max((team.ranks for team in teams(request.all_sources)), key=len, default=(0,)))
     factors = adapters.factors(request.all_sources, request.adapters)
     extra = {
         weight: 2 * sum(e.numel * e.dtype.itemsize for a in many for f in (a.a, a.b) for e in entries(factors[f]))
@@ -172,7 +180,13 @@ def _tensors(request: _Request, agreement: Agreement) -> Generator[tuple[str, to
     agreement.expect(lambda: signature(sources, wire, settings))
     plan = buckets(sources, wire, request.bucket_bytes, extra)
     room = request.bucket_bytes + max(request.bucket_bytes, largest(sources, wire))
-    for entry, tensor in Flow(request.device, agreement, request.adapters, factors).run(plan, room):
-        for name in entry.names:
-            yield name, tensor
-        del tensor
+    return Extraction(Flow(request.device, agreement, request.adapters, factors).run(plan, room), agreement)
+
+
+def _named(tensors: Extraction[tuple[Entry, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+    """Each tensor under each of its names."""
+    with contextlib.closing(tensors):
+        for entry, tensor in tensors:
+            for name in entry.names:
+                yield name, tensor
+            del tensor

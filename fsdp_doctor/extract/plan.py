@@ -46,24 +46,10 @@ def teams(sources: Sequence[Source]) -> list[Team]:
 
 @dataclass
 class Bucket:
-    """Steps that are carried together.
-
-    nbytes: the device memory that they take at most. names: the first names of their tensors.
-    """
+    """Steps that are carried together. nbytes: the device memory that they take at most."""
 
     steps: list[Step] = field(default_factory=list)
-    small: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, Rows]]] = field(default_factory=dict)
     nbytes: int = 0
-    names: list[str] = field(default_factory=list)
-
-    def closed(self) -> Bucket:
-        """With its small tensors packed."""
-        self.steps += [
-            Packed([order for order, _ in pack], [source for _, source in pack], dtype)
-            for (_, dtype), pack in self.small.items()
-        ]
-        self.small.clear()
-        return self
 
     @property
     def assemblies(self) -> set[Assembly]:
@@ -74,6 +60,10 @@ class Bucket:
     def is_gathered(self) -> bool:
         return any(step.team is not None for step in self.steps)
 
+    def names(self) -> list[str]:
+        """The first name of each tensor of which it carries something."""
+        return [name for step in self.steps for name in step.names()]
+
 
 def buckets(
     sources: Sequence[Source], wire: Wire, bucket_bytes: int, extra_bytes: Mapping[str, int]
@@ -83,36 +73,56 @@ def buckets(
     extra_bytes: what is held beside a tensor of that name while it is carried.
     """
     bucket = Bucket()
+    small: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
+    for order, part, nbytes in _parts(sources, wire, bucket_bytes, extra_bytes):
+        if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
+            yield _closed(bucket, small)
+            bucket, small = Bucket(), {}
+        bucket.nbytes += nbytes
+        if isinstance(part, Step):
+            bucket.steps.append(part)
+        else:
+            orders, rows = small.setdefault((part.team.ranks, wire.of(part.entry)), ([], []))
+            orders.append(order)
+            rows.append(part)
+    if bucket.steps or small:
+        yield _closed(bucket, small)
+
+
+def _closed(
+    bucket: Bucket, small: Mapping[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]]
+) -> Bucket:
+    """With its small tensors, those of one team and one dtype in one step."""
+    bucket.steps += [Packed(orders, rows, dtype) for (_, dtype), (orders, rows) in small.items()]
+    return bucket
+
+
+def _parts(
+    sources: Sequence[Source], wire: Wire, bucket_bytes: int, extra_bytes: Mapping[str, int]
+) -> Iterator[tuple[int, Step | Rows, int]]:
+    """(order, a step or a tensor that is to share one, device memory that it takes)."""
     order = 0
     for source in sources:
-        for part in _parts(order, source, wire, bucket_bytes):
-            names = [entry.names[0] for entry in entries(source)]
-            nbytes = part.nbytes + sum(extra_bytes.get(name, 0) for name in names)
-            if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
-                yield bucket.closed()
-                bucket = Bucket()
-            bucket.nbytes += nbytes
-            bucket.names += names
-            if isinstance(part, Packed):
-                assert isinstance(source, Rows)
-                bucket.small.setdefault((source.team.ranks, wire.of(source.entry)), []).append((order, source))
+        if isinstance(source, Rows):
+            dtype = wire.of(source.entry)
+            nbytes = source.chunk * source.team.size * dtype.itemsize
+            extra = extra_bytes.get(source.entry.names[0], 0) if extra_bytes else 0
+            if nbytes <= _SMALL_BYTES:
+                yield order, source, 2 * nbytes + extra
             else:
-                bucket.steps.append(part)
+                yield order, Whole(order, source, dtype), nbytes + extra
+            order += 1
+            continue
+        for step in _steps(order, source, wire, bucket_bytes):
+            yield order, step, step.nbytes + sum(extra_bytes.get(name, 0) for name in step.names())
         order += len(entries(source))
-    if bucket.nbytes or bucket.names:
-        yield bucket.closed()
 
 
-def _parts(order: int, source: Source, wire: Wire, bucket_bytes: int) -> list[Step]:
+def _steps(order: int, source: Plain | Placed | Unit, wire: Wire, bucket_bytes: int) -> Iterator[Step]:
     match source:
         case Plain():
-            return [Copied(order, source, wire.of(source.entry))]
+            yield Copied(order, source, wire.of(source.entry))
         case Placed():
-            return [Redistributed(order, source, wire.of(source.entry))]
-        case Rows():
-            dtype = wire.of(source.entry)
-            if source.chunk * source.team.size * dtype.itemsize <= _SMALL_BYTES:
-                return [Packed([order], [source], dtype)]
-            return [Whole(order, source, dtype)]
+            yield Redistributed(order, source, wire.of(source.entry))
         case Unit():
-            return list(strips(Assembly(order, source, wire), bucket_bytes // _STRIPS))
+            yield from strips(Assembly(order, source, wire), bucket_bytes // _STRIPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 from collections.abc import Collection
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES, full_tensors
+from fsdp_doctor.extract.full import BUCKET_BYTES, extract, request_of
 from fsdp_doctor.extract.lora import Lora
 
 Ranks = Literal["rank0", "all"]
@@ -42,18 +43,13 @@ def full_state_dict(
     if ranks not in get_args(Ranks):
         raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, not {ranks!r}")
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
-    tensors = full_tensors(model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora)
+    request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
     state: dict[str, torch.Tensor] = {}
-    with _HostCopies() as copies:
-        last: tuple[torch.Tensor, torch.Tensor] | None = None
-        for name, tensor in tensors:
-            if not collects:
-                continue
-            if last is None or last[0] is not tensor:
-                last = tensor, copies.start(tensor)
-            state[name] = last[1]
+    with _HostCopies() as copies, contextlib.closing(extract(request)) as tensors:
+        for entry, tensor in tensors:
+            if collects:
+                state |= dict.fromkeys(entry.names, copies.start(tensor))
             del tensor
-        del last
     return state
 
 

@@ -7,7 +7,7 @@ is used again in the order of its stream, whatever the host has run ahead of.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,10 @@ class Step(ABC):
     team: Team | None
 
     @abstractmethod
+    def names(self) -> Iterable[str]:
+        """The first name of each tensor of which it carries something."""
+
+    @abstractmethod
     def allocate(self, device: torch.device) -> None:
         """On the caller's stream."""
 
@@ -72,6 +76,9 @@ class Copied(Step):
         self.order, self._source, self._dtype = order, source, dtype
         self.nbytes = source.entry.numel * dtype.itemsize
 
+    def names(self) -> Iterable[str]:
+        return self._source.entry.names[:1]
+
     def allocate(self, device: torch.device) -> None:
         self._full = torch.empty(self._source.entry.shape, dtype=self._dtype, device=device)
 
@@ -91,6 +98,9 @@ class Whole(Step):
         self.order, self._source, self._dtype = order, source, dtype
         self.team: Team = source.team
         self.nbytes = source.chunk * source.team.size * dtype.itemsize
+
+    def names(self) -> Iterable[str]:
+        return self._source.entry.names[:1]
 
     def allocate(self, device: torch.device) -> None:
         source = self._source
@@ -118,6 +128,9 @@ class Packed(Step):
         self.team: Team = sources[0].team
         self._chunks = [source.chunk for source in sources]
         self.nbytes = 2 * sum(self._chunks) * self.team.size * dtype.itemsize
+
+    def names(self) -> Iterable[str]:
+        return [source.entry.names[0] for source in self._sources]
 
     def allocate(self, device: torch.device) -> None:
         self._rows = torch.empty(self.team.size, sum(self._chunks), dtype=self._dtype, device=device)
@@ -248,6 +261,10 @@ class Strip(Step):
         self.team: Team = assembly.unit.team
         self.nbytes = length * self.team.size * dtype.itemsize + opened_bytes
 
+    def names(self) -> Iterable[str]:
+        spans = self.assembly.unit.spans
+        return dict.fromkeys(spans[cut.index].entry.names[0] for cut in self._cuts)
+
     def allocate(self, device: torch.device) -> None:
         self._rows = torch.empty(self.team.size, self._length, dtype=self._dtype, device=device)
         self._targets = [self.assembly.flat(cut.index, device)[cut.start : cut.start + cut.numel] for cut in self._cuts]
@@ -283,6 +300,9 @@ class Redistributed(Step):
         self.order, self._source, self._dtype = order, source, dtype
         self.team: Team = source.team
         self.nbytes = 4 * source.entry.numel * max(dtype.itemsize, source.entry.dtype.itemsize)
+
+    def names(self) -> Iterable[str]:
+        return self._source.entry.names[:1]
 
     def allocate(self, device: torch.device) -> None:
         local = self._source.tensor.to_local()
