@@ -70,6 +70,7 @@ AXES: tuple[Axis, ...] = (
             "qwen2": "a dense Qwen2 (biases in the attention)",
             "qwen3-moe": "Qwen3-MoE with fused 3-D experts",
             "qwen3.5": "Qwen3.5 with linear and full attention",
+            "qwen3-lora": "Qwen3 with a LoRA adapter of peft on every linear layer, all else frozen",
             "custom": "the configuration or checkpoint given with --model DIR",
         },
     ),

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_doctor import reference, training_state, verify
 from fsdp_doctor.cases import Case, Scenario
-from fsdp_doctor.fsdp.fsdp2 import local_tensor
+from fsdp_doctor.fsdp.fsdp2 import entries, local_tensor
 from fsdp_doctor.fsdp.functions import FUNCTIONS, PathFunction, load_user_path
 from fsdp_doctor.fsdp.subject import Subject
+from fsdp_doctor.merged import merged_weights
 from fsdp_doctor.paths import Path, find_path, is_user_path
 from fsdp_doctor.records import Problem, Record, Stage
 from fsdp_doctor.runtime import Runtime
@@ -147,6 +149,7 @@ class _Examination:
             compute_dtype=COMPUTE_DTYPE,
             parameter_devices=verify.parameter_devices(trainer.model),
             shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
+            merged_weights=merged_weights(trainer.model, truth.full),
         )
         self._enter("extract")
         self._drain(trainer, verifier)
@@ -185,8 +188,11 @@ class _Examination:
         alive: list[TensorWeakRef] = []
         own = trainer.tensor_ids()
         yielded: Counter[str] = Counter()
-        entries = timed.over(lambda: self._function(subject))
-        for name, value in entries:
+        shards = _shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0
+        items = timed.over(lambda: self._function(subject))
+        for name, value in items:
+            if self._path.offloads and not yielded:
+                self._look_for_kept_shards(allocated, shards, value)
             entry = verify.read(name, value)
             yielded[entry.sort] += 1
             if isinstance(value, torch.Tensor) and id(value) not in own:
@@ -197,7 +203,7 @@ class _Examination:
             self._stay("extract")
             self._show_progress(yielded.total())
         peak = self._runtime.peak_bytes()
-        del entries
+        del items
         self._add(
             seconds=timed.seconds,
             num_tensors=yielded.total(),
@@ -219,6 +225,17 @@ class _Examination:
             self._add(problems=(Problem(kind="leak", detail=detail),))
         elif kept:
             detail = f"{len(kept)} yielded tensors ({sum(kept)} bytes) still referenced after the result was dropped"
+            self._add(problems=(Problem(kind="leak", detail=detail),))
+
+    def _look_for_kept_shards(self, allocated: int | None, shards: int, first: Any) -> None:
+        """The path has moved the shards off the device: their memory must have come back by now."""
+        now = self._runtime.allocated_bytes()
+        if now is None or allocated is None:
+            return
+        fresh = first.untyped_storage().nbytes() if isinstance(first, torch.Tensor) else 0
+        kept = now - fresh - (allocated - shards)
+        if 2 * kept > shards:
+            detail = f"{kept} of {shards} bytes of shards stay on the device though the model was offloaded"
             self._add(problems=(Problem(kind="leak", detail=detail),))
 
     def _surplus(self, allocated: int | None) -> int:
@@ -324,6 +341,12 @@ class _Timed:
         if self._synchronize:
             self._runtime.synchronize()
         self.seconds += time.perf_counter() - start
+
+
+def _shard_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes of this rank's shards that lie on the device."""
+    shards = {id(tensor): local_tensor(tensor) for _, tensor in entries(model)}
+    return sum(shard.nbytes for shard in shards.values() if shard.device == device)
 
 
 def _kept(alive: list[TensorWeakRef]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import pathlib
 from typing import Any
 
@@ -51,7 +52,17 @@ def _template(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
     model = _as_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if name == "qwen3-buffers":
         _add_buffers(model)
+    if name == "qwen3-lora":
+        return _with_adapters(model)
     return model
+
+
+def _with_adapters(model: nn.Module) -> nn.Module:
+    """Both factors random: peft's own start, where one is zero, would hide a merge that did nothing."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    return _as_module(peft.get_peft_model(model, config))
 
 
 def check_directory(directory: pathlib.Path) -> None:
@@ -77,7 +88,7 @@ def _config(name: str, dims: str) -> Any:
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
     match name:
-        case "qwen3" | "qwen3-buffers":
+        case "qwen3" | "qwen3-buffers" | "qwen3-lora":
             return transformers.Qwen3Config(**sizes, head_dim=16)
         case "qwen3-tied":
             return transformers.Qwen3Config(**(sizes | {"tie_word_embeddings": True}), head_dim=16)
@@ -109,6 +120,8 @@ def unsupported(name: str) -> str:
     """Why the installed transformers cannot build the model; empty if it can."""
     import transformers
 
+    if name == "qwen3-lora" and importlib.util.find_spec("peft") is None:
+        return "peft is not installed: install fsdp-doctor[lora]"
     needed = {"qwen3-moe": "Qwen3MoeConfig", "qwen3.5": "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
     if hasattr(transformers, needed):
         return ""

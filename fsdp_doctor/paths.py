@@ -6,15 +6,19 @@ This table is read without torch. The functions behind the names are in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from fsdp_doctor.cases import Scenario
 
 Form = Literal["full", "sharded", "flat", "info", "optimizer"]
 Device = Literal["compute", "cpu", "parameter", "any"]
 Dtype = Literal["master", "compute", "any"]
 Ranks = Literal["all", "rank0"]
 Keys = Literal["state_dict", "parameters"]
+Weights = Literal["own", "merged", "adapter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class Contract:
     ranks: which ranks are given data.
     keys: ``state_dict`` every name of every parameter, tied ones too, and persistent buffers;
         ``parameters`` each parameter once, under its first name.
+    weights: of a model with LoRA adapters, ``own`` its tensors as they are, under their own names;
+        ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
+        adapter alone, named as in peft's files.
     """
 
     form: Form = "full"
@@ -38,6 +45,7 @@ class Contract:
     dtype: Dtype = "master"
     ranks: Ranks = "all"
     keys: Keys = "state_dict"
+    weights: Weights = "own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +57,8 @@ class Path:
     undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
     without_mesh: FSDP1 has it only for a model that was given no device mesh.
+    offloads: it moves the shards off the device before it yields, and so promises their memory back.
+    only: axes on which it makes sense for these values alone.
     """
 
     name: str
@@ -59,8 +69,16 @@ class Path:
     is_fix: bool = False
     undoes_staging: bool = False
     without_mesh: bool = False
+    offloads: bool = False
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def applies(self, scenario: Scenario) -> bool:
+        """Whether it makes sense there at all; whether it works is for the probe to say."""
+        on_axes = all(getattr(scenario, axis) in values for axis, values in self.only.items())
+        return scenario.version in self.fsdp and on_axes
 
 
+_WITH_ADAPTERS = {"model": ("qwen3-lora",)}
 FIX = "full_tensors"
 
 PATHS: tuple[Path, ...] = (
@@ -77,6 +95,15 @@ PATHS: tuple[Path, ...] = (
         contract=Contract(),
         summary="model.state_dict(), then tensor.to(device).full_tensor()",
         used_by="verl since PR 6463; TRL; SkyRL",
+    ),
+    Path(
+        name="state_dict.held",
+        fsdp=(2,),
+        contract=Contract(),
+        summary="model.state_dict(), offload the model, then read what was taken",
+        used_by="verl's torchtitan and automodel engines",
+        offloads=True,
+        only={"offload": ("param", "param+optimizer"), "staging": ("staged",)},
     ),
     Path(
         name="state_dict.full_tensor.to",
@@ -208,9 +235,40 @@ PATHS: tuple[Path, ...] = (
         summary="get_optimizer_state_dict(model, optimizer, StateDictOptions(full_state_dict=True))",
     ),
     Path(
+        name="lora.merged",
+        fsdp=(1, 2),
+        contract=Contract(weights="merged"),
+        summary="merge the adapters in place, read each tensor, put the weights back",
+        used_by="verl's lora.merge since PR 7014",
+        only=_WITH_ADAPTERS,
+    ),
+    Path(
+        name="lora.merged.read_late",
+        fsdp=(2,),
+        contract=Contract(weights="merged"),
+        summary="merge in place, model.state_dict(), put the weights back, then read what was taken",
+        used_by="verl's lora.merge before PR 7014",
+        only=_WITH_ADAPTERS,
+    ),
+    Path(
+        name="lora.adapter",
+        fsdp=(1, 2),
+        contract=Contract(weights="adapter"),
+        summary="get_peft_model_state_dict(model), each tensor on the device",
+        only=_WITH_ADAPTERS,
+    ),
+    Path(
+        name="lora.layered_summon",
+        fsdp=(1, 2),
+        contract=Contract(weights="adapter", device="cpu"),
+        summary="with FSDP.summon_full_params(layer): get_peft_model_state_dict, layer by layer, to the host",
+        used_by="verl's layered_summon",
+        only=_WITH_ADAPTERS,
+    ),
+    Path(
         name=FIX,
         fsdp=(1, 2),
-        contract=Contract(),
+        contract=Contract(weights="merged"),
         summary="fsdp_doctor.full_tensors(model)",
         is_fix=True,
         undoes_staging=True,
@@ -225,9 +283,9 @@ def is_user_path(name: str) -> bool:
     return ":" in name
 
 
-def paths_for(fsdp: int) -> tuple[Path, ...]:
-    """The rows that apply to FSDP1 (1) or FSDP2 (2), the fix among them."""
-    return tuple(path for path in PATHS if fsdp in path.fsdp)
+def paths_for(scenario: Scenario) -> tuple[Path, ...]:
+    """The rows that make sense in a scenario, the fix among them."""
+    return tuple(path for path in PATHS if path.applies(scenario))
 
 
 def find_path(name: str, fsdp: int) -> Path:
@@ -246,6 +304,7 @@ def promises(
     dtype: Dtype = "master",
     ranks: Ranks = "all",
     keys: Keys = "state_dict",
+    weights: Weights = "own",
 ) -> Callable[[_Function], _Function]:
     """Declares what an extraction function of your own promises; see :class:`Contract`.
 
@@ -254,12 +313,12 @@ def promises(
 
     Raises ValueError for a word that a contract does not have.
     """
-    for value, words in ((device, Device), (dtype, Dtype), (ranks, Ranks), (keys, Keys)):
+    for value, words in ((device, Device), (dtype, Dtype), (ranks, Ranks), (keys, Keys), (weights, Weights)):
         if value not in get_args(words):
             raise ValueError(f"{value!r} is none of {', '.join(get_args(words))}")
 
     def mark(function: _Function) -> _Function:
-        function.contract = Contract(device=device, dtype=dtype, ranks=ranks, keys=keys)  # type: ignore[attr-defined]
+        function.contract = Contract(device=device, dtype=dtype, ranks=ranks, keys=keys, weights=weights)  # type: ignore[attr-defined]
         return function
 
     return mark

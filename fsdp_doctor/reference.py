@@ -152,6 +152,8 @@ def _unit_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.O
         yield _Part(local, _cutter(reference.full, names, "", handle))
         if optimizer is None:
             continue
+        if not handle.flat_param.requires_grad:
+            continue
         flat_state = optimizer.state.get(handle.flat_param)
         if flat_state is None:
             yield from _original_state_parts(reference, names, handle, optimizer)
@@ -193,6 +195,9 @@ def _stitcher(
 ) -> Callable[[list[torch.Tensor]], None]:
     def stitch(pieces: list[torch.Tensor]) -> None:
         held = [piece for piece in _of_shard_group(pieces, handle) if piece.numel()]
+        if not held:
+            # A frozen parameter has no state.
+            return
         into[name] = held[0].view(()) if name.endswith(".step") else torch.cat(held).view(shape)
 
     return stitch

@@ -47,6 +47,7 @@ _DEPARTURES: tuple[Departure, ...] = (
     Departure(changes={"model": "qwen2"}),
     Departure(changes={"model": "qwen3-moe"}),
     Departure(changes={"model": "qwen3.5"}),
+    Departure(changes={"model": "qwen3-lora"}),
 )
 
 
@@ -92,10 +93,9 @@ def _named_case(case_id: str, selection: Selection) -> Case:
     if beside:
         raise UsageError(f"an id says the whole case: leave out {', '.join(beside)} beside --case and --last-failed")
     case = parse_case_id(case_id, PATH_NAMES)
-    strategy = case.scenario.strategy
-    if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario.version)}:
+    if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {strategy} has no path {case.path!r}; `fsdp-doctor list --paths` shows them"
+            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --paths` shows them"
         )
     if case.scenario.model == "custom" and not selection.custom_model:
         raise UsageError(f"case {case_id!r} is of a model of its own: give it with --model DIR")
@@ -146,7 +146,7 @@ def _cases(scenarios: Iterable[Scenario], selection: Selection, user_paths: Sequ
                 "and module:function adds a path of your own"
             )
     for scenario in scenarios:
-        for path in paths_for(scenario.version):
+        for path in paths_for(scenario):
             asked = path.name in named if named else not path.is_fix
             if asked or (path.is_fix and selection.fix):
                 yield Case(scenario, path.name)

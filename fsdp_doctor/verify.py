@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_doctor import merged
 from fsdp_doctor.fsdp import fsdp2
 from fsdp_doctor.fsdp.names import unwrapped
+from fsdp_doctor.merged import Merged
 from fsdp_doctor.paths import Contract
 from fsdp_doctor.records import Problem, ProblemKind
 from fsdp_doctor.reference import Reference, shard_slices
@@ -39,6 +42,7 @@ class Verifier:
         compute_dtype: torch.dtype,
         parameter_devices: dict[str, torch.device],
         shard_group_of_one: bool,
+        merged_weights: Mapping[str, Merged] = MappingProxyType({}),
     ) -> None:
         self._contract = contract
         self._reference = reference
@@ -47,6 +51,7 @@ class Verifier:
         self._compute_dtype = compute_dtype
         self._parameter_devices = parameter_devices
         self._shard_group_of_one = shard_group_of_one
+        self._merged = merged_weights if contract.weights == "merged" else {}
         self._expected = self._expected_tensors()
         self._seen: set[str] = set()
         self._found: dict[ProblemKind, dict[str, list[str]]] = {}
@@ -72,6 +77,12 @@ class Verifier:
         )
 
     def _expected_tensors(self) -> dict[str, torch.Tensor]:
+        full = self._reference.full
+        match self._contract.weights:
+            case "merged":
+                return merged.base_weights(full)
+            case "adapter":
+                return merged.adapter_weights(full)
         match self._contract.form:
             case "flat":
                 flat = {f"{prefix}_flat_param": shard for prefix, shard in self._reference.flat.items()}
@@ -79,9 +90,9 @@ class Verifier:
             case "optimizer":
                 return self._reference.optimizer
             case _ if self._contract.keys == "parameters":
-                return {name: self._reference.full[name] for name in self._reference.parameters}
+                return {name: full[name] for name in self._reference.parameters}
             case _:
-                return self._reference.full
+                return full
 
     def _note(self, kind: ProblemKind, what: str, name: str) -> None:
         self._found.setdefault(kind, {}).setdefault(what, []).append(name)
@@ -150,7 +161,10 @@ class Verifier:
                 return
             own = self._reference.local.get(entry.name)
             expected = own if own is not None else _own_part(entry, expected)
-        difference = compare(entry.data, expected.to(entry.data.dtype))
+        if entry.name in self._merged:
+            difference = self._merged[entry.name].difference(entry.data)
+        else:
+            difference = compare(entry.data, expected.to(entry.data.dtype))
         if difference:
             self._note("wrong", difference, entry.name)
 

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from fsdp_doctor.extract.sources import Entry, Source, Unit
-from fsdp_doctor.fsdp.names import unwrapped
+from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 Lora = Literal["merged", "adapter", "base"]
-_ROOT = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def _plain_names(copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
                 name = prefix + name[len(copy) :]
         if ".modules_to_save." in name or ".original_module." in name or ".lora_" in name:
             return None
-        plain = name.removeprefix(_ROOT).replace(".base_layer.", ".")
+        plain = without_adapters(name)
         if plain.startswith("base_model.") or "_adapter." in plain:
             raise NotImplementedError(f"{name}: what peft does with it is not understood")
         return plain

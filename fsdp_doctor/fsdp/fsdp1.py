@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
 
 from fsdp_doctor import models
 from fsdp_doctor.fsdp import private
@@ -36,21 +36,44 @@ def shard(
 
     param_init_fn: what makes a module's parameters real, for a model on the meta device.
     """
-    layer_classes = {type(layer) for layer in models.decoder_layers(model)}
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes),
+        auto_wrap_policy=_wrap_policy(model),
         device_id=device,
         device_mesh=mesh,
         sharding_strategy=strategy,
         mixed_precision=MixedPrecision(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float32,
+            # peft casts what goes into an adapter to the dtype of its shards.
+            cast_forward_inputs=not _all_train(model),
         ),
         cpu_offload=CPUOffload(offload_params=True) if policy else None,
         use_orig_params=use_orig_params,
         param_init_fn=param_init_fn,
     )
+
+
+def _all_train(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _wrap_policy(model: nn.Module) -> Any:
+    """Each decoder layer; and as verl does for LoRA, each leaf that trains in a model where others are frozen.
+
+    A flat parameter is trained as a whole or not at all.
+    """
+    layer_classes = {type(layer) for layer in models.decoder_layers(model)}
+    if _all_train(model):
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
+
+    def is_unit(module: nn.Module) -> bool:
+        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        return type(module) in layer_classes or (trains and not any(module.children()))
+
+    return CustomPolicy(is_unit)
 
 
 @torch.no_grad()

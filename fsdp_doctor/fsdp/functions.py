@@ -20,6 +20,17 @@ def _fix(subject: Subject) -> Any:
     return full_tensors(subject.model)
 
 
+def _lora(name: str) -> PathFunction:
+    """peft is imported only where a model has adapters."""
+
+    def run(subject: Subject) -> Any:
+        from fsdp_doctor.fsdp import paths_lora
+
+        return getattr(paths_lora, name)(subject)
+
+    return run
+
+
 # torch.distributed.checkpoint.state_dict serves both FSDPs with one function.
 _BOTH: dict[str, PathFunction] = {
     "get_model_state_dict.sharded": v2.model_state_dict_sharded,
@@ -29,6 +40,10 @@ _BOTH: dict[str, PathFunction] = {
     "get_optimizer_state_dict": v2.optimizer_state_dict,
     "weights_info": v2.weights_info,
     FIX: _fix,
+    "lora.merged": _lora("merged"),
+    "lora.merged.read_late": _lora("merged_read_late"),
+    "lora.adapter": _lora("adapter"),
+    "lora.layered_summon": _lora("layered_summon"),
 }
 
 FUNCTIONS: dict[int, dict[str, PathFunction]] = {
@@ -46,6 +61,7 @@ FUNCTIONS: dict[int, dict[str, PathFunction]] = {
     | {
         "state_dict": v2.state_dict,
         "state_dict.to.full_tensor": v2.state_dict_to_full_tensor,
+        "state_dict.held": v2.state_dict_held,
         "state_dict.full_tensor.to": v2.state_dict_full_tensor_to,
         "parameters.full_tensor": v2.parameters_full_tensor,
         "parameters.data.full_tensor": v2.parameters_data_full_tensor,

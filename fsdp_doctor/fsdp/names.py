@@ -5,8 +5,16 @@ from __future__ import annotations
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
+_PEFT_ROOT = "base_model.model."
+
+
 def unwrapped(name: str) -> str:
     """``name`` without what FSDP1, activation checkpointing and torch.compile put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def without_adapters(name: str) -> str:
+    """``name`` as in the model that peft was given, for a weight that is no adapter's."""
+    return name.removeprefix(_PEFT_ROOT).replace(".base_layer.", ".")

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.fsdp import fsdp2
 from fsdp_doctor.fsdp.subject import Subject, flatten_optimizer_state, to_device_then_gather
 
 
@@ -27,6 +28,17 @@ def state_dict(subject: Subject) -> Any:
 def state_dict_to_full_tensor(subject: Subject) -> Iterator[tuple[str, Any]]:
     for name, tensor in subject.model.state_dict().items():
         yield name, to_device_then_gather(tensor, subject.device)
+
+
+def state_dict_held(subject: Subject) -> Iterator[tuple[str, Any]]:
+    """The framework offloads the model while it goes on reading the state dict that it took before."""
+    held = subject.model.state_dict()
+    fsdp2.offload(subject.model, non_blocking=False)
+    try:
+        for name, tensor in held.items():
+            yield name, to_device_then_gather(tensor, subject.device)
+    finally:
+        fsdp2.load(subject.model, subject.device, non_blocking=False)
 
 
 def state_dict_full_tensor_to(subject: Subject) -> Iterator[tuple[str, Any]]:
