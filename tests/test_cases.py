@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 
-from fsdp_doctor.cases import AXES, Case, Scenario, check_axis_value, parse_case_id, scenario_from_dict
+from fsdp_doctor.cases import AXES, AXIS, Case, Scenario, check_axis_value, parse_case_id, scenario_from_dict
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.paths import PATH_NAMES, PATHS, Contract, find_path, is_user_path, paths_for, promises
+from fsdp_doctor.paths import PATH_NAMES, PATHS, Contract, find_path, is_user_path, promises
 from fsdp_doctor.selection import Selection, select
 
 BASE = {"strategy": "fsdp2", "offload": "none", "staging": "staged"}
@@ -127,14 +127,21 @@ def test_an_axis_takes_its_own_values_and_no_others(axis):
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_a_path_name_is_one_row_in_each_version(fsdp):
-    names = [path.name for path in paths_for(fsdp)]
+    rows = [path for path in PATHS if fsdp in path.fsdp]
+    names = [path.name for path in rows]
     assert sorted(names) == sorted(set(names))
-    assert [find_path(name, fsdp) for name in names] == list(paths_for(fsdp))
+    assert [find_path(name, fsdp) for name in names] == rows
 
 
 def test_every_row_of_the_table_applies_somewhere():
-    assert {path.name for fsdp in (1, 2) for path in paths_for(fsdp)} == set(PATH_NAMES)
+    assert {case.path for case in select(Selection(full=True, fix=True))} == set(PATH_NAMES)
     assert all(path.fsdp and set(path.fsdp) <= {1, 2} for path in PATHS)
+
+
+def test_a_row_that_is_for_some_values_of_an_axis_names_values_that_there_are():
+    for path in PATHS:
+        for axis, values in path.only.items():
+            assert set(values) <= set(AXIS[axis].values)
 
 
 def test_no_path_of_the_table_is_taken_for_one_of_the_user():

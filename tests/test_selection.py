@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fsdp_doctor.cases import AXES, AXIS
+from fsdp_doctor.cases import AXES, AXIS, Scenario
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.paths import FIX, paths_for
 from fsdp_doctor.selection import Selection, select
@@ -22,10 +22,10 @@ def test_the_default_matrix_is_both_strategies_all_offloads_and_stagings_and_eve
     cases = select(Selection())
     expected = {
         (strategy, offload, staging, path.name)
-        for strategy, version in (("fsdp2", 2), ("fsdp1", 1))
+        for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values
-        for path in paths_for(version)
+        for path in paths_for(Scenario(strategy=strategy, offload=offload, staging=staging))
         if not path.is_fix
     }
     found = [(c.scenario.strategy, c.scenario.offload, c.scenario.staging, c.path) for c in cases]
@@ -40,6 +40,19 @@ def test_full_has_every_value_of_every_axis_but_the_custom_model():
     cases = select(Selection(full=True))
     for axis in AXES:
         assert values(cases, axis.name) == set(axis.values) - {"custom"}
+
+
+def test_the_paths_of_adapters_are_selected_for_the_model_that_has_some_and_for_no_other():
+    cases = select(Selection(full=True))
+    assert {case.scenario.model for case in cases if case.path.startswith("lora.")} == {"qwen3-lora"}
+
+
+def test_a_state_dict_is_held_across_an_offload_where_one_takes_shards_off_the_device():
+    held = [case.scenario for case in select(Selection()) if case.path == "state_dict.held"]
+    assert {(s.strategy, s.offload, s.staging) for s in held} == {
+        ("fsdp2", "param", "staged"),
+        ("fsdp2", "param+optimizer", "staged"),
+    }
 
 
 def test_full_contains_the_default_matrix():
