@@ -1,4 +1,4 @@
-"""A model of a real shape, sharded and filled with numbers on each rank, without its full size anywhere."""
+"""A model of a real shape, sharded and filled with numbers on each rank."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
 
 
 def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    def to_empty(module: nn.Module) -> None:
-        module.to_empty(device=device, recurse=False)
-
+    # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
+    whole.to_empty(device=device)
+    whole.tie_weights()
     model = fsdp1.shard(
         whole,
         mesh,
@@ -77,7 +77,6 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
         compute_dtype=torch.bfloat16,
         policy=offload.startswith("policy"),
         use_orig_params=False,
-        param_init_fn=to_empty,
     )
     private.fsdp1_lazy_init(model)
     for _, handle in private.fsdp1_units(model):

@@ -15,7 +15,7 @@ _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Piece:
     """A 1-D part of a shard and its place.
 

@@ -13,8 +13,6 @@ from fsdp_doctor.extract.wire import Wire
 
 # Below it an all-gather of its own costs more than a copy out of a common one.
 _SMALL_BYTES = 1 << 20
-# An FSDP1 unit is gathered into memory of its own and copied out of it, so in less of it at once.
-_STRIPS = 4
 
 
 def signature(sources: Sequence[Source], wire: Wire, settings: str) -> list[str]:
@@ -22,8 +20,7 @@ def signature(sources: Sequence[Source], wire: Wire, settings: str) -> list[str]
     lines = [settings]
     for source in sources:
         how = _how(source)
-        for entry in entries(source):
-            lines.append(f"{' = '.join(entry.names)}: {tuple(entry.shape)} {wire.of(entry)} {how}")
+        lines += [f"{' = '.join(e.names)}: {list(e.shape)} {wire.of(e)} {how}" for e in entries(source)]
     return lines
 
 
@@ -125,4 +122,4 @@ def _steps(order: int, source: Plain | Placed | Unit, wire: Wire, bucket_bytes: 
         case Placed():
             yield Redistributed(order, source, wire.of(source.entry))
         case Unit():
-            yield from strips(Assembly(order, source, wire), bucket_bytes // _STRIPS)
+            yield from strips(Assembly(order, source, wire), bucket_bytes)

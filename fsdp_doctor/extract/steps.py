@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -140,7 +140,8 @@ class Packed(Step):
         places = self._rows[self.team.rank].split(self._chunks)
         for place, source in zip(places, self._sources, strict=True):
             local = source.local()
-            yield Piece(place[: local.numel()], local, source.entry.names[0], self.team.rank * source.chunk)
+            target = place if local.numel() == source.chunk else place[: local.numel()]
+            yield Piece(target, local, source.entry.names[0], self.team.rank * source.chunk)
 
     def gathers(self) -> list[Gather]:
         return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
@@ -149,7 +150,9 @@ class Packed(Step):
         outputs = self.__dict__.pop("_outputs")
         torch.split_with_sizes_copy(self.__dict__.pop("_rows"), self._chunks, dim=1, out=outputs)
         for order, source, output in zip(self._orders, self._sources, outputs, strict=True):
-            yield order, source.entry, output.view(-1)[: source.entry.numel].view(source.entry.shape)
+            entry = source.entry
+            padded = output if output.numel() == entry.numel else output.view(-1)[: entry.numel]
+            yield order, entry, padded.view(entry.shape)
 
 
 @dataclass(frozen=True)
@@ -165,21 +168,6 @@ class _Cut:
     rank: int
     source: int
     offset: int
-
-    def within(self, begin: int, end: int) -> _Cut | None:
-        """What of it lies in the elements [begin, end) of the row; None for nothing."""
-        skipped = max(begin - self.offset, 0)
-        numel = min(self.offset + self.numel, end) - (self.offset + skipped)
-        if numel < 0 or (numel == 0 and self.numel):
-            return None
-        return _Cut(
-            self.index,
-            self.start + skipped,
-            numel,
-            self.rank,
-            self.source + skipped,
-            self.offset + skipped - begin,
-        )
 
 
 class Assembly:
@@ -214,43 +202,69 @@ class Assembly:
             self._begun.remove(index)
             yield self.order + index, span.entry, self._flat.pop(index).as_strided(span.entry.shape, span.stride)
 
-    def cuts(self, dtype: torch.dtype) -> list[_Cut]:
-        """What each rank has of the spans that are sent in that dtype, one after the other in its row."""
-        filled = [0] * self.unit.team.size
+    def rows(self, dtype: torch.dtype) -> list[list[_Cut]]:
+        """What each rank has of the spans that are sent in that dtype, in the order of its shard."""
         shard = self.unit.local.numel()
-        cuts: list[_Cut] = []
+        rows: list[list[_Cut]] = [[] for _ in range(self.unit.team.size)]
         for index, span in enumerate(self.unit.spans):
             if self.dtypes[index] != dtype:
                 continue
-            last = span.offset + span.entry.numel
-            for rank in range(span.offset // shard, max(-(-last // shard), span.offset // shard + 1)):
-                begin, end = max(span.offset, rank * shard), min(last, (rank + 1) * shard)
-                cuts.append(_Cut(index, begin - span.offset, end - begin, rank, begin - rank * shard, filled[rank]))
-                filled[rank] += end - begin
-        return cuts
+            first, last = span.offset, span.offset + span.entry.numel
+            for rank in range(first // shard, max(-(-last // shard), first // shard + 1)):
+                begin, end = max(first, rank * shard), min(last, (rank + 1) * shard)
+                rows[rank].append(_Cut(index, begin - first, end - begin, rank, begin - rank * shard, 0))
+        return rows
 
 
-def strips(assembly: Assembly, most_bytes: int) -> Iterator[Strip]:
-    """The gathers of one FSDP1 unit: one for each dtype, or as many as keep each within ``most_bytes``."""
-    opened: set[int] = set()
+def strips(assembly: Assembly, bucket_bytes: int) -> Iterator[Strip]:
+    """The gathers of one FSDP1 unit, each with its rows and the tensors that it begins within a bucket.
+
+    A unit that fits is one strip. Of a larger one each strip takes from every rank, so that all of their
+    links are busy; but no rank begins a tensor that does not fit beside those that have been begun, unless
+    it is the first that has something left.
+    """
     for dtype in dict.fromkeys(assembly.dtypes):
-        cuts = assembly.cuts(dtype)
-        length = max(cut.offset + cut.numel for cut in cuts)
-        longest = max(most_bytes // (assembly.unit.team.size * dtype.itemsize), 1)
-        for begin in range(0, max(length, 1), longest):
-            end = min(begin + longest, length)
-            parts = [part for cut in cuts if (part := cut.within(begin, end)) is not None]
-            new = {part.index for part in parts} - opened
-            opened |= new
-            yield Strip(assembly, dtype, parts, end - begin, sum(map(assembly.nbytes, new)))
+        rows = assembly.rows(dtype)
+        longest = max(bucket_bytes // (2 * assembly.unit.team.size * dtype.itemsize), 1)
+        missing: dict[int, int] = {}
+        while any(rows):
+            begun = set(missing)
+            first = next(rank for rank, row in enumerate(rows) if row)
+            cuts: list[_Cut] = []
+            for rank, row in enumerate(rows):
+                cuts += _take(assembly, row, longest, missing, bucket_bytes // 2, must_take=rank == first)
+            for cut in cuts:
+                missing[cut.index] -= cut.numel
+            opened = sum(map(assembly.nbytes, {cut.index for cut in cuts} - begun))
+            missing = {index: numel for index, numel in missing.items() if numel}
+            yield Strip(assembly, dtype, cuts, max(cut.offset + cut.numel for cut in cuts), opened)
+
+
+def _take(
+    assembly: Assembly, row: list[_Cut], longest: int, missing: dict[int, int], most_bytes: int, *, must_take: bool
+) -> list[_Cut]:
+    """Takes up to ``longest`` elements off a rank's row; ``missing`` gains the tensors that it begins."""
+    taken: list[_Cut] = []
+    length = 0
+    while row and length < longest:
+        cut = row[0]
+        if cut.index not in missing:
+            held = sum(map(assembly.nbytes, missing))
+            if held + assembly.nbytes(cut.index) > most_bytes and missing and not (must_take and not taken):
+                break
+            missing[cut.index] = assembly.unit.spans[cut.index].entry.numel
+        numel = min(cut.numel, longest - length)
+        taken.append(replace(cut, numel=numel, offset=length))
+        length += numel
+        if numel == cut.numel:
+            row.pop(0)
+        else:
+            row[0] = replace(cut, start=cut.start + numel, numel=cut.numel - numel, source=cut.source + numel)
+    return taken
 
 
 class Strip(Step):
-    """A stretch of every rank's row of an FSDP1 unit, in one all-gather.
-
-    A small unit is one strip. Of a larger one each strip takes as much from every rank, so that all of
-    their links are busy.
-    """
+    """A stretch of every rank's shard of an FSDP1 unit, in one all-gather."""
 
     def __init__(
         self, assembly: Assembly, dtype: torch.dtype, cuts: list[_Cut], length: int, opened_bytes: int

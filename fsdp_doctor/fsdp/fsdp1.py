@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,8 @@ def shard(
     compute_dtype: torch.dtype,
     policy: bool,
     use_orig_params: bool,
-    param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> FullyShardedDataParallel:
-    """Wraps each decoder layer and the root. Every rank must call it. No mesh: one group of all ranks.
-
-    param_init_fn: what makes a module's parameters real, for a model on the meta device.
-    """
+    """Wraps each decoder layer and the root. Every rank must call it. No mesh: one group of all ranks."""
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
     return FullyShardedDataParallel(
         model,
@@ -52,7 +48,6 @@ def shard(
         ),
         cpu_offload=CPUOffload(offload_params=True) if policy else None,
         use_orig_params=use_orig_params,
-        param_init_fn=param_init_fn,
     )
 
 
