@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdp_doctor import devices
+from fsdp_doctor import devices, launch
 from fsdp_doctor.bench import options as bench
 from fsdp_doctor.cases import AXIS, Case
 from fsdp_doctor.devices import Device
@@ -186,7 +186,7 @@ def benchmark(
 ) -> bench.Options:
     if device not in devices.NAMES:
         raise UsageError(f"--device {device}: use {', '.join(devices.NAMES)}")
-    if json_file is not None:
+    if json_file is not None and launch.is_rank_zero():
         check_writable(json_file)
     return bench.Options(
         model=model,

@@ -18,6 +18,7 @@ from fsdp_doctor.extract.plan import Bucket, buckets
 from fsdp_doctor.extract.sources import Entry, Source, entries
 from fsdp_doctor.extract.steps import Step, all_gather
 from fsdp_doctor.extract.wire import Wire
+from fsdp_doctor.fsdp import private
 
 
 @dataclass
@@ -55,17 +56,19 @@ class Flow:
         buckets = iter(plan)
         waiting = next(buckets, None)
         under_way: collections.deque[_Flight] = collections.deque()
-        landed: Any = None
+        landed: collections.deque[Any] = collections.deque([None], maxlen=2)
         try:
             while waiting is not None or under_way:
                 while waiting is not None and self._may_launch(under_way, waiting, room):
-                    # So that the host is not more than a bucket ahead of the device.
-                    if landed is not None:
-                        landed.synchronize()
+                    # The host may be a bucket further than what it hands out, not more: before torch 2.8
+                    # a process group holds on to memory until the device is through with it.
+                    if landed[0] is not None:
+                        landed[0].synchronize()
                     under_way.append(self._launch(waiting))
                     waiting = next(buckets, None)
                 flight = under_way.popleft()
-                results, landed = self._land(flight), flight.arrival
+                results = self._land(flight)
+                landed.append(flight.arrival)
                 del flight
                 while results:
                     entry, tensor = results.pop()
@@ -76,6 +79,8 @@ class Flow:
             # Who leaves early gives memory back that is still being written to.
             for flight in under_way:
                 self._lanes.wait(flight.arrival)
+            if self._adapters:
+                private.release_workspaces(self._device)
 
     def _may_launch(self, under_way: Collection[_Flight], bucket: Bucket, room: int) -> bool:
         held = sum(flight.bucket.nbytes for flight in under_way) + sum(a.held_bytes() for a in bucket.assemblies)

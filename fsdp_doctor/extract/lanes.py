@@ -8,6 +8,7 @@ happens at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._loading, self._casting, self._gathering = (self._stream() for _ in range(3))
+        self._loading, self._casting, self._gathering = _streams(device)
 
     def begin_loading(self) -> None:
         """What is loaded from now on comes after everything that the caller's stream holds."""
@@ -60,11 +61,17 @@ class Lanes:
         if event is not None:
             self._module.current_stream(self._device).wait_event(event)
 
-    def _stream(self) -> Any:
-        return self._module.Stream(self._device) if self._module else None
-
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = (
             self._module.stream(stream) if self._module else contextlib.nullcontext()
         )
         return context
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[Any, Any, Any]:
+    """The same ones every time: what an allocator has kept for a stream is of use to no other."""
+    if device.type == "cpu":
+        return None, None, None
+    module = torch.get_device_module(device.type)
+    return module.Stream(device), module.Stream(device), module.Stream(device)
