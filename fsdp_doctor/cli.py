@@ -143,7 +143,7 @@ def bench(
         str | None, typer.Option(metavar="SIZE", help="Device memory of one bucket of full_tensors, as 384MiB.")
     ] = None,
     path: Annotated[
-        list[str] | None, typer.Option(help="Only this path; module:function measures a function of your own.")
+        list[str] | None, typer.Option(help="Only this one; module:function measures a function of your own.")
     ] = None,
     repeat: Annotated[int, typer.Option(help="Timed runs of each path; the median counts.")] = 5,
     device: Annotated[

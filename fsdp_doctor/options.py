@@ -19,6 +19,7 @@ from fsdp_doctor.bench import options as bench
 from fsdp_doctor.cases import AXIS, Case
 from fsdp_doctor.devices import Device
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.paths import is_user_path
 from fsdp_doctor.report.formats import FORMATS
 from fsdp_doctor.report.journal import journal_of, read_report
 from fsdp_doctor.selection import Selection, select
@@ -196,11 +197,19 @@ def benchmark(
         offloads=_words("--offload", offload, tuple(bench.OFFLOADS), "none"),
         dtypes=_words("--dtype", dtype, bench.DTYPES, "bf16"),
         bucket_bytes=size("--bucket-bytes", bucket_bytes) if bucket_bytes is not None else None,
-        paths=tuple(_split(path)),
+        paths=_bench_paths(_split(path)),
         repeat=int(positive("--repeat", repeat)),
         device=device,
         json_file=json_file,
     )
+
+
+def _bench_paths(names: list[str]) -> tuple[str, ...]:
+    known = list(dict.fromkeys(name for of_strategy in bench.PATHS.values() for name in of_strategy))
+    for name in names:
+        if not is_user_path(name) and name not in known:
+            raise UsageError(f"there is no path {name!r}; use {', '.join(known)}, or module:function of your own")
+    return tuple(names)
 
 
 def _words(option: str, values: list[str] | None, known: tuple[str, ...], default: str) -> tuple[str, ...]:

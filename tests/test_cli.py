@@ -197,7 +197,7 @@ def test_the_readme_explains_exactly_the_verdicts_that_there_are() -> None:
 
 def test_the_readme_names_exactly_the_options_of_each_command() -> None:
     readme = (ROOT / "README.md").read_text()
-    for command in ("probe", "list", "report", "diff", "env"):
+    for command in ("probe", "bench", "list", "report", "diff", "env"):
         usage = doctor(command, "--help").stdout
         options = set(re.findall(r"^\s+(?:-o, )?(--[a-z-]+|-k)\b", usage, re.MULTILINE)) - {"--help"}
         section = readme.split(f"### `fsdp-doctor {command}`", 1)[1].split("\n#", 1)[0]

@@ -73,6 +73,25 @@ OFFLOADS: dict[str, str] = {
     "policy-unpinned": "CPUOffloadPolicy(pin_memory=False): pageable",
 }
 STRATEGIES = ("fsdp2", "fsdp1")
+PATHS: dict[str, tuple[str, ...]] = {
+    "fsdp2": (
+        "full_tensors",
+        "full_state_dict",
+        "state_dict.to.full_tensor",
+        "stage-whole-model",
+        "unshard",
+        "get_model_state_dict.full",
+        "get_model_state_dict.full+cpu",
+    ),
+    "fsdp1": (
+        "full_tensors",
+        "full_state_dict",
+        "sharded_state_dict.full_tensor",
+        "summon_full_params",
+        "get_model_state_dict.full",
+        "get_model_state_dict.full+cpu",
+    ),
+}
 DTYPES = ("bf16", "fp32", "fp32:bf16")
 
 
@@ -81,7 +100,7 @@ class Options:
     """model: a name of SHAPES, or a directory with a config.json. layers: instead of the model's own number.
 
     dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: None for the default.
-    paths: names, or module:function of the user; empty for all that apply.
+    paths: names of PATHS, or module:function of the user; empty for all of the strategy.
     """
 
     model: str

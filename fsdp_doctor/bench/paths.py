@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fsdp_doctor.bench.options import PATHS
 from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
 from fsdp_doctor.fsdp import fsdp2, paths_fsdp1, paths_fsdp2
 from fsdp_doctor.fsdp.functions import load_user_path
@@ -33,8 +34,8 @@ class Row:
     moves_model: bool = False
 
 
-def rows(strategy: str, chosen: Iterable[str], *, dtype: torch.dtype | None, bucket_bytes: int | None) -> list[Row]:
-    """The named ones, or all of the strategy. Raises KeyError for a name that it does not have."""
+def rows(strategy: str, chosen: Sequence[str], *, dtype: torch.dtype | None, bucket_bytes: int | None) -> list[Row]:
+    """Those of the named ones that the strategy has, or all of them."""
     nbytes = bucket_bytes or BUCKET_BYTES
     ours = [
         Row("full_tensors", lambda subject: full_tensors(subject.model, dtype=dtype, bucket_bytes=nbytes)),
@@ -45,7 +46,7 @@ def rows(strategy: str, chosen: Iterable[str], *, dtype: torch.dtype | None, buc
         ),
     ]
     known = {row.name: row for row in (*ours, *(_FSDP2 if strategy == "fsdp2" else _FSDP1))}
-    names = list(chosen) or list(known)
+    names = [name for name in chosen or PATHS[strategy] if is_user_path(name) or name in known]
     return [Row(name, load_user_path(name)[0]) if is_user_path(name) else known[name] for name in names]
 
 
