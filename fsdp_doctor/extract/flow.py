@@ -48,7 +48,7 @@ class Flow:
         self._staging = Staging(device, self._lanes)
 
     def run(self, plan: Iterable[Bucket], room: int) -> Generator[tuple[Entry, torch.Tensor]]:
-        """Yields every tensor. Two buckets are under way at once unless they take more than ``room`` bytes.
+        """Yields every tensor. As many buckets are under way at once as fit into ``room`` bytes.
 
         Each rank gives its word for a bucket before it launches it, and never waits for its caller
         between the two: what is launched is finished by all.
@@ -83,8 +83,10 @@ class Flow:
                 private.release_workspaces(self._device)
 
     def _may_launch(self, under_way: Collection[_Flight], bucket: Bucket, room: int) -> bool:
-        held = sum(flight.bucket.nbytes for flight in under_way) + sum(a.held_bytes() for a in bucket.assemblies)
-        return not under_way or (len(under_way) < 2 and held + bucket.nbytes <= room)
+        together = [*(flight.bucket for flight in under_way), bucket]
+        begun = {assembly for one in together for assembly in one.assemblies}
+        held = sum(one.nbytes for one in together) + sum(assembly.held_bytes() for assembly in begun)
+        return not under_way or held <= room
 
     @torch.no_grad()
     @collector_waits
