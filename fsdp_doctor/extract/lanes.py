@@ -1,7 +1,8 @@
 """The streams of an extraction, and how they wait for one another and for the caller's.
 
-Shards are loaded on two, cast and merged on the third, gathered on the last, so that the copies of one
-piece run while another is cast and yet another is gathered. On the CPU there are no streams, and all of it
+Shards are loaded on one, cast and merged on the next, gathered on the last, so that the copies of one
+piece run while another is cast and a third is gathered. Loading on two at once is slower: the copies of
+the next bucket then share the link with those that a gather waits for. On the CPU there are no streams, and all of it
 happens at once.
 """
 
@@ -20,23 +21,18 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._loading, self._beside, self._casting, self._gathering = _streams(device)
+        self._loading, self._casting, self._gathering = _streams(device)
 
     def begin_loading(self) -> None:
         """What is loaded from now on comes after everything that the caller's stream holds."""
         if self._module:
-            for stream in (self._loading, self._beside):
-                stream.wait_stream(self._module.current_stream(self._device))
-
-    def loading_beside(self) -> contextlib.AbstractContextManager[Any]:
-        """The second stream of loading: one copy is set up while another runs on the link."""
-        return self._on(self._beside)
+            self._loading.wait_stream(self._module.current_stream(self._device))
 
     def loading(self) -> contextlib.AbstractContextManager[Any]:
         return self._on(self._loading)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        """After everything that was loaded, but for what was loaded beside it."""
+        """After everything that was loaded."""
         if self._module:
             self._casting.wait_stream(self._loading)
         return self._on(self._casting)
@@ -53,7 +49,7 @@ class Lanes:
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """After everything that was loaded and cast."""
         if self._module:
-            for stream in (self._loading, self._beside, self._casting):
+            for stream in (self._loading, self._casting):
                 self._gathering.wait_stream(stream)
         return self._on(self._gathering)
 
@@ -74,10 +70,9 @@ class Lanes:
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[Any, Any, Any, Any]:
+def _streams(device: torch.device) -> tuple[Any, Any, Any]:
     """The same ones every time: what an allocator has kept for a stream is of use to no other."""
     if device.type == "cpu":
-        return None, None, None, None
+        return None, None, None
     module = torch.get_device_module(device.type)
-    loading, beside, casting, gathering = (module.Stream(device) for _ in range(4))
-    return loading, beside, casting, gathering
+    return module.Stream(device), module.Stream(device), module.Stream(device)

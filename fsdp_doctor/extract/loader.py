@@ -76,10 +76,8 @@ class Loader:
             else:
                 (from_host if on_host else here).append(piece)
         with self._lanes.loading():
-            for batch in (from_host[::2], here):
+            for batch in (from_host, here):
                 _copy([piece.target for piece in batch], [piece.source for piece in batch])
-        with self._lanes.loading_beside():
-            _copy([piece.target for piece in from_host[1::2]], [piece.source for piece in from_host[1::2]])
         self._load_staged(staged)
 
     def _load_staged(self, pieces: list[Piece]) -> None:
