@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from fsdp_doctor.fsdp import private
 
-_GO, _LEFT = "go", "left:"
+_GO, _LEFT, _DIFFERS = "go", "left", "differs"
 _num_extractions: collections.Counter[tuple[int, ...]] = collections.Counter()
-_leftover: dict[tuple[int, ...], str] = {}
+_leftover: dict[tuple[int, ...], list[str]] = {}
 
 
 class RankLeft(RuntimeError):
@@ -51,75 +51,87 @@ class Agreement:
         """The plan to compare before the first bucket: made then, while shards are being loaded."""
         self._plan = plan
 
-    def _settle(self) -> None:
-        """All ranks return, or all raise PlanMismatch with the same sentence; RankLeft where one is gone."""
+    def proceed(self) -> None:
+        """Returns when every rank has come to this bucket, with the same plan. Raises RankLeft, PlanMismatch."""
+        if self._over:
+            return
+        stage = self._stage_key()
+        if not self._stage:
+            self._compare()
+        came = self._store.add(f"{stage}/came", 1)
+        answer = self._say(_GO) if came == len(self._ranks) else self._answer()
+        if answer != _GO:
+            self._end()
+            kind, _, sentence = answer.partition(":")
+            raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
+        if came == len(self._ranks):
+            self._forget()
+        self._stage += 1
+
+    def leave(self, why: str) -> None:
+        """Says to the others that this rank will not come to the next stage. Without effect at the end."""
+        if not self._over:
+            where = f"after {self._stage} buckets" if self._stage else "before the first bucket"
+            self._say(f"{_LEFT}:rank {dist.get_rank()} left {where}: {why}")
+            self._end()
+
+    def end(self) -> None:
+        """There is no further stage."""
+        if not self._over:
+            self._stage -= 1
+            self._end()
+
+    def _compare(self) -> None:
+        """Raises PlanMismatch, with the sentence that all ranks get, where the first to come has another plan."""
         plan = self._plan()
         digest = hashlib.blake2b("\n".join(plan).encode(), digest_size=16).hexdigest()
         if self._store.add(f"{self._key}/first", 1) == 1:
             self._store.set(f"{self._key}/plan", "\n".join([str(dist.get_rank()), *plan]))
             self._store.set(f"{self._key}/digest", digest)
-        elif self._store.get(f"{self._key}/digest").decode() != digest:
-            self._disagree(plan)
-
-    def proceed(self) -> None:
-        """Returns when every rank has come to this bucket, with the same plan. Raises RankLeft, PlanMismatch."""
-        if self._over:
             return
-        if not self._stage:
-            self._settle()
-        stage = f"{self._key}/{self._stage}"
-        self._stage += 1
-        came = self._store.add(f"{stage}/came", 1)
-        if came == len(self._ranks):
-            self._store.set(stage, _GO)
-            self._forget(self._stage - 2)
+        if self._store.get(f"{self._key}/digest").decode() == digest:
             return
-        answer = self._answer(stage, came)
-        if answer != _GO:
-            self._over = True
-            kind, _, sentence = answer.partition(":")
-            raise (PlanMismatch if kind == "differs" else RankLeft)(sentence)
-
-    def leave(self, why: str) -> None:
-        """Says to the others that this rank will not come to the next stage. Without effect at the end."""
-        if not self._over:
-            self._over = True
-            where = f"after {self._stage} buckets" if self._stage else "before the first bucket"
-            self._store.set(f"{self._key}/{self._stage}", _LEFT + f"rank {dist.get_rank()} left {where}: {why}")
-
-    def end(self) -> None:
-        """There is no further stage. What is left in the store goes with the next extraction's first."""
-        if not self._over and self._stage:
-            _leftover[self._ranks] = f"{self._key}/{self._stage - 1}"
-        self._over = True
-
-    def _disagree(self, plan: Sequence[str]) -> None:
         other, *others = self._store.get(f"{self._key}/plan").decode().split("\n")
         sentence = first_difference(f"rank {other}", others, f"rank {dist.get_rank()}", plan)
-        self._over = True
-        self._store.set(f"{self._key}/0", "differs:" + sentence)
-        raise PlanMismatch(sentence)
+        answer = self._say(f"{_DIFFERS}:{sentence}")
+        self._end()
+        kind, _, sentence = answer.partition(":")
+        raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
 
-    def _answer(self, stage: str, came: int) -> str:
+    def _answer(self) -> str:
         try:
-            return self._store.get(stage).decode()
+            return self._store.get(self._stage_key()).decode()
         except dist.DistStoreError:
-            self._over = True
-            came = self._store.add(f"{stage}/came", 0)
-            raise RankLeft(
-                f"only {came} of {len(self._ranks)} ranks came to bucket {self._stage - 1} "
-                f"in time; each of ranks {list(self._ranks)} must iterate"
-            ) from None
+            came = self._store.add(f"{self._stage_key()}/came", 0)
+            return self._say(
+                f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._stage} in time; "
+                f"each of ranks {list(self._ranks)} must iterate"
+            )
 
-    def _forget(self, stage: int) -> None:
-        """Every rank has read that stage's answer, for it has come to the next."""
-        if stage == 0:
-            for name in ("first", "plan", "digest"):
-                self._store.delete_key(f"{self._key}/{name}")
-        key = f"{self._key}/{stage}" if stage >= 0 else _leftover.pop(self._ranks, None)
-        if key is not None:
+    def _say(self, word: str) -> str:
+        """The stage's answer: this word, or the one that was said before it. Nobody can say two things of a stage."""
+        return self._store.compare_set(self._stage_key(), "", word).decode()
+
+    def _stage_key(self) -> str:
+        return f"{self._key}/{self._stage}"
+
+    def _keys(self, stage: int) -> list[str]:
+        key = f"{self._key}/{stage}"
+        plan = [f"{self._key}/{name}" for name in ("first", "plan", "digest")] if not stage else []
+        return [key, f"{key}/came", *plan]
+
+    def _forget(self) -> None:
+        """Every rank has read the answer of the stage before, for it has come to this one."""
+        done = self._keys(self._stage - 1) if self._stage else _leftover.pop(self._ranks, [])
+        for key in done:
             self._store.delete_key(key)
-            self._store.delete_key(f"{key}/came")
+
+    def _end(self) -> None:
+        """What is left in the store goes with the next extraction's first stage."""
+        self._over = True
+        # Nobody forgets the stage before one to which not all have come.
+        stages = range(max(self._stage - 1, 0), self._stage + 1)
+        _leftover[self._ranks] = [key for stage in stages for key in self._keys(stage)]
 
 
 def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from fsdp_doctor.extract.collector import collector_waits
 from fsdp_doctor.extract.flow import Flow, largest
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.plan import buckets, signature, teams
-from fsdp_doctor.extract.sources import Entry, Source, compute_device, entries, read
+from fsdp_doctor.extract.sources import Entry, Source, compute_device, entries, innermost, read
 from fsdp_doctor.extract.wire import Wire
 
 BUCKET_BYTES = 512 << 20
@@ -73,7 +73,8 @@ def full_tensors(
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
     rank: PlanMismatch where the ranks hold different models or were given different arguments.
     """
-    request = request_of(model, device, dtype, keep_dtype, bucket_bytes, lora)
+    with announced(model):
+        request = request_of(model, device, dtype, keep_dtype, bucket_bytes, lora)
     return _named(extract(request))
 
 
@@ -116,6 +117,7 @@ def request_of(
     bucket_bytes: int,
     lora: Lora,
 ) -> Request:
+    model = innermost(model)
     adapters.check(lora)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
@@ -138,6 +140,22 @@ def _device(asked: torch.device | str | None, computes: torch.device, is_sharded
     if device.type != computes.type or device.index not in (None, computes.index):
         raise ValueError(f"device={device}: the model's shards are gathered on {computes}")
     return computes
+
+
+@contextlib.contextmanager
+def announced(model: nn.Module) -> Iterator[None]:
+    """Tells the other ranks that this one was refused, where it can be told who they are."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            Agreement(_ranks(read(innermost(model)))).leave(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _ranks(sources: Sequence[Source]) -> tuple[int, ...]:
+    """All that take part: of the teams of a model the largest has the others in it."""
+    return max((team.ranks for team in teams(sources)), key=len, default=(0,))
 
 
 _T = TypeVar("_T")
@@ -170,7 +188,7 @@ class Extraction(Iterator[_T]):
 def extract(request: Request) -> Extraction[tuple[Entry, torch.Tensor]]:
     """Every full tensor once, with all of its names."""
     sources, wire = request.sources, request.wire
-    agreement = Agreement(max((team.ranks for team in teams(request.all_sources)), key=len, default=(0,)))
+    agreement = Agreement(_ranks(request.all_sources))
     factors = adapters.factors(request.all_sources, request.adapters)
     extra = {
         weight: 2 * sum(e.numel * e.dtype.itemsize for a in many for f in (a.a, a.b) for e in entries(factors[f]))

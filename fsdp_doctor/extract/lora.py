@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.sources import Entry, Source, Unit
+from fsdp_doctor.extract.sources import Entry, Source, Unit, entries
 from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 Lora = Literal["merged", "adapter", "base"]
@@ -58,14 +58,20 @@ class Layers:
 
     adapters: of each adapted weight. merged: a weight that has adapters in it now. unsupported: why a weight's
     adapters cannot be merged. copies: (the trained copy's prefix, the original's prefix, the plain prefix) of
-    each module that is trained as a whole. active: the names of the active adapters.
+    each module that is trained as a whole. wrappers: prefixes of other modules that peft wrapped, and how.
+    prompts: kinds of prompt learning, which has no layers. active: the names of the active adapters. biases: by
+    adapter, the names of the model's own biases that are trained with it.
     """
 
     adapters: dict[str, list[Adapter]] = field(default_factory=dict)
     merged: list[str] = field(default_factory=list)
     unsupported: dict[str, str] = field(default_factory=dict)
     copies: list[tuple[str, str, str]] = field(default_factory=list)
+    wrappers: dict[str, str] = field(default_factory=dict)
+    prompts: list[str] = field(default_factory=list)
     active: set[str] = field(default_factory=set)
+    biases: dict[str, str] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
     found: bool = False
 
 
@@ -82,13 +88,43 @@ def select(model: nn.Module, sources: Sequence[Source], lora: Lora) -> tuple[lis
     are merged in place hide the base, ValueError for "adapter" without exactly one active adapter.
     """
     layers = read(model)
+    if layers.prompts:
+        raise NotImplementedError(f"the model learns prompts ({', '.join(layers.prompts)}); LoRA alone is understood")
     if not layers.found:
         if lora == "adapter":
             raise ValueError('lora="adapter": the model has no adapters')
         return list(sources), {}
     names = {"merged": _merged_name, "base": _base_name, "adapter": _adapter_name}[lora](layers)
     chosen = [kept for source in sources for kept in _renamed(source, names)]
-    return chosen, {names(weight) or weight: a for weight, a in layers.adapters.items()} if lora == "merged" else {}
+    if lora != "merged":
+        return chosen, {}
+    _refuse_ties(sources, layers)
+    return chosen, _as_they_lie(chosen, {names(weight) or weight: many for weight, many in layers.adapters.items()})
+
+
+def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
+    """peft adds an adapter to a tied weight under all of its names, though only one of them computes with it."""
+    for source in sources:
+        for entry in entries(source):
+            adapted = [name for name in entry.names if name in layers.adapters]
+            if adapted and len(entry.names) > 1:
+                raise NotImplementedError(
+                    f"{adapted[0]} has an adapter and is tied to "
+                    f"{', '.join(name for name in entry.names if name != adapted[0])}: merged, the two would differ"
+                )
+
+
+def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
+    """An FSDP1 unit keeps a weight's strides: of a transposed one the product is transposed too."""
+    for source in sources:
+        for span in source.spans if isinstance(source, Unit) else ():
+            name, shape = span.entry.names[0], span.entry.shape
+            if name not in adapters or span.stride == (shape[1], 1):
+                continue
+            if span.stride != (1, shape[0]):
+                raise NotImplementedError(f"{name}: with strides {span.stride} adapters cannot be merged into it")
+            adapters[name] = [replace(adapter, transposed=not adapter.transposed) for adapter in adapters[name]]
+    return adapters
 
 
 def read(model: nn.Module) -> Layers:
@@ -96,13 +132,21 @@ def read(model: nn.Module) -> Layers:
     layers = Layers()
     if "peft" not in sys.modules:
         return layers
+    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     for name, module in model.named_modules():
         prefix = unwrapped(f"{name}." if name else "")
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, PeftModel):
+            configs = module.peft_config
+            layers.prompts += [
+                str(getattr(c.peft_type, "value", c.peft_type)) for c in configs.values() if c.is_prompt_learning
+            ]
+            layers.biases |= {adapter: getattr(config, "bias", "none") for adapter, config in configs.items()}
+        elif isinstance(module, BaseTunerLayer):
             layers.found = True
+            layers.layers.append(prefix)
             layers.active.update(module.active_adapters)
             _read_layer(layers, prefix, module)
         elif isinstance(module, ModulesToSaveWrapper):
@@ -113,7 +157,7 @@ def read(model: nn.Module) -> Layers:
             layers.copies.append((copy, f"{prefix}original_module.", prefix))
         elif isinstance(module, AuxiliaryTrainingWrapper):
             layers.found = True
-            layers.unsupported[prefix] = type(module).__name__
+            layers.wrappers[prefix] = type(module).__name__
     return layers
 
 
@@ -157,17 +201,19 @@ def _adapter(prefix: str, module: Any, name: str) -> Adapter:
 def _merged_name(layers: Layers) -> Callable[[str], str | None]:
     for weight, why in layers.unsupported.items():
         raise NotImplementedError(f"{weight}: adapters of this kind cannot be merged out of place ({why})")
-    return _plain_names([(copy, prefix) for copy, _, prefix in layers.copies])
+    return _plain_names(layers, [(copy, prefix) for copy, _, prefix in layers.copies])
 
 
 def _base_name(layers: Layers) -> Callable[[str], str | None]:
     for weight in layers.merged:
         raise RuntimeError(f"{weight}: adapters are merged into it; unmerge them to read the base")
-    return _plain_names([(original, prefix) for _, original, prefix in layers.copies])
+    return _plain_names(layers, [(original, prefix) for _, original, prefix in layers.copies])
 
 
-def _plain_names(copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
+def _plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
     """The name in the model that peft was given; None for what that model does not have."""
+    for prefix, kind in layers.wrappers.items():
+        raise NotImplementedError(f"{prefix.removesuffix('.')}: what peft does with it ({kind}) is not understood")
 
     def name_of(name: str) -> str | None:
         for copy, prefix in copies:
@@ -175,10 +221,7 @@ def _plain_names(copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
                 name = prefix + name[len(copy) :]
         if ".modules_to_save." in name or ".original_module." in name or ".lora_" in name:
             return None
-        plain = without_adapters(name)
-        if plain.startswith("base_model.") or "_adapter." in plain:
-            raise NotImplementedError(f"{name}: what peft does with it is not understood")
-        return plain
+        return without_adapters(name)
 
     return name_of
 
@@ -188,14 +231,23 @@ def _adapter_name(layers: Layers) -> Callable[[str], str | None]:
         active = ", ".join(sorted(layers.active)) or "none"
         raise ValueError(f'lora="adapter" needs exactly one active adapter; active: {active}')
     (adapter,) = layers.active
+    for prefix, kind in layers.wrappers.items():
+        raise NotImplementedError(f"{prefix.removesuffix('.')}: what peft does with it ({kind}) is not understood")
+    bias = layers.biases.get(adapter, "none")
+    biases = {f"{prefix}base_layer.bias" for prefix in layers.layers}
 
     def name_of(name: str) -> str | None:
         if f".modules_to_save.{adapter}." in name:
             return name.replace(f".modules_to_save.{adapter}.", ".")
+        if (bias == "all" and name.endswith(".bias")) or (bias.endswith("_only") and name in biases):
+            return name
         parts = name.split(".")
-        if not any(part.startswith("lora_") for part in parts) or adapter not in parts:
+        kind = next((index for index, part in enumerate(parts) if part.startswith("lora_")), len(parts))
+        if parts[kind + 1 : kind + 2] != [adapter]:
             return None
-        return name.replace(f".{adapter}", "")
+        # peft's files have DoRA's magnitude as a parameter of the layer, not of a module of its own.
+        rest = parts[kind + 2 :] if parts[kind] != "lora_magnitude_vector" else []
+        return ".".join([*parts[: kind + 1], *rest])
 
     return name_of
 

@@ -114,14 +114,23 @@ def entries(source: Source) -> list[Entry]:
     return [span.entry for span in source.spans] if isinstance(source, Unit) else [source.entry]
 
 
+def innermost(model: nn.Module) -> nn.Module:
+    """The model without what keeps it whole: DDP and torch.compile around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
+
+
 @torch.no_grad()
 def read(model: nn.Module) -> list[Source]:
     """Every parameter and persistent buffer of the model, each once, in the order of the model.
 
     FSDP1's units come first. Raises RuntimeError for a tensor on the meta device.
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
     units = list(_units(model))
     in_units = {name for unit in units for entry in entries(unit) for name in entry.names}
     teams = _Teams()
@@ -152,7 +161,9 @@ def device_of(device_type: str) -> torch.device:
 def _tensors(model: nn.Module, in_units: set[str]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in fsdp2.entries(model):
+    sharded = private.sharded_parameters(model)
+    for name, shown in fsdp2.entries(model):
+        tensor = sharded.get(id(shown), shown)
         if name not in in_units and not isinstance(tensor, FlatParameter):
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES, extract, request_of
+from fsdp_doctor.extract.full import BUCKET_BYTES, announced, extract, request_of
 from fsdp_doctor.extract.lora import Lora
 
 Ranks = Literal["rank0", "all"]
@@ -43,7 +43,8 @@ def full_state_dict(
     if ranks not in get_args(Ranks):
         raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, not {ranks!r}")
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
-    request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
+    with announced(model):
+        request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
     state: dict[str, torch.Tensor] = {}
     with _HostCopies() as copies, contextlib.closing(extract(request)) as tensors:
         for entry, tensor in tensors:

@@ -210,7 +210,9 @@ class Assembly:
             if self.dtypes[index] != dtype:
                 continue
             first, last = span.offset, span.offset + span.entry.numel
-            for rank in range(first // shard, max(-(-last // shard), first // shard + 1)):
+            # An empty one at the very end still lies on a rank.
+            lowest = min(first // shard, len(rows) - 1)
+            for rank in range(lowest, max(-(-last // shard), lowest + 1)):
                 begin, end = max(first, rank * shard), min(last, (rank + 1) * shard)
                 rows[rank].append(_Cut(index, begin - first, end - begin, rank, begin - rank * shard, 0))
         return rows
@@ -348,11 +350,15 @@ class Redistributed(Step):
 
 
 def all_gather(steps: list[Step]) -> None:
-    """One collective for each team of the bucket, in the order of the steps."""
-    gathers: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[Gather]]] = {}
+    """One collective for each team and dtype of the bucket, in the order of the steps.
+
+    gloo joins the tensors of a coalesced all-gather as if they had one dtype.
+    """
+    gathers: dict[tuple[tuple[int, ...], torch.dtype], tuple[dist.ProcessGroup, list[Gather]]] = {}
     for step in steps:
         for gather in step.gathers():
             assert step.team is not None
-            gathers.setdefault(step.team.ranks, (step.team.group, []))[1].append(gather)
+            key = step.team.ranks, gather.output.dtype
+            gathers.setdefault(key, (step.team.group, []))[1].append(gather)
     for group, batch in gathers.values():
         private.all_gather(group, [g.output for g in batch], [g.input for g in batch]).wait()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
@@ -39,11 +39,47 @@ def fsdp1_units(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
     ``FullyShardedDataParallel._handle``: there is no public way to a flat parameter's metadata.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
+    seen: set[int] = set()
+    for prefix, module in _modules(model):
+        if isinstance(module, FullyShardedDataParallel) and id(module) not in seen:
+            seen.add(id(module))
             handle = _get(module, "_handle")
             if handle is not None:
-                yield name, handle
+                yield prefix.removesuffix("."), handle
+
+
+def sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """For each parameter that an FSDP2 module shows in place of its shards now, by its id: the sharded one.
+
+    After a forward without a backward the root still shows its parameters unsharded, in the compute
+    dtype. ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group`` (``_fsdp_param_groups`` since torch
+    2.12), ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for _, module in _modules(model):
+        if not isinstance(module, FSDPModule):
+            continue
+        state = _get(module, "_get_fsdp_state")()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in groups if groups is not None else [_get(state, "_fsdp_param_group")]:
+            for parameter in group.fsdp_params if group is not None else ():
+                for shown in ("_unsharded_param", "_sharded_post_forward_param"):
+                    if (other := getattr(parameter, shown, None)) is not None:
+                        found[id(other)] = _get(parameter, "sharded_param")
+    return found
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(prefix of its names, module) of every module, under every name, in the order of ``named_modules``.
+
+    ``Module._modules``: the public walk costs more for a large model than the extraction of its small tensors.
+    """
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
+        yield prefix, module
+        children = [(f"{prefix}{name}.", m) for name, m in _get(module, "_modules").items() if m is not None]
+        waiting += reversed(children)
 
 
 def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
@@ -149,14 +185,11 @@ def parameters_and_buffers(model: nn.Module) -> tuple[list[tuple[str, nn.Paramet
     """([(name, parameter)], [(name, buffer)]) of all that a state dict has, under every name, in its order.
 
     ``Module._non_persistent_buffers_set``: only ``state_dict()`` tells the buffers apart in public, and that
-    is a path under test. ``Module._modules``, ``_parameters``, ``_buffers``: the public walks cost more for a
-    large model than the extraction of its small tensors.
+    is a path under test. ``Module._parameters``, ``_buffers``: as :func:`_modules`.
     """
     parameters: list[tuple[str, nn.Parameter]] = []
     buffers: list[tuple[str, torch.Tensor]] = []
-    waiting = [("", model)]
-    while waiting:
-        prefix, module = waiting.pop()
+    for prefix, module in _modules(model):
         transient = _get(module, "_non_persistent_buffers_set")
         parameters += [(prefix + name, p) for name, p in _get(module, "_parameters").items() if p is not None]
         buffers += [
@@ -164,8 +197,6 @@ def parameters_and_buffers(model: nn.Module) -> tuple[list[tuple[str, nn.Paramet
             for name, buffer in _get(module, "_buffers").items()
             if buffer is not None and name not in transient
         ]
-        children = [(f"{prefix}{name}.", m) for name, m in _get(module, "_modules").items() if m is not None]
-        waiting += reversed(children)
     return parameters, buffers
 
 

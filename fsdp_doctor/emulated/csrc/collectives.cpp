@@ -1,5 +1,6 @@
 #include "collectives.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -191,6 +192,7 @@ struct Task {
   std::function<void()> after;
   MomentPtr before; // what must be complete first; null for nothing
   MomentPtr done;
+  at::ThreadLocalState caller{}; // inference mode among it: the tensors are of the caller's making
 };
 
 // Complete when all of them are.
@@ -226,6 +228,7 @@ void complete(Task& task, std::exception_ptr error) {
 void finish(const std::shared_ptr<Task>& task, std::exception_ptr error) {
   try {
     if (!error && task->after) {
+      const at::ThreadLocalStateGuard caller(task->caller);
       const at::AutoDispatchBelowAutograd below;
       task->after();
     }
@@ -255,6 +258,7 @@ void finish_later(const std::shared_ptr<Task>& task, const HostWork& host) {
 // The host's work is under way after it; ours is complete when it is, and what comes after it.
 void issue(const std::shared_ptr<Task>& task) {
   try {
+    const at::ThreadLocalStateGuard caller(task->caller);
     auto host = std::exchange(task->issue, nullptr)();
     if (!task->asks) {
       finish_later(task, host);

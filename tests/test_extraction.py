@@ -1,0 +1,265 @@
+"""The extraction library, on several ranks (extraction_under_torchrun.py) and in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from extraction_under_torchrun import adapted, names_of_checks, qwen, tensors_of
+from program import TESTS, torchrun
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_doctor import full_state_dict, full_tensors, weights_info
+
+# The first torch for which the emulated device can be built.
+_OLDEST = (2, 10)
+_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+_SETTINGS = [("emulated", 2), ("cpu", 3), ("cpu", 4)]
+
+# On several ranks
+
+
+@functools.cache
+def _outcomes(device: str, ranks: int) -> dict[str, str]:
+    """The line about each check. One that ends its processes does not keep the others from running."""
+    found: dict[str, str] = {}
+    names = names_of_checks(device, ranks)
+    while names:
+        program = (str(TESTS / "extraction_under_torchrun.py"), device, *names)
+        run = torchrun(f"--nproc-per-node={ranks}", *program, env={"OMP_NUM_THREADS": "1"})
+        lines = [line for line in run.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
+        said = {line.split()[1].rstrip(":"): line for line in lines}
+        found |= said
+        ended = [index for index, name in enumerate(names) if name in said]
+        last = ended[-1] if ended else -1
+        if last + 1 < len(names) and not (ended and said[names[last]].startswith("FAILED")):
+            last += 1
+            found[names[last]] = f"FAILED {names[last]}: ended with {run.code}: {run.stderr[-2000:]}"
+        names = names[last + 1 :]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "check"),
+    [
+        pytest.param(device, ranks, check, id=f"{device}-{ranks}-{check}")
+        for device, ranks in _SETTINGS
+        for check in names_of_checks(device, ranks)
+    ],
+)
+def test_on_several_ranks(device: str, ranks: int, check: str) -> None:
+    if device == "emulated" and _VERSION < _OLDEST:
+        pytest.skip("the emulated device needs torch 2.10")
+    outcome = _outcomes(device, ranks)[check]
+    if not outcome.startswith("ok "):
+        pytest.fail(outcome, pytrace=False)
+
+
+# Bad input, refused when the function is called
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(3))
+
+
+_FUNCTIONS: list[Callable[..., Any]] = [full_tensors, full_state_dict, weights_info]
+_of_each_function = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
+
+
+@_of_each_function
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"lora": "x"}, ValueError, "lora must be one of merged, adapter, base, not 'x'"),
+        ({"lora": "adapter"}, ValueError, "the model has no adapters"),
+        ({"dtype": torch.int8}, TypeError, "must be a floating-point dtype, not torch.int8"),
+        ({"dtype": torch.bfloat16}, TypeError, "count is torch.int64 and cannot be cast to torch.bfloat16"),
+        ({"keep_dtype": ["nothing.*"]}, ValueError, r"no parameter and no buffer is called nothing\.\*"),
+        ({"dtype": torch.bfloat16, "keep_dtype": "linear.weight"}, TypeError, "count is torch.int64"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_at_the_call(
+    function: Callable[..., Any], options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        function(_Counting(), **options)
+
+
+@pytest.mark.parametrize("function", [full_tensors, full_state_dict])
+@pytest.mark.parametrize("bucket_bytes", [0, -1])
+def test_a_bucket_must_have_room(function: Callable[..., Any], bucket_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"bucket_bytes must be positive, not {bucket_bytes}"):
+        function(nn.Linear(2, 2), bucket_bytes=bucket_bytes)
+
+
+def test_ranks_of_a_state_dict_are_rank0_or_all() -> None:
+    with pytest.raises(ValueError, match="ranks must be one of rank0, all, not 'x'"):
+        full_state_dict(nn.Linear(2, 2), ranks="x")
+
+
+@_of_each_function
+def test_a_meta_model_is_refused_at_the_call(function: Callable[..., Any]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"0\.weight is on the meta device"):
+        function(model)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@_of_each_function
+def test_a_sharded_model_without_its_process_group_is_refused(function: Callable[..., Any]) -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    assert len(list(function(model))) == 2
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
+        function(model)
+
+
+def test_keep_dtype_may_be_one_name() -> None:
+    tensors = dict(full_tensors(_Counting(), dtype=torch.bfloat16, keep_dtype="count"))
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+        "linear.weight": torch.bfloat16,
+        "linear.bias": torch.bfloat16,
+        "count": torch.int64,
+    }
+
+
+def test_a_single_process_yields_copies() -> None:
+    model = _Counting()
+    for name, tensor in full_tensors(model):
+        assert torch.equal(tensor, model.state_dict()[name])
+        tensor.fill_(9)
+        assert not torch.equal(tensor, model.state_dict()[name])
+
+
+# Adapters
+
+_quietly = pytest.mark.filterwarnings("ignore")  # peft warns of everything that it is asked here
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def _is_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert not set(actual) ^ set(expected)
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def _is_what_peft_saves(peft: Any, model: Any, **options: Any) -> None:
+    expected = peft.get_peft_model_state_dict(model, **options)
+    actual = dict(full_tensors(model, lora="adapter"))
+    assert not set(actual) ^ set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
+@_quietly
+def test_dora_is_refused_where_it_would_have_to_be_merged(peft: Any) -> None:
+    model = adapted(use_dora=True)
+    with pytest.raises(NotImplementedError, match="Dora"):
+        full_tensors(model)
+    with pytest.raises(NotImplementedError, match="Dora"):
+        weights_info(model)
+    base = dict(full_tensors(model, lora="base"))
+    _is_close(base, tensors_of(qwen()))
+
+
+@_quietly
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_name_of_a_tied_pair_is_refused(peft: Any, target: str) -> None:
+    """Merged, the two names have different weights, and the model that is loaded has one."""
+    model = adapted(qwen(tie_word_embeddings=True), target_modules=[target, "q_proj"])
+    with pytest.raises(NotImplementedError, match="tied"):
+        full_tensors(model)
+
+
+@_quietly
+def test_a_tied_base_is_yielded_under_both_names(peft: Any) -> None:
+    model = adapted(qwen(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
+    base = dict(full_tensors(model, lora="base"))
+    assert base["model.embed_tokens.weight"] is base["lm_head.weight"]
+    _is_close(base, tensors_of(qwen(tie_word_embeddings=True)))
+
+
+@_quietly
+@pytest.mark.parametrize("name", ["default", "mod", "q", "self"])
+def test_an_adapter_may_have_any_name(peft: Any, name: str) -> None:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(qwen(), config, adapter_name=name)
+    _is_what_peft_saves(peft, model, adapter_name=name)
+
+
+@_quietly
+def test_the_adapter_of_dora_is_what_peft_saves(peft: Any) -> None:
+    _is_what_peft_saves(peft, adapted(use_dora=True))
+
+
+@_quietly
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_the_adapter_has_the_biases_that_are_trained(peft: Any, bias: str) -> None:
+    _is_what_peft_saves(peft, adapted(qwen(attention_bias=True), bias=bias))
+
+
+@_quietly
+def test_weights_with_adapters_merged_in_place_are_yielded_as_they_are(peft: Any) -> None:
+    model = adapted()
+    expected = tensors_of(copy.deepcopy(model).merge_and_unload())
+    model.merge_adapter()
+    _is_close(dict(full_tensors(model, lora="merged")), expected)
+    with pytest.raises(RuntimeError, match="adapters are merged into it"):
+        full_tensors(model, lora="base")
+
+
+class _WithAdapterInItsName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision_adapter = nn.Linear(3, 3)
+        self.linear = nn.Linear(3, 3)
+
+
+@_quietly
+def test_a_module_of_the_model_may_be_called_an_adapter(peft: Any) -> None:
+    expected = tensors_of(_WithAdapterInItsName())
+    model = adapted(_WithAdapterInItsName(), target_modules=["linear"])
+    assert sorted(dict(full_tensors(model))) == sorted(expected)
+
+
+@_quietly
+@pytest.mark.parametrize("kind", ["IA3Config", "PromptTuningConfig", "PrefixTuningConfig"])
+def test_kinds_other_than_lora_are_refused(peft: Any, kind: str) -> None:
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if kind == "IA3Config":
+        options |= {"target_modules": ["q_proj"], "feedforward_modules": []}
+    else:
+        options |= {"num_virtual_tokens": 3}
+    model = peft.get_peft_model(qwen(), getattr(peft, kind)(**options))
+    with pytest.raises(NotImplementedError):
+        full_tensors(model)
+
+
+@_quietly
+def test_lora_of_parameters_without_a_layer_is_refused(peft: Any) -> None:
+    model = adapted(target_parameters=["q_proj.weight"], target_modules=[], r=2)
+    with pytest.raises(NotImplementedError, match="ParamWrapper"):
+        full_tensors(model)
