@@ -79,6 +79,16 @@ def count(device_type: str) -> int:
     return int(torch.get_device_module(device_type).device_count())
 
 
+def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
+    """Raises CannotRun where this node has fewer devices than ranks."""
+    num_devices = count(device_type)
+    if local_rank >= num_devices:
+        raise CannotRun(
+            f"there are more ranks than devices on this node: rank {rank} is number {local_rank + 1} here, "
+            f"torch sees {num_devices} of {device_type}; start one rank per device"
+        )
+
+
 def limit_memory(device: torch.device, nbytes: int) -> None:
     """From now on this process gets an out-of-memory error beyond ``nbytes`` on ``device``."""
     import torch

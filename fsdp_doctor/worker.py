@@ -76,15 +76,9 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
 
     from fsdp_doctor import devices, models, runtime
     from fsdp_doctor.environment import of_torch
-    from fsdp_doctor.errors import CannotRun
     from fsdp_doctor.examination import Examiner
 
-    num_devices = devices.count(job.device.type)
-    if job.local_rank >= num_devices:
-        raise CannotRun(
-            f"there are more ranks than devices on this node: rank {job.rank} is number {job.local_rank + 1} here, "
-            f"torch sees {num_devices} of {job.device.type}; start one rank per device"
-        )
+    devices.check_there_is_one(job.device.type, rank=job.rank, local_rank=job.local_rank)
     if job.custom_model is not None:
         models.check_directory(job.custom_model)
     store, _, _ = next(dist.rendezvous("env://"))

@@ -23,9 +23,12 @@ from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.bench.options import Options
 from fsdp_doctor.bench.report import Measured, Result
 from fsdp_doctor.environment import collect
+from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.extract.sources import entries, read
 from fsdp_doctor.fsdp import fsdp2, private
-from fsdp_doctor.launch import place
+from fsdp_doctor.fsdp.functions import load_user_path
+from fsdp_doctor.launch import Place, place
+from fsdp_doctor.paths import is_user_path
 
 _LINK_BYTES = 1 << 30
 _SMALL_LINK_BYTES = 16 << 20
@@ -36,7 +39,11 @@ _ENOUGH_SECONDS = 6.0
 def run(options: Options) -> Result:
     """Every rank must call it."""
     here = place()
-    device = _start(options.device, here.local_rank)
+    for path in filter(is_user_path, options.paths):
+        load_user_path(path)
+    device = _start(options.device, here)
+    if device.type == "cpu" and "fsdp1" in options.strategies:
+        raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
     try:
         clock = Clock(device)
         real = device.type not in ("cpu", "emulated")
@@ -57,13 +64,14 @@ def run(options: Options) -> Result:
         dist.destroy_process_group()
 
 
-def _start(asked: str, local_rank: int) -> torch.device:
+def _start(asked: str, here: Place) -> torch.device:
     kind = devices.Device(type=devices.resolve(asked))
     devices.load(kind, asked)
     if kind.type == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device(kind.type, local_rank)
+    devices.check_there_is_one(kind.type, rank=here.rank, local_rank=here.local_rank)
+    device = torch.device(kind.type, here.local_rank)
     torch.get_device_module(device).set_device(device)
     if device.type == "emulated":
         torch.get_device_module(device).set_late_completion(False)

@@ -9,6 +9,7 @@ given up once they are begun.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -72,7 +73,9 @@ class Agreement:
         """Says to the others that this rank will not come to the next stage. Without effect at the end."""
         if not self._over:
             where = f"after {self._stage} buckets" if self._stage else "before the first bucket"
-            self._say(f"{_LEFT}:rank {dist.get_rank()} left {where}: {why}")
+            # Without a store, or a process group, there is nobody left to tell.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._say(f"{_LEFT}:rank {dist.get_rank()} left {where}: {why}")
             self._end()
 
     def end(self) -> None:
