@@ -210,7 +210,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def release_workspaces(device: torch.device) -> None:
-    """Gives back what cuBLAS keeps for each stream that has multiplied: 32 MiB on an H200.
+    """Gives back what cuBLAS keeps for each stream that has multiplied.
 
     ``torch._C._cuda_clearCublasWorkspaces``: there is no public name. The next product takes it anew. Without
     it, or on another device, nothing is given back.
