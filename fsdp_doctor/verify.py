@@ -77,22 +77,21 @@ class Verifier:
         )
 
     def _expected_tensors(self) -> dict[str, torch.Tensor]:
-        full = self._reference.full
-        match self._contract.weights:
-            case "merged":
-                return merged.base_weights(full)
-            case "adapter":
-                return merged.adapter_weights(full)
         match self._contract.form:
             case "flat":
                 flat = {f"{prefix}_flat_param": shard for prefix, shard in self._reference.flat.items()}
                 return flat | self._reference.buffers()
             case "optimizer":
                 return self._reference.optimizer
-            case _ if self._contract.keys == "parameters":
-                return {name: full[name] for name in self._reference.parameters}
-            case _:
-                return full
+        full = self._reference.full
+        if self._contract.keys == "parameters":
+            full = {name: full[name] for name in self._reference.parameters}
+        match self._contract.weights:
+            case "merged":
+                return merged.base_weights(full)
+            case "adapter":
+                return merged.adapter_weights(full)
+        return full
 
     def _note(self, kind: ProblemKind, what: str, name: str) -> None:
         self._found.setdefault(kind, {}).setdefault(what, []).append(name)

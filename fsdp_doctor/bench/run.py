@@ -91,7 +91,7 @@ def _model(
     subject = paths.subject_of(model, clock.device, control, pathlib.Path("."))
     held_bytes = clock.highest(_shard_bytes(model))
     full_bytes = sum(entry.numel * (wire or entry.dtype).itemsize for s in read(model) for entry in entries(s))
-    about = _About(strategy, offload, dtypes, wire, *_least_work(offload, links, held_bytes, full_bytes))
+    about = _About(strategy, offload, dtypes, wire, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes)
     for row in paths.rows(strategy, options.paths, dtype=wire, bucket_bytes=options.bucket_bytes):
         if offload not in row.offloads:
             continue
@@ -155,8 +155,8 @@ def _failure(once: Callable[[], None]) -> str:
     return ""
 
 
-def _least_work(offload: str, links: Links, held_bytes: float, full_bytes: int) -> tuple[float | None, int]:
-    """(seconds that the link which bounds it needs, bytes of the full tensors).
+def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: int) -> float | None:
+    """What the link that bounds it needs; None where there is none.
 
     The link from the host bounds it if the shards lie there, else the one between the ranks.
     """
@@ -165,7 +165,7 @@ def _least_work(offload: str, links: Links, held_bytes: float, full_bytes: int) 
         rate, nbytes = links.all_gather, full_bytes * (size - 1) / size
     else:
         rate, nbytes = links.h2d_pinned if offload == "policy" else links.h2d_pageable, held_bytes
-    return None if rate is None else nbytes / rate, full_bytes
+    return None if rate is None else nbytes / rate
 
 
 def _shard_bytes(model: nn.Module) -> float:

@@ -1,8 +1,7 @@
 """Python's cyclic collector, kept from going through the whole heap in the midst of planning.
 
 Ten thousand tensors make some hundred thousand objects at once, which Python takes for a reason to
-collect, several times over, which costs about as much as making them (benchmarks/small_tensors.py, with
-and without it).
+collect, several times over.
 """
 
 from __future__ import annotations

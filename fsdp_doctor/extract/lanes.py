@@ -2,8 +2,8 @@
 
 Shards are loaded on one, cast and merged on the next, gathered on the last, so that the copies of one
 piece run while another is cast and a third is gathered. Loading on two at once is slower: the copies of
-the next bucket then share the link with those that a gather waits for. On the CPU there are no streams, and all of it
-happens at once.
+the next bucket then share the link with those that a gather waits for. On the CPU there are no streams,
+and all of it happens at once.
 """
 
 from __future__ import annotations

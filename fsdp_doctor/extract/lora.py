@@ -165,14 +165,10 @@ def _read_layer(layers: Layers, prefix: str, module: Any) -> None:
     from peft.tuners import lora
 
     weight = f"{prefix}base_layer.weight"
-    active = (
-        [name for name in module.active_adapters if name in (*module.lora_A, *module.lora_embedding_A)]
-        if (isinstance(module, lora.LoraLayer))
-        else []
-    )
     if type(module) not in (lora.Linear, lora.Embedding):
         layers.unsupported[weight] = type(module).__name__
         return
+    active = [name for name in module.active_adapters if name in (*module.lora_A, *module.lora_embedding_A)]
     if module.merged:
         layers.merged.append(weight)
         if set(module.merged_adapters) != set(active):
@@ -212,8 +208,7 @@ def _base_name(layers: Layers) -> Callable[[str], str | None]:
 
 def _plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
     """The name in the model that peft was given; None for what that model does not have."""
-    for prefix, kind in layers.wrappers.items():
-        raise NotImplementedError(f"{prefix.removesuffix('.')}: what peft does with it ({kind}) is not understood")
+    _refuse_wrappers(layers)
 
     def name_of(name: str) -> str | None:
         for copy, prefix in copies:
@@ -231,8 +226,7 @@ def _adapter_name(layers: Layers) -> Callable[[str], str | None]:
         active = ", ".join(sorted(layers.active)) or "none"
         raise ValueError(f'lora="adapter" needs exactly one active adapter; active: {active}')
     (adapter,) = layers.active
-    for prefix, kind in layers.wrappers.items():
-        raise NotImplementedError(f"{prefix.removesuffix('.')}: what peft does with it ({kind}) is not understood")
+    _refuse_wrappers(layers)
     bias = layers.biases.get(adapter, "none")
     biases = {f"{prefix}base_layer.bias" for prefix in layers.layers}
 
@@ -250,6 +244,11 @@ def _adapter_name(layers: Layers) -> Callable[[str], str | None]:
         return ".".join([*parts[: kind + 1], *rest])
 
     return name_of
+
+
+def _refuse_wrappers(layers: Layers) -> None:
+    for prefix, kind in layers.wrappers.items():
+        raise NotImplementedError(f"{prefix.removesuffix('.')}: what peft does with it ({kind}) is not understood")
 
 
 def _renamed(source: Source, name_of: Callable[[str], str | None]) -> Iterator[Source]:

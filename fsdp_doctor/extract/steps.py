@@ -190,7 +190,8 @@ class Assembly:
     def flat(self, index: int, device: torch.device) -> torch.Tensor:
         """The tensor's memory, 1-D, in the order in which it lies in the flat parameter."""
         if index not in self._flat:
-            self._flat[index] = torch.empty(self._missing[index], dtype=self.dtypes[index], device=device)
+            numel = self.unit.spans[index].entry.numel
+            self._flat[index] = torch.empty(numel, dtype=self.dtypes[index], device=device)
         return self._flat[index]
 
     def add(self, index: int, numel: int) -> Iterator[tuple[int, Entry, torch.Tensor]]:

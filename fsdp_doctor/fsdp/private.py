@@ -52,8 +52,8 @@ def sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     """For each parameter that an FSDP2 module shows in place of its shards now, by its id: the sharded one.
 
     After a forward without a backward the root still shows its parameters unsharded, in the compute
-    dtype. ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group`` (``_fsdp_param_groups`` since torch
-    2.12), ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
+    dtype. ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group`` (``_fsdp_param_groups`` in newer
+    versions), ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
     """
     found: dict[int, nn.Parameter] = {}
     for _, module in _modules(model):
@@ -72,7 +72,8 @@ def sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(prefix of its names, module) of every module, under every name, in the order of ``named_modules``.
 
-    ``Module._modules``: the public walk costs more for a large model than the extraction of its small tensors.
+    ``Module._modules``: the public walk is a generator in a generator for each level, and extraction walks a
+    model of tens of thousands of modules each time.
     """
     waiting = [("", model)]
     while waiting:
