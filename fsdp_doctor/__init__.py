@@ -1,11 +1,12 @@
 """Diagnose FSDP offload and weight extraction: which combination crashes, hangs, dies, leaks or lies.
 
 The command line is ``fsdp-doctor``. The library is :func:`full_tensors`, the extraction path that works
-in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights_info` beside it; and
+in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights_info` beside it;
+:func:`examine`, which says where everything in a live model lies and what of it is trouble; and
 :func:`promises`, which declares what an extraction function of your own promises before
 ``--path module:function`` tests it.
 
-Importing this package does not import torch; asking it for an extraction function does.
+Importing this package does not import torch; asking it for any of these but the last does.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from fsdp_doctor.paths import promises
 
 if TYPE_CHECKING:
     from fsdp_doctor.extract import PlanMismatch, RankLeft, WeightInfo, full_state_dict, full_tensors, weights_info
+    from fsdp_doctor.live import Examination, ModelIsBad, examine
 
 __version__ = "0.1.0"
 
 _OF_EXTRACT = ("PlanMismatch", "RankLeft", "WeightInfo", "full_state_dict", "full_tensors", "weights_info")
+_OF_LIVE = ("Examination", "ModelIsBad", "examine")
 __all__ = [
+    "Examination",
+    "ModelIsBad",
     "PlanMismatch",
     "RankLeft",
     "WeightInfo",
     "__version__",
+    "examine",
     "full_state_dict",
     "full_tensors",
     "promises",
@@ -37,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from fsdp_doctor import extract
 
         return getattr(extract, name)
+    if name in _OF_LIVE:
+        from fsdp_doctor import live
+
+        return getattr(live, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

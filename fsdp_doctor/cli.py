@@ -242,6 +242,35 @@ def report(
     print(summary(found), file=sys.stderr)
 
 
+@app.command(epilog="Exit codes: 0 the catalogue knows the cause; 1 it does not; 2 usage.")
+def explain(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE|-]...", help="Logs or tracebacks; - is stdin.", show_default=False),
+    ] = None,
+    entry: Annotated[str | None, typer.Option(metavar="ID", help="Print this entry of the catalogue instead.")] = None,
+    all_: Annotated[bool, typer.Option("--list", help="List the catalogue instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Find the root cause in a job's log, and say what is known of it: cause, remedy, references, reproduction."""
+    from fsdp_doctor import catalogue
+    from fsdp_doctor.explain import explain, text
+
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    if all_ or entry is not None:
+        chosen = (catalogue.known_failure(entry),) if entry is not None else catalogue.known_failures()
+        if as_json:
+            print(json.dumps([text.entry_as_dict(one) for one in chosen], indent=1))
+        elif entry is not None:
+            print("\n".join(text.entry_lines(chosen[0], width)))
+        else:
+            print("\n".join(f"{one.id}\t{one.verdict}\t{one.evidence}\t{one.title}" for one in chosen))
+        return
+    found = explain([None if file == "-" else pathlib.Path(file) for file in files or ["-"]])
+    sys.stdout.write(text.as_json(found) + "\n" if as_json else text.as_text(found, width))
+    raise SystemExit(EXIT_OK if found.entry is not None else EXIT_BAD_VERDICT)
+
+
 @app.command("diff")
 def diff_(
     left: Annotated[pathlib.Path, typer.Argument(help="A JSON report, also as .json.gz.")],
@@ -270,6 +299,39 @@ def diff_(
             print(*dataclasses.astuple(difference), sep="\t")
     print(compare.sentence(found, *reports), file=sys.stderr)
     raise SystemExit(EXIT_BAD_VERDICT if found else EXIT_OK)
+
+
+@app.command(epilog="Exit codes: 0 nothing known to break; 1 a known failure or a conflict; 2 usage.")
+def check(
+    config: Annotated[
+        list[str], typer.Argument(help="YAML, JSON, TOML, a pasted command, - for stdin, or an override a.b=value.")
+    ],
+    framework_version: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Of the framework, as 0.7.1, or main; without it, all.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks, where the configuration does not say.")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Then run exactly those cases.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say which cases a training configuration amounts to, and what is known of them, without a GPU.
+
+    With --probe the exit code is that of the probe.
+    """
+    from fsdp_doctor.check import cases, report
+    from fsdp_doctor.check import check as read
+
+    if world_size is not None:
+        options.positive("--world-size", world_size)
+    result = read(config, framework_version=framework_version, world_size=world_size)
+    sys.stdout.write(report.as_json(result) if as_json else report.as_text(result))
+    if not probe:
+        raise SystemExit(result.exit_code)
+    sys.stdout.flush()
+    named = [word for case in cases(result) for word in ("--case", case.id)]
+    if not named:
+        raise CannotRun("the configuration amounts to no case that the probe can run")
+    _check_versions()
+    raise SystemExit(launch.start_torchrun(["probe", *named], launch.num_ranks("auto")))
 
 
 @app.command()

@@ -123,6 +123,9 @@ class _Examination:
             trainer.step()
             # A second step: the first one allocates what stays (Adam's state, cuBLAS workspaces).
             trainer.step()
+            # As every later cycle leaves it: loading the optimizer takes Adam's step counters, which a step
+            # makes on the host, to the device with the rest of the state.
+            trainer.resume()
         return trainer
 
     def _extract(self, trainer: Trainer) -> reference.Reference:

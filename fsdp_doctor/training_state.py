@@ -27,11 +27,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """
     wrappers = dict(_wrappers(model, optimizer))
     locals_ = {name: local for name, (_, local) in wrappers.items()}
+    # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
+    # keeps its own until the next unshard, an extraction's or a forward's, drops it.
+    stale = {f"{prefix}_flat_param" for prefix, handle in fsdp1.units(model) if private.keeps_originals(handle)}
     state: State = {}
     for (name, (wrapper, local)), digest in zip(wrappers.items(), _digests(list(locals_.values())), strict=True):
         placements = wrapper.placements if isinstance(wrapper, DTensor) else ()
         place = (str(wrapper.device), str(local.device), str(local.dtype), str(tuple(local.shape)), str(placements))
-        role = (str(id(wrapper)), str(wrapper.requires_grad), str(wrapper.grad is None))
+        role = (str(id(wrapper)), str(wrapper.requires_grad), str(name in stale or wrapper.grad is None))
         # An optimizer may put new tensors in place of its state's old ones: only what is in them counts.
         state[name] = (*place, digest, *(() if name.startswith(_OPTIMIZER) else role))
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
@@ -56,17 +57,59 @@ def sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     versions), ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
     """
     found: dict[int, nn.Parameter] = {}
-    for _, module in _modules(model):
-        if not isinstance(module, FSDPModule):
-            continue
-        state = _get(module, "_get_fsdp_state")()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in groups if groups is not None else [_get(state, "_fsdp_param_group")]:
-            for parameter in group.fsdp_params if group is not None else ():
-                for shown in ("_unsharded_param", "_sharded_post_forward_param"):
-                    if (other := getattr(parameter, shown, None)) is not None:
-                        found[id(other)] = _get(parameter, "sharded_param")
+    # One list of modules given to fully_shard has one state.
+    states = {id(state): state for _, module in _modules(model) if (state := _fsdp2_state(module)) is not None}
+    for group in (group for state in states.values() for group in _fsdp2_groups(state)):
+        for parameter in group.fsdp_params:
+            for shown in ("_unsharded_param", "_sharded_post_forward_param"):
+                if (other := getattr(parameter, shown, None)) is not None:
+                    found[id(other)] = _get(parameter, "sharded_param")
     return found
+
+
+def _fsdp2_state(module: nn.Module) -> Any:
+    return _get(module, "_get_fsdp_state")() if isinstance(module, FSDPModule) else None
+
+
+def _fsdp2_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [_get(state, "_fsdp_param_group")]
+    return [group for group in groups if group is not None]
+
+
+def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
+    """(compute device, offload policy, whether lazily initialized) of one FSDP2 module; None if it owns no parameter.
+
+    ``state`` is its ``FSDPState``. ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is
+    None until the first forward: no public name says under which policy a module was sharded.
+    """
+    for group in _fsdp2_groups(state):
+        return _get(group, "device"), _get(group, "offload_policy"), _get(state, "_is_root") is not None
+    return None
+
+
+def tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
+    """(prefix of its names, FSDPState, its own parameters, its own buffers) of every module, under every name.
+
+    The state is that of the innermost FSDP2 module that it is or lies in, None outside of any; a name may have
+    None for a tensor. ``Module._parameters``, ``_buffers``, ``_modules``: as :func:`_modules`.
+    """
+    waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
+    while waiting:
+        prefix, module, state = waiting.pop()
+        state = _fsdp2_state(module) or state
+        yield prefix, state, _get(module, "_parameters"), _get(module, "_buffers")
+        children = [(f"{prefix}{name}.", m, state) for name, m in _get(module, "_modules").items() if m is not None]
+        waiting += reversed(children)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor wraps, itself; any other tensor is its own: ``DTensor._local_tensor``.
+
+    The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -101,6 +144,17 @@ def flat_shard(handle: Any) -> torch.Tensor:
     flat_param = _get(handle, "flat_param")
     shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
     return shard.detach()
+
+
+def flat_parameter(handle: Any) -> tuple[torch.Tensor, bool]:
+    """(the unit's flat parameter as it is registered, whether lazily initialized): ``FlatParamHandle.flat_param``."""
+    flat_param = _get(handle, "flat_param")
+    return flat_param, hasattr(flat_param, "_local_shard")
+
+
+def offloads_parameters(handle: Any) -> bool:
+    """Whether the unit is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
+    return bool(_get(handle, "_offload_params"))
 
 
 def shard_padding(handle: Any) -> int:
@@ -160,10 +214,24 @@ def shard_group(handle: Any) -> dist.ProcessGroup:
     return group
 
 
+def keeps_originals(handle: Any) -> bool:
+    """Whether the unit was made with ``use_orig_params``: ``FlatParamHandle._use_orig_params``."""
+    return bool(_get(handle, "_use_orig_params"))
+
+
 def original_parameters(handle: Any) -> list[nn.Parameter]:
     """With ``use_orig_params``, the unit's own parameters: ``FlatParameter._params``."""
     parameters: list[nn.Parameter] = _get(handle.flat_param, "_params")
     return parameters
+
+
+def registered_originals(handle: Any) -> list[nn.Parameter]:
+    """The unit's parameters as its modules have them, tied ones too; none without ``use_orig_params``.
+
+    ``FlatParameter._params`` and ``_shared_params``, which are None without it.
+    """
+    flat_param = _get(handle, "flat_param")
+    return [*(_get(flat_param, "_params") or ()), *(_get(flat_param, "_shared_params") or ())]
 
 
 def original_shapes(handle: Any) -> list[torch.Size]:

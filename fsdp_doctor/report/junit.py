@@ -76,6 +76,7 @@ def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) ->
             f"rank {r.rank}:\n{r.record.failure.traceback}" for r in result.ranks if r.record and r.record.failure
         ]
         stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
+        known = [f"known: {result.known}"] if result.known else []
         element.text = printable(
-            "\n".join([message, *verdict.also, rerun_command(report, result), *tracebacks, *stacks])
+            "\n".join([message, *verdict.also, *known, rerun_command(report, result), *tracebacks, *stacks])
         )

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fsdp_doctor import catalogue
 from fsdp_doctor.cases import AXES, AXIS, Scenario
+from fsdp_doctor.catalogue import KnownFailure
 from fsdp_doctor.paths import FIX, PATH_NAMES
 from fsdp_doctor.report.model import CaseResult, Report
 from fsdp_doctor.verdict import NEUTRAL, Kind, fold
@@ -22,12 +24,17 @@ _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Bad cases that share verdict and reason, device indices and ranks aside."""
+    """Bad cases that share verdict, reason and what is known of it, device indices and ranks aside."""
 
     number: int
     kind: Kind
     reason: str
     results: tuple[CaseResult, ...]
+
+    @property
+    def known(self) -> KnownFailure | None:
+        """What the catalogue has on it; a report of another version may name an entry that this one does not have."""
+        return next((entry for entry in catalogue.known_failures() if entry.id == self.results[0].known), None)
 
     @property
     def traceback(self) -> str:
@@ -83,13 +90,14 @@ def grids(report: Report) -> list[Grid]:
 
 def distinct_failures(report: Report) -> list[Failure]:
     """The bad results, grouped, the most frequent first."""
-    groups: dict[tuple[Kind, str], list[CaseResult]] = {}
+    groups: dict[tuple[Kind, str, str], list[CaseResult]] = {}
     for result in report.bad:
-        groups.setdefault((result.verdict.kind, _sort_of(result.verdict.reason)), []).append(result)
+        sort = (result.verdict.kind, _sort_of(result.verdict.reason), result.known)
+        groups.setdefault(sort, []).append(result)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [
         Failure(number=number, kind=kind, reason=results[0].verdict.reason, results=tuple(results))
-        for number, ((kind, _), results) in enumerate(ordered, start=1)
+        for number, ((kind, _, _), results) in enumerate(ordered, start=1)
     ]
 
 

@@ -19,6 +19,7 @@ def _line(result: CaseResult, fix: CaseResult | None) -> str:
     if result.confirmation is not None:
         parts.append("confirmed" if result.confirmed else f"not confirmed: then {result.confirmation.kind}")
     parts += [_one_line(text) for text in (verdict.reason, *verdict.also) if text]
+    parts += [f"known: {result.known}"] if result.known else []
     return "\t".join(parts)
 
 

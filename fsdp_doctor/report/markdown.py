@@ -124,6 +124,10 @@ def _block(report: Report, failure: Failure, *, details: bool) -> list[str]:
     count = len(failure.results)
     lines = ["", f"### [{failure.number}] {failure.kind}: {count} {'case' if count == 1 else 'cases'}", ""]
     lines += _fenced("\n".join([failure.reason, *failure.results[0].verdict.also])[:_REASON_CHARACTERS])
+    known = failure.known
+    if known is not None:
+        references = f" ({', '.join(known.references)})" if known.references else ""
+        lines += ["", f"Known: {known.title}, `{known.id}`{references}. {known.remedy}"]
     shown = [result.id for result in failure.results[:_SHOWN_CASES]]
     confirmed = sum(result.confirmed is True for result in failure.results)
     ran_again = sum(result.confirmed is not None for result in failure.results)

@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_doctor import catalogue
 from fsdp_doctor.cases import Case, Scenario, scenario_from_dict
+from fsdp_doctor.catalogue import Found
 from fsdp_doctor.records import RankReport, rank_report_from_dict, rank_report_to_dict
 from fsdp_doctor.verdict import Kind, Verdict
 
@@ -21,6 +23,7 @@ class CaseResult:
     seconds: the slowest rank's time inside the path. peak_extra_bytes: the largest rank's.
     wall_seconds: everything that the case cost, building and checking included.
     yielded: by rank, how many entries of each sort the path yielded; empty where it did not get through.
+    known: the id of the catalogue's entry that a bad verdict shows; empty where there is none.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
     """
 
@@ -30,6 +33,7 @@ class CaseResult:
     peak_extra_bytes: int | None = None
     wall_seconds: float = 0.0
     yielded: tuple[dict[str, int], ...] = ()
+    known: str = ""
     confirmation: Verdict | None = None
     ranks: tuple[RankReport, ...] = ()
 
@@ -87,8 +91,22 @@ def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seco
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
         yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
+        known=_known(case, verdict, reports) if verdict.bad else "",
         ranks=tuple(reports) if verdict.bad else (),
     )
+
+
+def _known(case: Case, verdict: Verdict, reports: list[RankReport]) -> str:
+    """The catalogue's entry for what all ranks say of a case that broke."""
+    failures = [r.record.failure for r in reports if r.record is not None and r.record.failure is not None]
+    found = Found(
+        kind=verdict.kind,
+        reasons=(verdict.reason, *verdict.also),
+        messages=tuple(dict.fromkeys(f"{failure.type}: {failure.message}" for failure in failures)),
+        traceback="\n".join(failure.traceback for failure in failures[:1]),
+    )
+    entry = catalogue.of_finding(case, found)
+    return entry.id if entry is not None else ""
 
 
 def report_to_dict(report: Report) -> dict[str, Any]:
@@ -119,6 +137,7 @@ def result_to_dict(result: CaseResult) -> dict[str, Any]:
         "peak_extra_bytes": result.peak_extra_bytes,
         "wall_seconds": result.wall_seconds,
         "yielded": list(result.yielded),
+        "known": result.known,
         "confirmation": _verdict_to_dict(result.confirmation) if result.confirmation else None,
         "ranks": [rank_report_to_dict(report) for report in result.ranks],
     }
@@ -134,6 +153,7 @@ def result_from_dict(data: dict[str, Any]) -> CaseResult:
         wall_seconds=data["wall_seconds"],
         # Reports of version 0.1.0 do not have it.
         yielded=tuple(data.get("yielded", ())),
+        known=data.get("known", ""),
         confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,
         ranks=tuple(rank_report_from_dict(report) for report in data["ranks"]),
     )

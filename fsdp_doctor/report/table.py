@@ -165,6 +165,9 @@ def _failures(report: Report, failures: list[Failure]) -> RenderableType:
         text.append("\n").append(_line(failure)).append("\n")
         for also in failure.results[0].verdict.also:
             text.append(f"   also: {printable(also)}\n", style="dim")
+        if failure.known is not None:
+            text.append(f"   known: {failure.known.title} ({failure.known.id})\n")
+            text.append(f"   remedy: {failure.known.remedy}\n")
         for rank, stack in failure.stacks:
             shown = main_thread(stack)[1 : 1 + _STACK_LINES]
             text.append("\n".join([f"   stack of rank {rank}:", *(f"   {line}" for line in shown)]) + "\n", style="dim")

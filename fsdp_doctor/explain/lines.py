@@ -1,0 +1,130 @@
+"""A log as lines: decoded, without colours, each with the rank or process that wrote it."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import IO
+
+from fsdp_doctor.errors import UsageError
+
+_CHUNK = 1 << 20
+_LONGEST_LINE = 1 << 16
+# The escape character is often lost where a log was pasted, and its "[36m" stays.
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\[\d{0,2}(?:;\d{1,3})*m")
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T_](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+# glog's, as c10d writes it: [E1121 12:34:56.789012345 ProcessGroupNCCL.cpp:616]. It has no year.
+_GLOG = re.compile(r"\[?[IWEF](\d\d)(\d\d) (\d\d:\d\d:\d\d)(?:\.(\d{1,6}))?")
+
+# What is written before a line by torchrun, Ray, srun and containers; the groups say who wrote it.
+_PREFIX = re.compile(
+    r"""
+      \[rank(?P<rank>\d+)\]:[ ]?
+    | \((?:[\w.:<>\- ]*\ )?pid=(?P<pid>\d+)(?:,\ ip=(?P<ip>[^,)\s]+))?[^)\n]{0,200}\)[ ]?
+    | \[[A-Za-z_-]+(?P<local>\d+)(?:\|\d+)?\]:[ ]?
+    | (?P<task>\d{1,5}):[ ](?=\s*(?:Traceback|File\ "|\S*(?:Error|Exception)\b|\[|\s))
+    | \d{4}-\d\d-\d\dT[\d:.]+Z?[ ](?:stdout|stderr)[ ][FP][ ]
+    | \d{4}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ ]?
+      (?=\S*\s*(?:Traceback|File\ "|[\w.]*(?:Error|Exception)\b|\s))
+    | (?:>[ ])+
+    """,
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: its number, who wrote it ("" where nothing says), the text after its prefixes, the whole of it."""
+
+    number: int
+    source: str
+    text: str
+    raw: str
+
+
+def chunks(path: pathlib.Path | None) -> Iterator[tuple[str, list[str]]]:
+    """(text, its lines) piece by piece, about a mebibyte each; ``None`` is stdin.
+
+    Raises UsageError for what cannot be read, is empty, or is no text.
+    """
+    name = str(path) if path is not None else "stdin"
+    empty = True
+    try:
+        with _opened(path) as file:
+            rest = b""
+            while data := file.read(_CHUNK):
+                if empty and b"\0" in data:
+                    raise UsageError(f"{name} is not a text file")
+                empty = empty and not data.strip()
+                whole, rest = _split(rest + data)
+                yield _decoded(whole)
+            yield _decoded(rest)
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
+    if empty:
+        raise UsageError(f"{name} is empty")
+
+
+def _opened(path: pathlib.Path | None) -> IO[bytes]:
+    return open(path, "rb") if path is not None else open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """Whole lines, and the beginning of one that goes on; a line without end is cut."""
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    if not end and len(data) > _LONGEST_LINE:
+        end = len(data)
+    return data[:end], data[end:]
+
+
+def _decoded(data: bytes) -> tuple[str, list[str]]:
+    text = data.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+    if "\x1b" in text or "[0m" in text:
+        text = _ANSI.sub("", text)
+    return text, text.split("\n")
+
+
+def parsed(number: int, raw: str) -> Line:
+    """Takes the prefixes off. A line can have several: a time, then Ray's, then torchrun's."""
+    sources: list[str] = []
+    position = 0
+    raw = raw[:_LONGEST_LINE]
+    while match := _PREFIX.match(raw, position):
+        position = match.end()
+        if named := _named(match):
+            sources.append(named)
+    # torchrun's own word for the rank says more than the process around it.
+    source = next((source for source in reversed(sources) if source.startswith("rank")), sources[-1] if sources else "")
+    return Line(number, source, raw[position:], raw)
+
+
+def _named(match: re.Match[str]) -> str:
+    rank = match["rank"] or match["task"]
+    if rank is not None:
+        return f"rank {rank}"
+    if match["local"] is not None:
+        return f"local rank {match['local']}"
+    if match["pid"] is not None:
+        return f"pid {match['pid']}" + (f" on {match['ip']}" if match["ip"] else "")
+    return ""
+
+
+def time_of(raw: str) -> float | None:
+    """Seconds of the first time stamp in the line, on an arbitrary but common scale; None without one."""
+    if match := _STAMP.search(raw):
+        return _seconds(f"{match[1]} {match[2]}", match[3])
+    if match := _GLOG.search(raw):
+        return _seconds(f"{datetime.now().year}-{match[1]}-{match[2]} {match[3]}", match[4])
+    return None
+
+
+def _seconds(stamp: str, fraction: str | None) -> float | None:
+    try:
+        whole = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return None
+    return whole.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)

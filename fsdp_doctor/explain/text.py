@@ -1,0 +1,182 @@
+"""An explanation as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+from fsdp_doctor.catalogue import KnownFailure
+from fsdp_doctor.explain.cause import Explanation, Group
+from fsdp_doctor.explain.exceptions import Raised
+
+_SHOWN_RANKS = 8
+_SHOWN_LINES = 6
+_ATTACH = (
+    "the whole traceback of the rank that failed first",
+    "`fsdp-doctor env`, from the same environment",
+    "`fsdp-doctor probe --fix --markdown report.md`, from the same machine",
+    "the configuration, or what `fsdp-doctor check CONFIG` makes of it",
+)
+
+
+def as_text(found: Explanation, width: int) -> str:
+    """For people; ``width`` in columns. Code and commands are not wrapped."""
+    lines = _cause(found) + _notes(found)
+    if found.entry is not None:
+        lines += ["", *entry_lines(found.entry, width)]
+        lines += _possible("The same message is also known from:", found.also_possible)
+    else:
+        lines += ["", "The catalogue does not know it."]
+        lines += _possible("Nearest to it, by the words of the message, and no more than that:", found.near)
+        lines += ["", "To report it, attach:", *(f"  - {what}" for what in _ATTACH)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(found: Explanation) -> str:
+    cause = found.cause
+    return json.dumps(
+        {
+            "schema": "fsdp-doctor/explanation",
+            "schema_version": 1,
+            "matched": found.entry is not None,
+            "cause": _cause_as_dict(cause) if cause is not None else None,
+            "only_consequences": found.only_consequences,
+            "entry": entry_as_dict(found.entry) if found.entry is not None else None,
+            "also_possible": [entry.id for entry in found.also_possible],
+            "near": [entry.id for entry in found.near],
+            "consequences": found.consequences,
+            "unknown_before": found.unknown_before.text if found.unknown_before is not None else None,
+            "torchrun": found.summary.sentence if found.summary is not None else None,
+            "attach": list(_ATTACH) if found.entry is None else [],
+        },
+        indent=1,
+    )
+
+
+def entry_lines(entry: KnownFailure, width: int) -> list[str]:
+    """One entry of the catalogue, whole."""
+    lines = [f"{entry.id}: {entry.title}", ""]
+    lines += _wrapped(f"Cause: {entry.cause}", width)
+    lines += _wrapped(f"Remedy: {entry.remedy}", width)
+    if entry.code:
+        lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
+    if entry.check:
+        lines += _wrapped(f"To see it: {entry.check}", width)
+    if entry.torch:
+        lines += [f"torch: {entry.torch}"]
+    if entry.frameworks:
+        lines += _wrapped(f"Seen in: {', '.join(entry.frameworks)}", width)
+    lines += _wrapped(f"References: {', '.join(entry.references)}", width)
+    lines += [reproduction(entry)]
+    return lines
+
+
+def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "title": entry.title,
+        "verdict": entry.verdict,
+        "signatures": [pattern.pattern for pattern in entry.signatures],
+        "check": entry.check,
+        "torch": entry.torch,
+        "frameworks": list(entry.frameworks),
+        "cause": entry.cause,
+        "remedy": entry.remedy,
+        "code": entry.code.strip("\n"),
+        "references": list(entry.references),
+        "evidence": entry.evidence,
+        "command": _command(entry),
+    }
+
+
+def reproduction(entry: KnownFailure) -> str:
+    """The command that reproduces it, or that there is none."""
+    command = _command(entry)
+    return (
+        f"Reproduce: {command}" if command else "Reproduce: no case of the matrix; it is known from the reports above."
+    )
+
+
+def _command(entry: KnownFailure) -> str:
+    return f"fsdp-doctor probe --case '{entry.evidence}'" if entry.reproduced else ""
+
+
+def _cause(found: Explanation) -> list[str]:
+    if found.cause is None:
+        ended = f" {found.summary.sentence}." if found.summary is not None else ""
+        return [f"There is no exception in it.{ended}"]
+    group = found.cause
+    heading = "Only consequences are in it; the first" if found.only_consequences else "Root cause"
+    lines = [f"{heading}, {_who(group)}: {_where(group.first)}", ""]
+    shown = group.first.text.splitlines()
+    lines += [f"    {line.strip()}" for line in shown[:_SHOWN_LINES]]
+    lines += ["    ..."] if len(shown) > _SHOWN_LINES else []
+    lines += [f"      at {frame}" for frame in _telling_frames(group.first)]
+    return lines
+
+
+def _notes(found: Explanation) -> list[str]:
+    lines = []
+    if found.only_consequences:
+        lines.append(
+            "The rank that failed or hung first says nothing here: look at its own log, and at every rank's stack."
+        )
+    if found.unknown_before is not None:
+        lines.append(
+            f"Before it, and not known: {found.unknown_before.text.splitlines()[0]} ({_where(found.unknown_before)})"
+        )
+    for name, count in found.consequences.items():
+        lines.append(f"Followed from it: {name} ({count} times)" if count > 1 else f"Followed from it: {name}")
+    if found.summary is not None and found.cause is not None:
+        lines.append(
+            f"{found.summary.sentence[0].upper()}{found.summary.sentence[1:]}.".replace("Torchrun", "torchrun", 1)
+        )
+    return ["", *lines] if lines else []
+
+
+def _possible(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
+    return ["", heading, *(f"  {entry.id}: {entry.title}" for entry in entries)] if entries else []
+
+
+def _who(group: Group) -> str:
+    named = sorted((source for source in group.sources if source), key=_natural)
+    if not named:
+        return f"{group.count} times" if group.count > 1 else "once"
+    more = f" and {len(named) - _SHOWN_RANKS} more" if len(named) > _SHOWN_RANKS else ""
+    return f"{', '.join(named[:_SHOWN_RANKS])}{more}"
+
+
+def _natural(source: str) -> tuple[str, int]:
+    word, _, number = source.partition(" ")
+    first = number.split(" ")[0]
+    return word, int(first) if first.isdigit() else 0
+
+
+def _where(raised: Raised) -> str:
+    return f"{raised.file}, line {raised.line}"
+
+
+def _telling_frames(raised: Raised) -> list[str]:
+    """The innermost frame, and before it the innermost one that is not torch's."""
+    own = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
+    return list(dict.fromkeys([*own[-1:], *raised.frames[-1:]]))
+
+
+def _cause_as_dict(group: Group) -> dict[str, Any]:
+    first = group.first
+    return {
+        "type": first.type,
+        "message": first.message,
+        "file": first.file,
+        "line": first.line,
+        "source": first.source,
+        "sources": sorted(filter(None, group.sources), key=_natural),
+        "count": group.count,
+        "time": first.time,
+        "frames": first.frames,
+    }
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)
