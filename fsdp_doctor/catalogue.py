@@ -30,7 +30,7 @@ else:
 
 REPORTED = "reported"
 _DIRECTORY = pathlib.Path(__file__).with_name("known_failures")
-_DEVICE = r"(?:cpu|cuda|npu|xpu|hpu|mps|mtia|musa|emulated|privateuseone)(?::\d+)?"
+DEVICE = r"(?:cpu|cuda|npu|xpu|hpu|mps|mtia|musa|emulated|privateuseone)(?::\d+)?"
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "`": "'"})
 _WORD = re.compile(r"[A-Za-z_]{3,}")
 # Words of any message, which make no two alike.
@@ -239,7 +239,7 @@ def _tuple(value: str | Sequence[str]) -> tuple[str, ...]:
 
 def _pattern(text: str) -> re.Pattern[str]:
     """A signature's ``<device>`` is any device name, with or without its index."""
-    return re.compile(one_line(text).replace("<device>", _DEVICE))
+    return re.compile(one_line(text).replace("<device>", DEVICE))
 
 
 def _patterns(texts: list[str]) -> tuple[re.Pattern[str], ...]:

@@ -30,6 +30,7 @@ from fsdp_doctor.errors import (
     UsageError,
 )
 from fsdp_doctor.paths import PATHS
+from fsdp_doctor.selection import Selection, select
 
 if TYPE_CHECKING:
     from fsdp_doctor.run import Options
@@ -227,16 +228,7 @@ def report(
         width=shutil.get_terminal_size((132, 24)).columns,
         color=tty and "NO_COLOR" not in os.environ,
     )
-    if output is not None:
-        options.check_writable(output)
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise DoctorFault(f"cannot write {output}: {error.strerror or error}") from None
-    else:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
-        sys.stdout.write(text)
+    _write(output, text)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     print(summary(found), file=sys.stderr)
@@ -334,6 +326,24 @@ def check(
     raise SystemExit(launch.start_torchrun(["probe", *named], launch.num_ranks("auto")))
 
 
+@app.command(epilog="Exit codes: 0 written; 2 usage; 4 it cannot be written.")
+def repro(
+    case: Annotated[str, typer.Argument(metavar="CASE", help="The id of a case.")],
+    out: Annotated[File, typer.Option("--out", "-o", metavar="FILE", help="Instead of stdout.")] = None,
+    report: Annotated[
+        File, typer.Option(metavar="REPORT", help="Expect what this JSON report has, not what the catalogue knows.")
+    ] = None,
+) -> None:
+    """Write one standalone script, of torch and transformers alone, that reproduces a case under torchrun."""
+    from fsdp_doctor import repro as scripts
+    from fsdp_doctor.report.journal import read_report
+
+    chosen = select(Selection(case_ids=(case,)))[0]
+    expectation = scripts.reported(chosen, read_report(report)) if report is not None else scripts.expected(chosen)
+    text = scripts.script(chosen, expectation, out.name if out is not None else "repro.py")
+    _write(out, text)
+
+
 @app.command()
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -397,6 +407,20 @@ def _conduct(run: Options) -> int:
     if code:
         launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
     return code
+
+
+def _write(output: pathlib.Path | None, text: str) -> None:
+    """To a file, or to stdout."""
+    if output is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        sys.stdout.write(text)
+        return
+    options.check_writable(output)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DoctorFault(f"cannot write {output}: {error.strerror or error}") from None
 
 
 def _check_versions() -> None:

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_doctor import reference, training_state, verify
 from fsdp_doctor.cases import Case, Scenario
 from fsdp_doctor.fsdp.fsdp2 import entries, local_tensor
-from fsdp_doctor.fsdp.functions import FUNCTIONS, PathFunction, load_user_path
+from fsdp_doctor.fsdp.functions import PathFunction, function_of, load_user_path
 from fsdp_doctor.fsdp.subject import Subject
 from fsdp_doctor.merged import merged_weights
 from fsdp_doctor.paths import Path, find_path, is_user_path
@@ -62,12 +62,11 @@ class Examiner:
         return None
 
     def _path(self, case: Case) -> tuple[Path, PathFunction]:
-        version = case.scenario.version
-        path = find_path(case.path, version)
+        path = find_path(case.path, case.scenario.version)
         if is_user_path(case.path):
             function, contract = self._user_paths[case.path]
             return dataclasses.replace(path, contract=contract), function
-        return path, FUNCTIONS[version][case.path]
+        return path, function_of(path)
 
     def _release(self) -> None:
         """Gives a dropped scenario's memory back, so that it is not counted against the next."""

@@ -1,0 +1,100 @@
+"""What a script is to reproduce: the verdict of a report, or what the catalogue knows of the case."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fsdp_doctor import catalogue
+from fsdp_doctor.cases import Case
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.report.model import CaseResult, Report
+from fsdp_doctor.verdict import Kind
+
+_DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
+# What torch lists at the end of a message: other models and ranks, other lists.
+_LIST = re.compile(r": \[\(.*$", re.DOTALL)
+_NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
+_CATALOGUE = "its catalogue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What to see.
+
+    kind: the verdict. message: a regular expression over the exception's ``Type: message``; empty for none.
+    title: in words. references: of the catalogue's entry. source: where it is known from. versions: by package.
+    """
+
+    kind: Kind
+    message: str = ""
+    title: str = ""
+    references: tuple[str, ...] = ()
+    source: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def expected(case: Case) -> Expectation:
+    """What the catalogue knows of the case, on the torch that is installed here if there is one."""
+    versions = _installed()
+    entry = next(iter(catalogue.of_case(case, versions.get("torch", ""))), None)
+    if entry is None:
+        return Expectation(kind="ok", title="Nothing is known to break here", source=_CATALOGUE, versions=versions)
+    return Expectation(
+        kind=entry.verdict,
+        message=entry.signatures[0].pattern if entry.signatures else "",
+        title=entry.title,
+        references=entry.references,
+        source=_CATALOGUE,
+        versions=versions,
+    )
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in ("torch", "transformers", "peft"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def reported(case: Case, report: Report) -> Expectation:
+    """What a report says of the case. Raises UsageError if it has not run it."""
+    result = next((result for result in report.results if result.id == case.id), None)
+    if result is None:
+        raise UsageError(f"the report has no case {case.id!r}")
+    if not result.verdict.bad and result.verdict.kind != "ok":
+        raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
+    known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
+    return Expectation(
+        kind=result.verdict.kind,
+        message=_message(result) or _entries(result),
+        title=known.title if known is not None else "",
+        references=known.references if known is not None else (),
+        source=f"a run on {report.world_size} ranks of {report.device}",
+        versions=report.environment.get("packages") or {},
+    )
+
+
+def _message(result: CaseResult) -> str:
+    """The exception of the first rank that the verdict names, as an expression that any device matches."""
+    if result.verdict.kind not in ("crash", "poisoned", "oom"):
+        return ""
+    for report in sorted(result.ranks, key=lambda report: report.rank not in result.verdict.ranks):
+        if report.record is not None and (failure := report.record.failure) is not None:
+            text = _LIST.sub("", f"{failure.type}: {catalogue.one_line(failure.message)}")
+            return catalogue.DEVICE.join(re.escape(piece).replace(r"\ ", " ") for piece in _DEVICE.split(text))
+    return ""
+
+
+def _entries(result: CaseResult) -> str:
+    """How many entries are bad and which come first, where the reason is one sentence over all of them."""
+    match = _NAMED.search(result.verdict.reason)
+    if result.verdict.kind not in ("wrong", "misplaced", "incomplete") or match is None:
+        return ""
+    names = match["names"].split(", ")
+    count = len(names) + int(match["more"] or 0)
+    return re.escape(f"{count} entries: {', '.join(names)}").replace(r"\ ", " ")
