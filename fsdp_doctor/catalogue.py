@@ -156,11 +156,11 @@ def of_message(message: str, traceback: str = "") -> list[KnownFailure]:
 def of_case(case: Case, torch: str = "") -> list[KnownFailure]:
     """What is known of a case before it runs; first what it is expected to show. With nothing it should be ok.
 
-    torch: leave out what that version does not show. What the extraction does comes before what the next
-    training step does.
+    torch: leave out what that version does not show. What ends the extraction comes before what is wrong with its
+    values, and that before what the next training step does.
     """
     triggered = [entry for entry in known_failures() if entry.triggered_by(case) and entry.shows_on(torch)]
-    return sorted(triggered, key=lambda entry: (entry.verdict == "poisoned", -_narrowness(entry, case)))
+    return sorted(triggered, key=lambda entry: (_stage(entry), -_narrowness(entry, case)))
 
 
 def of_finding(case: Case, found: Found) -> KnownFailure | None:
@@ -196,6 +196,10 @@ def _shows(entry: KnownFailure, found: Found) -> bool:
     return entry.verdict == found.kind and any(
         pattern.search(reason) for pattern in entry.symptoms for reason in found.reasons
     )
+
+
+def _stage(entry: KnownFailure) -> int:
+    return 0 if entry.verdict in ("crash", "hang", "died", "oom") else 2 if entry.verdict == "poisoned" else 1
 
 
 def _narrowness(entry: KnownFailure, case: Case) -> int:

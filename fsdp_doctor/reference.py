@@ -101,7 +101,9 @@ def shard_slices(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placemen
 
 def _entry_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
     """FSDP2's parameters, plain parameters and buffers, each tensor once."""
-    in_units = set(reference.parameters)
+    # With use_orig_params the modules show the units' parameters too, tied ones under each of their names.
+    tied = {name for prefix, handle in fsdp1.units(model) for name, _ in fsdp1.unit_names(prefix, handle)[1]}
+    in_units = set(reference.parameters) | tied
     seen: set[int] = set()
     for name, tensor in fsdp2.entries(model):
         if id(tensor) in seen or name in in_units or isinstance(tensor, FlatParameter):

@@ -78,6 +78,9 @@ def problem(contract: Contract) -> Block:
         case "info":
             text = 'return None if value == (want.size(), want.dtype) else (0, "wrong")\n'
             return function("problem(value, want, place)", Block(text))
+        case "optimizer":
+            text = 'return (2, "misplaced") if value.ndim and value.device != place else None\n'
+            return function("problem(value, want, place)", Block(text))
         case "full":
             lines.append('if isinstance(value, DTensor):  # a full tensor is promised\n    return 0, "wrong"')
         case _:
@@ -107,7 +110,12 @@ def _trained(scenario: Scenario) -> list[str]:
 
 
 def _truth(scenario: Scenario, contract: Contract) -> list[str]:
-    """``truth``: by name what the path promises."""
+    """``truth``: by name what the path promises. Of an optimizer's state the names alone are known beforehand."""
+    if contract.form == "optimizer":
+        return [
+            "trained = [n for n, p in plain().named_parameters(remove_duplicate=False) if p.requires_grad]",
+            'truth = {f"{name}.{key}": True for name in trained for key in ("step", "exp_avg", "exp_avg_sq")}',
+        ]
     lines = ["truth = dict(plain().state_dict())" if scenario.phase == "fresh" else "truth = weights(model, device)"]
     match contract.weights:
         case "own" if contract.keys == "parameters":

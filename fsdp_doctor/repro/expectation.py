@@ -45,7 +45,8 @@ def expected(case: Case) -> Expectation:
         return Expectation(kind="ok", title="Nothing is known to break here", source=_CATALOGUE, versions=versions)
     return Expectation(
         kind=entry.verdict,
-        message=entry.signatures[0].pattern if entry.signatures else "",
+        # What also shows without an exception is known by its verdict alone.
+        message=entry.signatures[0].pattern if entry.signatures and not entry.symptoms else "",
         title=entry.title,
         references=entry.references,
         source=_CATALOGUE,

@@ -16,6 +16,7 @@ from fsdp_doctor.repro.lift import Lifted, import_lines, lift
 from fsdp_doctor.repro.scenario import Block
 
 _WIDTH = 100
+_CITED = 4
 _MAIN = """\
 def finish(store, rank, world, kind, why):
     print(f"[rank{rank}] {kind}: {why}", flush=True)
@@ -27,7 +28,7 @@ def finish(store, rank, world, kind, why):
         time.sleep(0.1)
     os._exit(0 if store.check(["as expected"]) else 1)  # past threads that hang
 
-def main():
+if __name__ == "__main__":
     store, rank, world = next(dist.rendezvous("env://"))
     device = torch.device("cpu")
     if accelerator := torch.accelerator.current_accelerator():
@@ -38,9 +39,6 @@ def main():
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world)
     threading.Timer(60, finish, (store, rank, world, "hang", "no end after 60 s")).start()
     finish(store, rank, world, *cycle(device))
-
-if __name__ == "__main__":
-    main()
 """
 _MAIN_IMPORTS = ("os", "re", "threading", "time", "torch", "torch.distributed as dist")
 
@@ -60,7 +58,8 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
         *of.build(case.scenario, path, apart=_needs_plain(case.scenario, path) and compares),
         of.step(case.scenario),
         *of.moves(case.scenario),
-        *([of.weights(case.scenario), problem(path.contract)] if compares else []),
+        *([of.weights(case.scenario)] if compares and path.contract.form != "optimizer" else []),
+        *([problem(path.contract)] if compares else []),
         cycle(case.scenario, path, _entries(lifted, function), expectation.kind, compares=compares),
         Block(_MAIN.replace("BACKEND", _backend(case.scenario)), [(module, "") for module in _MAIN_IMPORTS]),
     ]
@@ -79,7 +78,7 @@ def _entries(lifted: Lifted, function: str) -> str:
 
 def _needs_values(scenario: Scenario, path: Path, expectation: Expectation) -> bool:
     """Whether values decide: not where it raises, but where a racing copy may have lost the weights."""
-    if path.contract.form in ("flat", "optimizer"):
+    if path.contract.form == "flat":
         return False
     if expectation.kind == "poisoned":
         return scenario.transfer == "nonblocking"
@@ -90,7 +89,7 @@ def _needs_plain(scenario: Scenario, path: Path) -> bool:
     """Whether the true weights come from the model before it is sharded."""
     contract = path.contract
     flat = scenario.version == 1 and contract.keys == "parameters"
-    return scenario.phase == "fresh" or contract.weights != "own" or flat
+    return scenario.phase == "fresh" or contract.weights != "own" or contract.form == "optimizer" or flat
 
 
 def _standing_alone(case: Case) -> Path:
@@ -108,7 +107,8 @@ def _docstring(case: Case, expectation: Expectation, name: str) -> str:
     ranks = 4 if case.scenario.sharding == "hsdp" else 2
     packages = ("torch", "transformers", "peft") if case.scenario.model == "qwen3-lora" else ("torch", "transformers")
     versions = ", ".join(f"{package} {expectation.versions.get(package, 'any')}" for package in packages)
-    references = f" References: {', '.join(expectation.references)}." if expectation.references else ""
+    cited = ", ".join(expectation.references[:_CITED])
+    references = f" References: {cited}." if cited else ""
     lines = [f"{expectation.title or case.path}: {expectation.kind}.", ""]
     lines += _wrapped(
         f"Case {case.id} of fsdp-doctor {__version__}, from {expectation.source}; {versions}.{references}"
