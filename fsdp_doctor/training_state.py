@@ -35,8 +35,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         placements = wrapper.placements if isinstance(wrapper, DTensor) else ()
         place = (str(wrapper.device), str(local.device), str(local.dtype), str(tuple(local.shape)), str(placements))
         role = (str(id(wrapper)), str(wrapper.requires_grad), str(name in stale or wrapper.grad is None))
-        # An optimizer may put new tensors in place of its state's old ones: only what is in them counts.
-        state[name] = (*place, digest, *(() if name.startswith(_OPTIMIZER) else role))
+        # Of buffers and of the optimizer's state only what is in them counts: whoever moves them makes new tensors.
+        state[name] = (*place, digest, *(role if isinstance(wrapper, nn.Parameter) else ()))
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     state["parameters of the optimizer"] = (str(held),)
     state["training mode"] = (str([module.training for module in model.modules()]),)

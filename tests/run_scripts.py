@@ -1,6 +1,7 @@
-"""Runs standalone scripts one after the other, each on two ranks of the emulated device, without importing torch for each.
+"""Runs standalone scripts one after the other, each on two ranks, without importing torch anew for each.
 
-``python run_scripts.py DIRECTORY``: every ``*.py`` in it; prints a JSON line for each with the exit codes and what the
+``python run_scripts.py DIRECTORY [emulated]``: every ``*.py`` in it, on the accelerator that torch sees or on the
+emulated one; prints a JSON line for each with the exit codes and what the
 ranks printed. A rank is a process of its own, forked from one that has imported what scripts import; the store is
 torchrun's agent's, played by this process. A script cannot tell the difference.
 """
@@ -21,7 +22,8 @@ import transformers  # noqa: F401
 from torch.distributed import fsdp  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-import fsdp_doctor.emulated  # noqa: F401
+if sys.argv[2:] == ["emulated"]:
+    import fsdp_doctor.emulated  # noqa: F401
 
 _RANKS = 2
 
