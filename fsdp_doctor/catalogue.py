@@ -214,9 +214,9 @@ def _words(text: str) -> set[str]:
 
 
 def _likeness(words: set[str], entry: KnownFailure) -> float:
-    """The share of a signature's words that the message has, of the signature that has most."""
-    shares = [len(words & wanted) / len(wanted) for p in entry.signatures if len(wanted := _words(p.pattern)) > 1]
-    return max(shares, default=0.0)
+    """The share of a signature's words that the message has, two at least, of the signature that has most."""
+    wanted = [_words(pattern.pattern.replace(DEVICE, "")) for pattern in entry.signatures]
+    return max((len(words & some) / len(some) for some in wanted if len(words & some) > 1), default=0.0)
 
 
 def _read(file: pathlib.Path) -> Iterator[KnownFailure]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 
@@ -121,6 +123,15 @@ def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: di
     """``fsdp-doctor probe``, with its report read back."""
     json_file = directory / "report.json"
     return start_probe(json_file, *arguments, device=device, env=env).wait(json_file)
+
+
+@functools.cache
+def default_matrix() -> Report:
+    """The default matrix on the emulated device, run once for all tests that look at it."""
+    run = probe(pathlib.Path(tempfile.mkdtemp()), device="emulated")
+    assert run.report is not None, run.stderr
+    assert run.report.complete, run.stderr
+    return run.report
 
 
 def torchrun(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:

@@ -44,6 +44,7 @@ class Era:
     stages_fsdp2: an FSDP2 model without adapters too. saves_policy_staged: a checkpoint under the policy is taken
     from a module that was moved. holds: the state dict is read after the module was offloaded again.
     merged_late: a merged adapter is read after the merge was undone. nonblocking: FSDP2 shards are copied so.
+    asks_offloaded: fully asynchronous training asks an offloaded model for its names and shapes (issue 4657).
     critic_backend: of the critic's own process group.
     """
 
@@ -57,6 +58,7 @@ class Era:
     holds: bool = True
     merged_late: bool = True
     nonblocking: bool = False
+    asks_offloaded: bool = False
     critic_backend: str = "mixed"
 
 
@@ -64,7 +66,7 @@ _LEGACY = "before v0.8.0, trainer.use_legacy_worker_impl=auto or enable"
 _ENGINE = "before v0.8.0, trainer.use_legacy_worker_impl=disable or a checkout after v0.7.1"
 _NEWER = (1 << 30,)
 _ERAS: tuple[Era, ...] = (
-    Era(versions=_LEGACY, first=(0,), end=(0, 8), stages=False, critic_backend="device-only"),
+    Era(versions=_LEGACY, first=(0,), end=(0, 8), stages=False, asks_offloaded=True, critic_backend="device-only"),
     Era(versions=_ENGINE, first=(0,), end=(0, 8), stages_policy=True, saves_policy_staged=True),
     Era(versions="v0.8", first=(0, 8), end=(0, 9), saves_policy_staged=True),  # PR 6463
     Era(  # PRs 6604, 7005, 7014
@@ -274,7 +276,10 @@ def _sync(role: Role, era: Era, settings: Settings, scenario: Scenario) -> tuple
     if not role.synced:
         return ()
     staged = _sync_is_staged(era, scenario)
-    return (_extraction("weights for the rollout", scenario, staged, _sync_path(era, settings, scenario, staged)),)
+    weights = _extraction("weights for the rollout", scenario, staged, _sync_path(era, settings, scenario, staged))
+    if era.asks_offloaded and settings.below("async_training"):
+        return weights, _extraction("get_actor_weights_info for the rollout", scenario, False, "weights_info")
+    return (weights,)
 
 
 def _sync_is_staged(era: Era, scenario: Scenario) -> bool:

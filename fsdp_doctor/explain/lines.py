@@ -85,7 +85,9 @@ def _decoded(data: bytes) -> tuple[str, list[str]]:
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     if "\x1b" in text or "[0m" in text:
         text = _ANSI.sub("", text)
-    return text, text.split("\n")
+    lines = text.split("\n")
+    # What follows the last line's end is no line.
+    return text, lines[:-1] if lines[-1] == "" else lines
 
 
 def parsed(number: int, raw: str) -> Line:

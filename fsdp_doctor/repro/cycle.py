@@ -17,7 +17,7 @@ model, optimizer = build(device)
 {offloaded}
 {gathering}
 try:
-    for name, value in {entries}:
+    for {entry} in {entries}:
 {checked}
 except Exception as error:
     return "crash", f"{{type(error).__name__}}: {{error}}"
@@ -66,7 +66,8 @@ def cycle(scenario: Scenario, path: Path, entries: str, kind: Kind, *, compares:
         loaded = textwrap.indent("\n".join([*of.after(scenario), *lost]), "    ")
         slots["goes_on"] = [_NEXT_STEP.format(loaded=loaded)]
     filled = {name: textwrap.indent("\n".join(slots.get(name, [])), "    " * depth) for name, depth in _DEPTHS.items()}
-    text = _CYCLE.format(entries=entries, **filled)
+    entry = "name, value" if compares or kind == "leak" else "_"
+    text = _CYCLE.format(entry=entry, entries=entries, **filled)
     return function("cycle(device)", Block("\n".join(line for line in text.split("\n") if line.strip()) + "\n"))
 
 
