@@ -70,8 +70,8 @@ class KnownFailure:
 
     verdict: what it shows as in the matrix, or would.
     signatures: regular expressions over an exception's ``Type: message``, one line, any device.
-    frames: further ones over the traceback, for a message that several failures share: one of them must match
-        where there is a traceback, or the entry comes after those that need none.
+    frames: further ones over the traceback, for a message that other failures share: unless one of them matches,
+        the entry is no more than possible.
     check: how to see it where nothing raises; only a silent failure has it.
     symptoms: regular expressions over the doctor's own reason, for a failure that is silent elsewhere.
     triggers: the parts of the matrix in which it shows.
@@ -104,8 +104,9 @@ class KnownFailure:
         return self.evidence != REPORTED
 
     def says(self, message: str) -> bool:
-        """Whether the exception's text is one of its signatures."""
-        return any(pattern.search(one_line(message)) for pattern in self.signatures)
+        """Whether the exception's text, or its first line, has one of its signatures."""
+        texts = {one_line(message), one_line(message.split("\n", 1)[0])}
+        return any(pattern.search(text) for pattern in self.signatures for text in texts)
 
     def shows_on(self, torch: str) -> bool:
         """Whether that version of torch shows it; any that is not known is taken to."""
@@ -142,15 +143,16 @@ def known_failure(name: str) -> KnownFailure:
     return by_id[name]
 
 
-def of_message(message: str, traceback: str = "") -> list[KnownFailure]:
-    """The entries whose signature is in ``message``, an exception's ``Type: message``; the likeliest first.
+def of_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], list[KnownFailure]]:
+    """The entries with a signature in ``message``, an exception's ``Type: message``: those it is, those it may be.
 
-    Of several, one whose frames are in the traceback comes first, one that wants other frames is left out
-    while another fits, and otherwise the one that the matrix reproduces comes first.
+    An entry that wants certain frames is no more than possible without them. Where frames are there, an entry that
+    wanted them comes first, and what the matrix reproduces before what was only reported.
     """
     said = [entry for entry in known_failures() if entry.says(message)]
-    fitting = [entry for entry in said if not entry.frames or _has_frame(entry, traceback)]
-    return sorted(fitting or said, key=lambda entry: (not entry.frames, not entry.reproduced))
+    sure = [entry for entry in said if not entry.frames or _has_frame(entry, traceback)]
+    possible = [entry for entry in said if entry not in sure]
+    return sorted(sure, key=lambda entry: (not entry.frames, not entry.reproduced)), possible
 
 
 def of_case(case: Case, torch: str = "") -> list[KnownFailure]:
@@ -165,7 +167,7 @@ def of_case(case: Case, torch: str = "") -> list[KnownFailure]:
 
 def of_finding(case: Case, found: Found) -> KnownFailure | None:
     """The entry that a case which broke shows, if the catalogue has it."""
-    said = [entry for message in found.messages for entry in of_message(message, found.traceback)]
+    said = [entry for message in found.messages for entry in of_message(message, found.traceback)[0]]
     shown = [entry for entry in known_failures() if _shows(entry, found)]
     # What was extracted comes before what the next training step said of it.
     for entries in (shown, said):

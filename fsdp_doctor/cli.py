@@ -249,6 +249,12 @@ def explain(
     from fsdp_doctor.explain import explain, text
 
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    if (all_ or entry is not None) and files:
+        raise UsageError("--entry and --list print the catalogue and read no file; leave one of them out")
+    if files and files.count("-") > 1:
+        raise UsageError("standard input can be read once; give one -")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if all_ or entry is not None:
         chosen = (catalogue.known_failure(entry),) if entry is not None else catalogue.known_failures()
         if as_json:

@@ -113,7 +113,7 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
     assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
     assert found.cause is not None
     assert found.cause.first.text == _UNSHARD.format(0)
-    assert found.unknown_before is None
+    assert found.others == ()
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,76 @@ def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path)
     lines = [*_traceback("ImportError: cannot import name 'flash_attn_func'"), *_traceback(_UNSHARD.format(0))]
     found = _explained(tmp_path, lines)
     assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
-    assert found.unknown_before is not None
-    assert found.unknown_before.type == "ImportError"
+    assert [other.type for other in found.others] == ["ImportError"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (["worker-0  | " + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        (["[pod/job-0/pytorch] " + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        ([">" + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        (_traceback("mypkg.SyncAborted: no"), "SyncAborted: no"),
+        (_traceback("_queue.Empty"), "Empty"),
+        (["FutureWarning: old", "loss/MeanSquaredError: 0.123", *_traceback("TypeError: bad")], "TypeError: bad"),
+        (["WARNING ImportError: No module named flash_attn", *_traceback("TypeError: bad")], "TypeError: bad"),
+        (
+            [
+                *_traceback("KeyError: 'x'"),
+                "",
+                "During handling of the above exception, another exception occurred:",
+                "",
+            ]
+            + _traceback("ValueError: no x"),
+            "ValueError: no x",
+        ),
+        (
+            ["RuntimeError: [buffer.cc:81] Timed out waiting 1800000ms for recv", *_traceback("IndexError: 1")],
+            "IndexError: 1",
+        ),
+        (_traceback("KeyboardInterrupt") + _traceback("ValueError: SIGTERM handler"), "ValueError: SIGTERM handler"),
+        (
+            [
+                f"ValueError: cannot decode {chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}"
+                for i in range(2500)
+            ]
+            + _traceback(_UNSHARD.format(0)),
+            _UNSHARD.format(0),
+        ),
+    ],
+    ids=[
+        *("compose's label", "a pod's label", "quoted without a space", "any name after frames", "a bare name"),
+        *("warnings and metrics", "a logged exception", "a handled exception", "a wait in vain", "the word SIGTERM"),
+        "thousands of others",
+    ],
+)
+def test_the_cause_is_found_among(tmp_path: pathlib.Path, lines: list[str], cause: str) -> None:
+    found = _explained(tmp_path, lines)
+    assert found.cause is not None
+    assert found.cause.first.text == cause
+
+
+@pytest.mark.parametrize(
+    "raised", ["AssertionError", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
+)
+def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pathlib.Path, raised: str) -> None:
+    text = "\n".join([_BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised])
+    found = _explained(tmp_path, text)
+    assert (found.entry, bool(found.possible)) == (None, True)
+
+
+def test_long_tracebacks_of_64_interleaved_ranks_keep_their_frames(tmp_path: pathlib.Path) -> None:
+    deep = [f'  File "/opt/a{i}.py", line {i}, in f{i}' for i in range(38)]
+    last = '  File "/opt/torch/distributed/tensor/_api.py", line 500, in full_tensor'
+    raised = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    streams = [[f"[rank{rank}]: {line}" for line in (_BEGIN, *deep, last, raised)] for rank in range(64)]
+    assert _entry(_explained(tmp_path, _interleaved(streams))) == "full-gather-runs-out-of-memory"
+
+
+def test_holes_that_a_truncated_log_has_are_no_binary_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_bytes(b"INFO a line\n" * 50 + b"\0" * 20 + "\n".join(_traceback(_UNSHARD.format(0))).encode())
+    assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"
 
 
 def test_where_only_consequences_are_in_the_log_that_is_said(tmp_path: pathlib.Path) -> None:

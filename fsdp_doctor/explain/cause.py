@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -17,16 +18,20 @@ from fsdp_doctor.verdict import fold
 # What follows when another process has failed, by the name that it is told under.
 _CONSEQUENCES: dict[str, re.Pattern[str]] = {
     "NCCL's watchdog ended a collective that another rank did not join": re.compile(
-        r"Watchdog caught collective operation timeout|collective operation timeout|watchdog thread terminated"
+        r"collective operation timeout|watchdog thread terminated|Some NCCL operations have failed"
     ),
     "the connection to a rank that had ended was closed": re.compile(
-        r"connection (?:was )?closed|connection reset by|broken ?pipe|socket closed|pair closure|remote process exited"
-        r"|ncclRemoteError|Read error \[|recvValue failed|failed to recv, got 0 bytes|Connection refused",
+        r"connection (?:was )?closed by|connection reset by peer|broken ?pipe|socket closed|pair closure"
+        r"|remote process exited|ncclRemoteError|Read error \[|recvValue failed|failed to recv, got 0 bytes"
+        r"|\[c10d\].*refused",
         re.IGNORECASE,
     ),
+    "a rank waited for another in vain": re.compile(
+        r"Timed out waiting \d+ ?ms|wait timeout after \d+ ?ms|DistStoreError"
+    ),
     "NCCL gave up its communicator": re.compile(r"NCCL communicator was aborted|ncclCommAbort"),
-    "torchrun's summary": re.compile(r"ChildFailedError"),
-    "ended from outside": re.compile(r"SignalException|got signal: (?:15|2)\b|SIGTERM|KeyboardInterrupt"),
+    "torchrun's summary": re.compile(r"^ChildFailedError"),
+    "ended from outside": re.compile(r"^(?:SignalException|KeyboardInterrupt)|got signal: (?:15|2)\b"),
     "Ray lost the process": re.compile(
         r"RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|The actor (?:is dead|died)"
     ),
@@ -38,10 +43,14 @@ _SOURCES = 4_096
 
 @dataclass
 class Group:
-    """Exceptions that say the same, on any rank: the first of them, and who raised it."""
+    """Exceptions that say the same, on any rank: the first of them, and who raised it.
+
+    entries: of the catalogue, that it is; possible: that it may be. consequence: what it follows from, if it does.
+    """
 
     first: Raised
     entries: list[KnownFailure]
+    possible: list[KnownFailure]
     consequence: str
     sources: set[str] = field(default_factory=set)
     count: int = 0
@@ -50,13 +59,14 @@ class Group:
         self.count += 1
         if len(self.sources) < _SOURCES:
             self.sources.add(raised.source)
+        if raised is self.first:
+            return
         other = raised
-        if raised.file == self.first.file and raised.line < self.first.line:
-            # Exceptions arrive here in the order in which their tracebacks end.
+        if _earlier(raised, self.first):
             self.first, other = raised, self.first
         if not self.first.frames and other.frames:
             self.first.frames = other.frames
-            self.entries = catalogue.of_message(self.first.text, "\n".join(other.frames))
+            self.entries, self.possible = catalogue.of_message(self.first.text, "\n".join(other.frames))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +74,20 @@ class Explanation:
     """What a log says.
 
     cause: the exception that the others followed from; None where there is none in the log.
-    entry: what the catalogue knows of it. also_possible: other entries with that message.
-    near: where there is no entry, those whose messages share most words.
-    consequences: exceptions that followed, by their name. unknown_before: one that came first and is not known, where
-        a known one was taken for the cause. summary: what torchrun said.
+    entry: what the catalogue knows of it. possible: entries that share the message, and cannot be told apart from it.
+    near: where there is neither, those whose messages share most words.
+    consequences: exceptions that followed, by their name. others: further exceptions that are none, in order.
+    summary: what torchrun said. dropped: exceptions that were too many to keep.
     """
 
     cause: Group | None
     entry: KnownFailure | None = None
-    also_possible: tuple[KnownFailure, ...] = ()
+    possible: tuple[KnownFailure, ...] = ()
     near: tuple[KnownFailure, ...] = ()
     consequences: dict[str, int] = field(default_factory=dict)
-    unknown_before: Raised | None = None
+    others: tuple[Raised, ...] = ()
     summary: FirstFailure | None = None
+    dropped: int = 0
 
     @property
     def only_consequences(self) -> bool:
@@ -89,50 +100,83 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
 
     Several files are the logs of several ranks: then time stamps, where all have them, say what came first.
     """
-    groups: dict[str, Group] = {}
+    groups = _Groups()
     summary: FirstFailure | None = None
     for path in files:
         reader, summaries = Reader(str(path) if path is not None else "stdin"), SummaryReader()
         for text, lines in chunks(path):
-            _add(groups, reader.read(text, lines))
+            groups.add(reader.read(text, lines))
             summaries.read(text, lines)
-        _add(groups, reader.end())
+        groups.add(reader.end())
         summary = summary or summaries.found
-    return _explanation(list(groups.values()), summary)
+    return _explanation(list(groups.by_text.values()), summary, groups.dropped)
 
 
-def _add(groups: dict[str, Group], found: Iterable[Raised]) -> None:
-    for raised in found:
-        key = _DIGITS.sub("#", fold(catalogue.one_line(raised.text)))
-        if key not in groups:
-            if len(groups) >= _DISTINCT:
-                continue
-            entries = catalogue.of_message(raised.text, "\n".join(raised.frames))
-            groups[key] = Group(raised, entries, _consequence(raised))
-        groups[key].add(raised)
+class _Groups:
+    """All exceptions, equal ones together. Of those that nobody knows and that have no traceback so many are kept."""
+
+    def __init__(self) -> None:
+        self.by_text: dict[str, Group] = {}
+        self.dropped = 0
+
+    def add(self, found: Iterable[Raised]) -> None:
+        for raised in found:
+            key = _key(raised.text)
+            if key not in self.by_text and not self._admit(key, raised):
+                self.dropped += 1
+            else:
+                self.by_text[key].add(raised)
+
+    def _admit(self, key: str, raised: Raised) -> bool:
+        entries, possible = catalogue.of_message(raised.text, "\n".join(raised.frames))
+        full = len(self.by_text) >= _DISTINCT
+        if full and not ((entries or raised.frames) and len(self.by_text) < 2 * _DISTINCT):
+            return False
+        self.by_text[key] = Group(raised, entries, possible, _consequence(raised))
+        return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(text: str) -> str:
+    """The first line, without what differs between ranks and attempts."""
+    return _DIGITS.sub("#", fold(catalogue.one_line(text.split("\n", 1)[0])))
 
 
 def _consequence(raised: Raised) -> str:
     return next((name for name, pattern in _CONSEQUENCES.items() if pattern.search(raised.text)), "")
 
 
-def _explanation(groups: list[Group], summary: FirstFailure | None) -> Explanation:
+def _explanation(groups: list[Group], summary: FirstFailure | None, dropped: int) -> Explanation:
     ordered = sorted(groups, key=_order(groups))
     causes = [group for group in ordered if not group.consequence]
-    named = [group for group in causes if summary is not None and summary.source in group.sources]
-    known = [group for group in named or causes if group.entries] or [group for group in causes if group.entries]
-    cause = next(iter(known or named or causes or [group for group in ordered if group.entries] or ordered), None)
-    entries = cause.entries if cause is not None else []
-    before = next(iter(causes), None)
+    named = [group for group in causes if summary is not None and summary.is_one_of(group.sources)]
+    # sorted() keeps the order of what is equally likely.
+    cause = next(iter(sorted(named or causes, key=_doubt)), None) or next(iter(ordered), None)
+    known = cause.entries if cause is not None and not cause.consequence else []
+    possible = [*(cause.entries if not known else known[1:]), *cause.possible] if cause is not None else []
     return Explanation(
         cause=cause,
-        entry=entries[0] if entries else None,
-        also_possible=tuple(entries[1:]),
-        near=tuple(catalogue.nearest(cause.first.text)) if cause is not None and not entries else (),
+        entry=known[0] if known else None,
+        possible=tuple(possible),
+        near=tuple(catalogue.nearest(cause.first.text)) if cause is not None and not known and not possible else (),
         consequences=_counted(ordered, cause),
-        unknown_before=before.first if before is not None and before is not cause and not before.entries else None,
+        others=tuple(group.first for group in causes if group is not cause),
         summary=summary,
+        dropped=dropped,
     )
+
+
+def _doubt(group: Group) -> tuple[bool, bool, bool, bool]:
+    """Why another one may rather be the cause: programs log what they handle, and handle what they raise."""
+    first = group.first
+    return first.logged and not first.frames, not group.entries, first.swallowed, not first.frames
+
+
+def _earlier(one: Raised, other: Raised) -> bool:
+    """Exceptions arrive in the order in which their tracebacks end; and files in that of the command."""
+    if one.file == other.file:
+        return one.line < other.line
+    return one.time is not None and other.time is not None and one.time < other.time
 
 
 def _order(groups: list[Group]) -> Callable[[Group], tuple[float, int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import keyword
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -13,19 +15,30 @@ from fsdp_doctor.explain.lines import Line, parsed, time_of
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
 _RAY_BEGIN = re.compile(r"RayTaskError(?:\(\w+\))?: .*\bray::")
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_NAME = r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Died|Timeout|Killed|Iteration)\w*"
+_HANDLING = "During handling of the above exception"
+_CHAINED = (_HANDLING, "The above exception was the direct cause")
+_SUFFIX = r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Died|Timeout|Killed|Aborted)"
+_NAME = rf"[A-Za-z_][\w.]{{0,200}}?(?:{_SUFFIX}|Warning|Iteration)\w{{0,40}}"
 _RAISED = re.compile(rf"(?P<type>{_NAME})(?:\((?P<inner>[\w.]+)\))?(?:: (?P<message>.*)|:?$)")
-_INSIDE = re.compile(rf"(?<![\w.'\"])(?P<type>{_NAME})(?:\((?P<inner>[\w.]+)\))?: (?P<message>\S.*)")
+# After frames any name may be an exception's.
+_ANY = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?P<inner>)(?:: (?P<message>.*)|$)")
+_INSIDE = re.compile(
+    rf"(?<![\w.'\"/])(?P<type>[A-Za-z_][\w.]{{0,200}}?{_SUFFIX}\w{{0,40}})(?:\((?P<inner>[\w.]+)\))?: (?P<message>\S.*)"
+)
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
 # A line that cannot be part of a message: a log record, a table of torchrun's, the next prefix.
 _OTHER = re.compile(r"\s*$|[-=]{8,}|\[?[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\d{4}-\d\d-\d\d|```")
+_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b")
+_GROUP = re.compile(r"^\s*[|+][ |+-]*")
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 _FRAMES = 40
 _MESSAGE_LINES = 12
 _MESSAGE_CHARACTERS = 4_000
 # A traceback that was cut off, or a rank that writes nothing more, must not be waited for forever.
-_PATIENCE = 400
+_OWN_LINES = 400
+_LINES = 50_000
+_SWEEP = 512
+_LABELS = 256
 _REMEMBERED = 200
 
 
@@ -34,7 +47,8 @@ class Raised:
     """One exception as a log has it.
 
     file, line: where it stands. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
-    frames: its traceback's, outermost first, as far as they were kept. handled: what was being handled when it came.
+    frames: its traceback's, outermost first, as far as they were kept. logged: it stands in a record below an error's
+    level. swallowed: another exception came while it was being handled.
     """
 
     file: str
@@ -44,22 +58,24 @@ class Raised:
     type: str
     message: str
     frames: list[str] = field(default_factory=list)
-    handled: Raised | None = None
+    logged: bool = False
+    swallowed: bool = False
 
     @property
     def text(self) -> str:
-        return f"{self.type}: {self.message}" if self.message else self.type
+        return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
 
 
 @dataclass
 class _Open:
-    """A traceback of one source that is still being read."""
+    """A traceback of one source that is still being read. lines: of this source since it began."""
 
-    began: int
+    began: Line
     time: float | None
     frames: deque[str] = field(default_factory=lambda: deque(maxlen=_FRAMES))
     raised: Raised | None = None
     lines: int = 0
+    message_lines: int = 0
 
 
 def anchors() -> list[str]:
@@ -84,8 +100,9 @@ class Reader:
         self._number = 0
         self._open: dict[str, _Open] = {}
         self._last: dict[str, Raised] = {}
-        self._chained: set[str] = set()
-        self._recent: deque[str] = deque(maxlen=_REMEMBERED)
+        self._labels: tuple[str, ...] = ()
+        self._recent: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._stamped: dict[str, tuple[int, float | None]] = {}
         self._anchors = anchors()
 
     def read(self, text: str, lines: list[str]) -> Iterator[Raised]:
@@ -93,104 +110,141 @@ class Reader:
         for raw in lines:
             self._number += 1
             if self._open or "rror" in raw or _BEGIN in raw or "xception" in raw or any(a in raw for a in present):
-                yield from self._look(parsed(self._number, raw), present)
-            self._recent.append(raw)
+                yield from self._look(self._labelled(parsed(self._number, raw)), present)
+            self._recent.append((self._number, raw))
 
     def end(self) -> Iterator[Raised]:
         for source in list(self._open):
             yield from self._close(source)
 
+    def _labelled(self, line: Line) -> Line:
+        """Takes off a label that stood before a traceback, as of a container: it is the source, whatever it means."""
+        if self._labels and line.text.startswith(self._labels):
+            label = next(label for label in self._labels if line.text.startswith(label))
+            source = " ".join(filter(None, (line.source, label.strip(" |:[]"))))
+            return dataclasses.replace(line, source=source, text=line.text[len(label) :])
+        return line
+
     def _look(self, line: Line, present: list[str]) -> Iterator[Raised]:
-        yield from self._give_up_on_old(line.number)
+        if self._number % _SWEEP == 0:
+            yield from self._give_up_on_old()
+        if line.source in self._open and line.text.lstrip().startswith(("|", "+-")):
+            line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
         if _BEGIN in line.text:
             yield from self._begin(line)
         elif _RAY_BEGIN.search(line.text):
             yield from self._close(line.source)
-            self._open[line.source] = _Open(line.number, self._time(line))
+            self._open[line.source] = _Open(line, self._time(line))
         elif line.text.startswith(_CHAINED):
             yield from self._close(line.source)
-            self._chained.add(line.source)
+            if line.text.startswith(_HANDLING) and line.source in self._last:
+                self._last[line.source].swallowed = True
         elif line.source in self._open:
             yield from self._continue(self._open[line.source], line, present)
         else:
             yield from self._alone(line, present)
 
     def _begin(self, line: Line) -> Iterator[Raised]:
+        before, _, after = line.text.partition(_BEGIN)
+        if before.strip(" |+-") and "Exception Group" not in before and len(self._labels) < _LABELS:
+            self._labels = tuple(dict.fromkeys((*self._labels, before)))
+            line = self._labelled(line)
         yield from self._close(line.source)
-        after = line.text.partition(_BEGIN)[2].lstrip(": ")
-        opened = self._open[line.source] = _Open(line.number, self._time(line))
+        opened = self._open[line.source] = _Open(line, self._time(line))
+        after = after.lstrip(": ")
         if inside := list(_INSIDE.finditer(after)):
             # A whole traceback that lost its line breaks.
             opened.raised = self._raised(line, inside[-1], [after[: inside[-1].start()].strip()], opened.time)
 
     def _continue(self, opened: _Open, line: Line, present: list[str]) -> Iterator[Raised]:
-        if opened.raised is None:
-            self._frame_or_end(opened, line)
-            return
         opened.lines += 1
-        if opened.lines > _MESSAGE_LINES or any(other.match(line.text) for other in (_OTHER, _FRAME, _INSIDE)):
+        if opened.raised is None:
+            self._frame_or_end(opened, line, present)
+            if opened.raised is None and opened.lines > _OWN_LINES:
+                yield from self._close(line.source)
+            return
+        opened.message_lines += 1
+        if opened.message_lines > _MESSAGE_LINES or any(p.match(line.text) for p in (_OTHER, _FRAME, _INSIDE)):
             yield from self._close(line.source)
             yield from self._alone(line, present)
             return
         message = f"{opened.raised.message}\n{line.text}"
         opened.raised.message = _REPEATED.sub("", message)[:_MESSAGE_CHARACTERS]
 
-    def _frame_or_end(self, opened: _Open, line: Line) -> None:
+    def _frame_or_end(self, opened: _Open, line: Line, present: list[str]) -> None:
         if _FRAME.match(line.text):
             opened.frames.append(line.text.strip()[:400])
-        elif match := _RAISED.match(line.text.strip() if not opened.frames else line.text.removeprefix("  ")):
+            return
+        match = _RAISED.match(line.text.removeprefix("  ") if opened.frames else line.text.strip())
+        if (
+            match is None
+            and opened.frames
+            and (named := _ANY.match(line.text))
+            and not keyword.iskeyword(named["type"])
+        ):
+            match = named
+        if match is not None:
             opened.raised = self._raised(line, match, list(opened.frames), opened.time)
+        elif any(anchor in line.text for anchor in present):
+            opened.raised = self._message(line, list(opened.frames))
 
     def _alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
         """A line outside of any traceback that has an exception in it, or a message that the catalogue knows."""
         if match := _INSIDE.search(line.text):
-            opened = _Open(line.number, self._time(line), raised=self._raised(line, match, []))
-            self._open[line.source] = opened
+            raised = self._raised(line, match, [])
+            raised.logged = _LEVEL.search(line.raw[:200]) is not None
+            self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif any(anchor in line.text for anchor in present):
-            yield Raised(
-                file=self._file,
-                line=line.number,
-                source=line.source,
-                time=self._time(line),
-                type="",
-                message=_REPEATED.sub("", line.text.strip())[:_MESSAGE_CHARACTERS],
-            )
+            yield self._message(line, [])
 
     def _raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
+        raised = self._message(line, frames)
+        # Ray's RayTaskError(RuntimeError) is the RuntimeError that it carries.
+        raised.type = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
+        raised.message = _REPEATED.sub("", match["message"] or "")[:_MESSAGE_CHARACTERS]
+        raised.time = time if time is not None else raised.time
+        return raised
+
+    def _message(self, line: Line, frames: list[str]) -> Raised:
         return Raised(
             file=self._file,
             line=line.number,
             source=line.source,
-            time=time if time is not None else self._time(line),
-            # Ray's RayTaskError(RuntimeError) is the RuntimeError that it carries.
-            type=(match["inner"] or match["type"]).rsplit(".", 1)[-1],
-            message=_REPEATED.sub("", match["message"] or "")[:_MESSAGE_CHARACTERS],
+            time=self._time(line),
+            type="",
+            message=_REPEATED.sub("", line.text.strip())[:_MESSAGE_CHARACTERS],
             frames=frames,
         )
 
     def _close(self, source: str) -> Iterator[Raised]:
         opened = self._open.pop(source, None)
-        if opened is None or opened.raised is None:
+        if opened is None:
             return
         raised = opened.raised
-        raised.message = raised.message.strip()
-        if source in self._chained:
-            self._chained.discard(source)
-            raised.handled = self._last.get(source)
-        self._last[source] = raised
-        yield raised
+        if raised is None and opened.frames:
+            raised = self._message(opened.began, list(opened.frames))
+            raised.message = "a traceback that was cut off before its exception"
+        if raised is not None:
+            raised.message = raised.message.strip()
+            self._last[source] = raised
+            yield raised
 
-    def _give_up_on_old(self, number: int) -> Iterator[Raised]:
+    def _give_up_on_old(self) -> Iterator[Raised]:
         for source, opened in list(self._open.items()):
-            if number - opened.began > _PATIENCE:
+            if self._number - opened.began.number > _LINES:
                 yield from self._close(source)
 
     def _time(self, line: Line) -> float | None:
         """Of the line itself, or of the last one before it by the same source that has one."""
+        searched, found = self._stamped.get(line.source, (0, None))
         if (own := time_of(line.raw)) is not None:
-            return own
-        for raw in reversed(self._recent):
-            before = time_of(raw)
-            if before is not None and parsed(0, raw).source == line.source:
-                return before
-        return None
+            found = own
+        else:
+            for number, raw in reversed(self._recent):
+                if number <= searched:
+                    break
+                if (before := time_of(raw)) is not None and parsed(0, raw).source == line.source:
+                    found = before
+                    break
+        self._stamped[line.source] = (line.number, found)
+        return found

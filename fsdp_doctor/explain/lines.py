@@ -13,7 +13,8 @@ from typing import IO
 from fsdp_doctor.errors import UsageError
 
 _CHUNK = 1 << 20
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 14
+_MAGIC = (b"\x7fELF", b"\x1f\x8b", b"PK\x03\x04", b"\x89PNG", b"\x80\x02")
 # The escape character is often lost where a log was pasted, and its "[36m" stays.
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\[\d{0,2}(?:;\d{1,3})*m")
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T_](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
@@ -26,11 +27,11 @@ _PREFIX = re.compile(
       \[rank(?P<rank>\d+)\]:[ ]?
     | \((?:[\w.:<>\- ]*\ )?pid=(?P<pid>\d+)(?:,\ ip=(?P<ip>[^,)\s]+))?[^)\n]{0,200}\)[ ]?
     | \[[A-Za-z_-]+(?P<local>\d+)(?:\|\d+)?\]:[ ]?
-    | (?P<task>\d{1,5}):[ ](?=\s*(?:Traceback|File\ "|\S*(?:Error|Exception)\b|\[|\s))
+    | [ ]{0,4}(?P<task>\d{1,5}):[ ](?=\s*(?:Traceback|During|The\ above|File\ "|\S{0,200}(?:Error|Exception)\b|\[|\s))
     | \d{4}-\d\d-\d\dT[\d:.]+Z?[ ](?:stdout|stderr)[ ][FP][ ]
     | \d{4}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ ]?
-      (?=\S*\s*(?:Traceback|File\ "|[\w.]*(?:Error|Exception)\b|\s))
-    | (?:>[ ])+
+      (?=\S{0,200}\s{0,20}(?:Traceback|File\ "|[\w.]{0,200}(?:Error|Exception)\b|\s))
+    | (?:>[ ]?)+
     """,
     re.VERBOSE,
 )
@@ -57,8 +58,10 @@ def chunks(path: pathlib.Path | None) -> Iterator[tuple[str, list[str]]]:
         with _opened(path) as file:
             rest = b""
             while data := file.read(_CHUNK):
-                if empty and b"\0" in data:
+                if empty and _is_binary(data):
                     raise UsageError(f"{name} is not a text file")
+                # A log that was truncated while it was written to has holes of them.
+                data = data.replace(b"\0", b"")
                 empty = empty and not data.strip()
                 whole, rest = _split(rest + data)
                 yield _decoded(whole)
@@ -70,22 +73,33 @@ def chunks(path: pathlib.Path | None) -> Iterator[tuple[str, list[str]]]:
 
 
 def _opened(path: pathlib.Path | None) -> IO[bytes]:
-    return open(path, "rb") if path is not None else open(sys.stdin.fileno(), "rb", closefd=False)
+    if path is not None:
+        return open(path, "rb")
+    if sys.stdin is None:
+        raise UsageError("stdin is closed")
+    return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def _is_binary(data: bytes) -> bool:
+    return data.startswith(_MAGIC) or data[:4096].count(0) * 10 > len(data[:4096])
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
     """Whole lines, and the beginning of one that goes on; a line without end is cut."""
-    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    end = data.rfind(b"\n") + 1
     if not end and len(data) > _LONGEST_LINE:
         end = len(data)
     return data[:end], data[end:]
 
 
 def _decoded(data: bytes) -> tuple[str, list[str]]:
-    text = data.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+    text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
     if "\x1b" in text or "[0m" in text:
         text = _ANSI.sub("", text)
     lines = text.split("\n")
+    if "\r" in text:
+        # A progress bar writes its line again and again; what was written last stands.
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     # What follows the last line's end is no line.
     return text, lines[:-1] if lines[-1] == "" else lines
 
@@ -99,15 +113,16 @@ def parsed(number: int, raw: str) -> Line:
         position = match.end()
         if named := _named(match):
             sources.append(named)
-    # torchrun's own word for the rank says more than the process around it.
-    source = next((source for source in reversed(sources) if source.startswith("rank")), sources[-1] if sources else "")
-    return Line(number, source, raw[position:], raw)
+    # torchrun's own word for the rank says more than the processes around it.
+    rank = next((source for source in reversed(sources) if source.startswith("rank")), "")
+    return Line(number, rank or " ".join(dict.fromkeys(sources)), raw[position:], raw)
 
 
 def _named(match: re.Match[str]) -> str:
-    rank = match["rank"] or match["task"]
-    if rank is not None:
-        return f"rank {rank}"
+    if match["rank"] is not None:
+        return f"rank {int(match['rank'])}"
+    if match["task"] is not None:
+        return f"task {int(match['task'])}"
     if match["local"] is not None:
         return f"local rank {match['local']}"
     if match["pid"] is not None:

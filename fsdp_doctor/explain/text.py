@@ -12,6 +12,7 @@ from fsdp_doctor.explain.exceptions import Raised
 
 _SHOWN_RANKS = 8
 _SHOWN_LINES = 6
+_SHOWN_OTHERS = 3
 _ATTACH = (
     "the whole traceback of the rank that failed first",
     "`fsdp-doctor env`, from the same environment",
@@ -25,10 +26,12 @@ def as_text(found: Explanation, width: int) -> str:
     lines = _cause(found) + _notes(found)
     if found.entry is not None:
         lines += ["", *entry_lines(found.entry, width)]
-        lines += _possible("The same message is also known from:", found.also_possible)
+        lines += _listed("The same message is also known from:", found.possible)
     else:
-        lines += ["", "The catalogue does not know it."]
-        lines += _possible("Nearest to it, by the words of the message, and no more than that:", found.near)
+        sure = " for certain" if found.possible else ""
+        lines += ["", f"The catalogue does not know it{sure}."]
+        lines += _listed("By its message alone it may be (`fsdp-doctor explain --entry ID`):", found.possible)
+        lines += _listed("Nearest to it, by the words of the message, and no more than that:", found.near)
         lines += ["", "To report it, attach:", *(f"  - {what}" for what in _ATTACH)]
     return "\n".join(lines) + "\n"
 
@@ -43,10 +46,10 @@ def as_json(found: Explanation) -> str:
             "cause": _cause_as_dict(cause) if cause is not None else None,
             "only_consequences": found.only_consequences,
             "entry": entry_as_dict(found.entry) if found.entry is not None else None,
-            "also_possible": [entry.id for entry in found.also_possible],
+            "possible": [entry.id for entry in found.possible],
             "near": [entry.id for entry in found.near],
             "consequences": found.consequences,
-            "unknown_before": found.unknown_before.text if found.unknown_before is not None else None,
+            "others": [{"text": one.text, "file": one.file, "line": one.line} for one in found.others[:_SHOWN_OTHERS]],
             "torchrun": found.summary.sentence if found.summary is not None else None,
             "attach": list(_ATTACH) if found.entry is None else [],
         },
@@ -122,10 +125,10 @@ def _notes(found: Explanation) -> list[str]:
         lines.append(
             "The rank that failed or hung first says nothing here: look at its own log, and at every rank's stack."
         )
-    if found.unknown_before is not None:
-        lines.append(
-            f"Before it, and not known: {found.unknown_before.text.splitlines()[0]} ({_where(found.unknown_before)})"
-        )
+    for other in found.others[:_SHOWN_OTHERS]:
+        lines.append(f"Not taken for the cause: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
+    if (more := max(0, len(found.others) - _SHOWN_OTHERS) + found.dropped) > 0:
+        lines.append(f"and {more} other exceptions")
     for name, count in found.consequences.items():
         lines.append(f"Followed from it: {name} ({count} times)" if count > 1 else f"Followed from it: {name}")
     if found.summary is not None and found.cause is not None:
@@ -135,7 +138,7 @@ def _notes(found: Explanation) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _possible(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
+def _listed(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
     return ["", heading, *(f"  {entry.id}: {entry.title}" for entry in entries)] if entries else []
 
 

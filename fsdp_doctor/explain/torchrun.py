@@ -22,9 +22,9 @@ class FirstFailure:
     exit_code: int | None = None
     time: float | None = None
 
-    @property
-    def source(self) -> str:
-        return f"rank {self.rank}"
+    def is_one_of(self, sources: set[str]) -> bool:
+        """Whether that rank is among them; srun's tasks are ranks where nothing else names them."""
+        return bool({f"rank {self.rank}", f"task {self.rank}"} & sources)
 
     @property
     def sentence(self) -> str:
