@@ -158,6 +158,17 @@ class Scenario:
         return not self.policy and "optimizer" in self.offload
 
     @property
+    def contradiction(self) -> str:
+        """Why no model can be on all these points at once; empty if one can."""
+        if self.pinning == "unpinned" and not (self.policy and self.version == 2):
+            return "only FSDP2's CPUOffloadPolicy can be told not to pin"
+        if self.transfer == "nonblocking" and not (self.param_offload or self.optimizer_offload):
+            return "only a manual offload can be non-blocking"
+        if self.dims == "uneven" and self.model == "custom":
+            return "the dimensions of a model given with --model are its own"
+        return ""
+
+    @property
     def version(self) -> int:
         """1 for FullyShardedDataParallel, 2 for fully_shard."""
         return 2 if self.strategy == "fsdp2" else 1

@@ -320,6 +320,8 @@ def check(
 
     if world_size is not None:
         options.positive("--world-size", world_size)
+    if probe and as_json:
+        raise UsageError("--probe prints what the probe prints; leave --json out, and take the cases from it")
     result = read(config, framework_version=framework_version, world_size=world_size)
     sys.stdout.write(report.as_json(result) if as_json else report.as_text(result))
     if not probe:

@@ -21,7 +21,7 @@ from fsdp_doctor.fsdp.fsdp2 import entries, local_tensor
 from fsdp_doctor.fsdp.functions import PathFunction, function_of, load_user_path
 from fsdp_doctor.fsdp.subject import Subject
 from fsdp_doctor.merged import merged_weights
-from fsdp_doctor.paths import Path, find_path, is_user_path
+from fsdp_doctor.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.records import Problem, Record, Stage
 from fsdp_doctor.runtime import Runtime
 from fsdp_doctor.tracebacks import failure_from
@@ -359,12 +359,8 @@ def _kept(alive: list[TensorWeakRef]) -> list[int]:
 
 def _why_not(case: Case, path: Path, runtime: Runtime) -> str:
     """Why the path cannot be tried in this scenario; empty if it can."""
-    if path.contract.form == "optimizer" and case.scenario.phase == "fresh":
-        return "there is no optimizer state before the first step"
-    if path.without_mesh and case.scenario.sharding != "full":
-        return f"{path.name} needs a model without a device mesh, and {case.scenario.sharding} is built with one"
-    if path.contract.form == "flat" and case.scenario.strategy == "fsdp1-orig":
-        return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
+    if reason := impossible(path, case.scenario):
+        return reason
     if path.name == "dcp" and runtime.num_nodes > 1:
         return "the checkpoint directory is not shared between the nodes"
     return ""

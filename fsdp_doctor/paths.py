@@ -325,6 +325,17 @@ def paths_for(scenario: Scenario) -> tuple[Path, ...]:
     return tuple(path for path in PATHS if path.applies(scenario))
 
 
+def impossible(path: Path, scenario: Scenario) -> str:
+    """Why the path cannot be tried in the scenario, wherever it runs; empty if it can."""
+    if path.contract.form == "optimizer" and scenario.phase == "fresh":
+        return "there is no optimizer state before the first step"
+    if path.without_mesh and scenario.sharding != "full":
+        return f"{path.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
+    if path.contract.form == "flat" and scenario.strategy == "fsdp1-orig":
+        return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
+    return scenario.contradiction
+
+
 def find_path(name: str, fsdp: int) -> Path:
     """The row of that name for FSDP1 or FSDP2; a ``module:function`` gets a row of its own."""
     if is_user_path(name):

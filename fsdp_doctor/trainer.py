@@ -148,12 +148,8 @@ def _why_not(scenario: Scenario, runtime: Runtime) -> str:
         return f"hsdp needs an even number of ranks, at least 4; there are {runtime.world_size}"
     if scenario.backend == "device-only" and not runtime.has_accelerator:
         return "without an accelerator there is one backend, gloo, and no device-only group"
-    if scenario.pinning == "unpinned" and not (scenario.policy and scenario.version == 2):
-        return "only FSDP2's CPUOffloadPolicy can be told not to pin"
-    if scenario.transfer == "nonblocking" and not (scenario.param_offload or scenario.optimizer_offload):
-        return "only a manual offload can be non-blocking"
-    if scenario.dims == "uneven" and scenario.model == "custom":
-        return "the dimensions of a model given with --model are its own"
+    if scenario.contradiction:
+        return scenario.contradiction
     if scenario.model == "custom" and runtime.custom_model is None:
         return "the model 'custom' needs --model DIR"
     return models.unsupported(scenario.model)

@@ -14,6 +14,7 @@ import pathlib
 import runpy
 import sys
 import tempfile
+import threading
 import traceback
 
 import peft  # noqa: F401
@@ -52,7 +53,9 @@ def _start(script: pathlib.Path, rank: int, port: int, output: int) -> int:
         runpy.run_path(str(script), run_name="__main__")
     except BaseException:
         traceback.print_exc()
-    os._exit(99)
+    # As the interpreter does at its end: a thread that is no daemon is waited for.
+    threading._shutdown()
+    os._exit(1)
 
 
 if __name__ == "__main__":

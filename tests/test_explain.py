@@ -20,6 +20,7 @@ _STORAGE = (
     '"cuda:{}".  This is no longer allowed; the devices must match.'
 )
 _UNSHARD = "AssertionError: Expects tensor to be on the compute device cuda:{}, was on cpu"
+_DURING = "During handling of the above exception, another exception occurred:"
 _BEGIN = "Traceback (most recent call last):"
 
 
@@ -179,13 +180,7 @@ def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path)
         (["FutureWarning: old", "loss/MeanSquaredError: 0.123", *_traceback("TypeError: bad")], "TypeError: bad"),
         (["WARNING ImportError: No module named flash_attn", *_traceback("TypeError: bad")], "TypeError: bad"),
         (
-            [
-                *_traceback("KeyError: 'x'"),
-                "",
-                "During handling of the above exception, another exception occurred:",
-                "",
-            ]
-            + _traceback("ValueError: no x"),
+            [*_traceback("KeyError: 'x'"), "", _DURING, "", *_traceback("ValueError: no x")],
             "ValueError: no x",
         ),
         (

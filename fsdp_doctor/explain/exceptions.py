@@ -39,7 +39,10 @@ _OWN_LINES = 400
 _LINES = 50_000
 _SWEEP = 512
 _LABELS = 256
-_REMEMBERED = 200
+# Of the lines that have a time so many are remembered; the time stands near the beginning of a line.
+_REMEMBERED = 64
+_CLOCK = re.compile(r"\d\d:\d\d:\d\d")
+_CLOCK_END = 160
 
 
 @dataclass(kw_only=True)
@@ -111,7 +114,8 @@ class Reader:
             self._number += 1
             if self._open or "rror" in raw or _BEGIN in raw or "xception" in raw or any(a in raw for a in present):
                 yield from self._look(self._labelled(parsed(self._number, raw)), present)
-            self._recent.append((self._number, raw))
+            if _CLOCK.search(raw, 0, _CLOCK_END):
+                self._recent.append((self._number, raw))
 
     def end(self) -> Iterator[Raised]:
         for source in list(self._open):

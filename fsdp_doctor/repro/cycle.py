@@ -75,6 +75,7 @@ def problem(contract: Contract) -> Block:
     """``problem(value, want, place)``: (severity, verdict) of one entry, or nothing."""
     imports = [("torch.distributed.tensor", "DTensor")]
     lines = []
+    where = "value.device"
     match contract.form:
         case "info":
             text = 'return None if value == (want.size(), want.dtype) else (0, "wrong")\n'
@@ -87,16 +88,18 @@ def problem(contract: Contract) -> Block:
         case _:
             imports.append(("torch.distributed.tensor", "distribute_tensor"))
             lines.append(
+                "where = value.device\n"
                 "if isinstance(value, DTensor):\n"
-                "    full = want.to(value.device_mesh.device_type)\n"
-                "    want = distribute_tensor(full, value.device_mesh, value.placements).to_local().cpu()\n"
-                "    value = value.to_local()"
+                "    mesh, placements, where = value.device_mesh, value.placements, value.to_local().device\n"
+                "    value = value.to_local().cpu().clone()  # before anything waits for the device\n"
+                "    want = distribute_tensor(want.to(mesh.device_type), mesh, placements).to_local().cpu()"
             )
+            where = "where"
     lines += ["want = want.to(torch.bfloat16)"] if contract.dtype == "compute" else []
     equal = "allclose(value.cpu(), want, atol=1e-5)" if contract.weights == "merged" else "equal(value.cpu(), want)"
     lines += [
         f'if value.shape != want.shape or not torch.{equal}:\n    return 0, "wrong"',
-        'return (2, "misplaced") if value.device != place else None',
+        f'return (2, "misplaced") if {where} != place else None',
     ]
     return function("problem(value, want, place)", Block("\n".join(lines) + "\n", imports))
 
@@ -157,7 +160,7 @@ def _watched() -> list[str]:
     """A path that offloads the model itself must have given the shards' memory back by the first entry."""
     return [
         "now = torch.get_device_module(device).memory_allocated()",
-        'problems += [(0, "leak", f"{now} of {allocated} bytes")] if 2 * now > allocated else []',
+        'problems += [(0, "leak", f"{now} of {allocated} bytes")] if 2 * now > allocated and not problems else []',
     ]
 
 

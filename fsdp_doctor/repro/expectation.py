@@ -18,6 +18,8 @@ _DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
 # What torch lists at the end of a message: other models and ranks, other lists.
 _LIST = re.compile(r": \[\(.*$", re.DOTALL)
 _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_CHANGED = "the extraction changed"
 _CATALOGUE = "its catalogue"
 
 
@@ -69,6 +71,10 @@ def reported(case: Case, report: Report) -> Expectation:
         raise UsageError(f"the report has no case {case.id!r}")
     if not result.verdict.bad and result.verdict.kind != "ok":
         raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
+    if _CHANGED in result.verdict.reason:
+        raise UsageError(f"case {case.id!r}: that {_CHANGED} the training state, the doctor alone can see")
+    if report.world_size != 2 and case.scenario.sharding != "hsdp":
+        raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
     known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
     return Expectation(
         kind=result.verdict.kind,
@@ -86,8 +92,12 @@ def _message(result: CaseResult) -> str:
         return ""
     for report in sorted(result.ranks, key=lambda report: report.rank not in result.verdict.ranks):
         if report.record is not None and (failure := report.record.failure) is not None:
+            if failure.type == "FloatingPointError":
+                # The doctor's own, of a loss that is nan.
+                return ""
             text = _LIST.sub("", f"{failure.type}: {catalogue.one_line(failure.message)}")
-            return catalogue.DEVICE.join(re.escape(piece).replace(r"\ ", " ") for piece in _DEVICE.split(text))
+            pieces = (re.escape(piece).replace(r"\ ", " ") for piece in _DEVICE.split(text))
+            return _ADDRESS.sub("0x[0-9a-f]+", catalogue.DEVICE.join(pieces))
     return ""
 
 
