@@ -38,10 +38,9 @@ def build(device):
     precision = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
     )
-    is_unit = lambda module: type(module).__name__.endswith("DecoderLayer")
     model = FullyShardedDataParallel(
-        model, auto_wrap_policy=CustomPolicy(is_unit), device_id=device, mixed_precision=precision,
-        use_orig_params=False,
+        model, auto_wrap_policy=CustomPolicy(lambda m: type(m).__name__.endswith("DecoderLayer")),
+        device_id=device, mixed_precision=precision, use_orig_params=False,
         device_mesh=mesh,
     )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

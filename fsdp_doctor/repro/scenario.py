@@ -209,21 +209,22 @@ def _fsdp1(scenario: Scenario, path: Path) -> Block:
         "    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32"
         + (", cast_forward_inputs=True" if lora else "")
         + "\n)\n"
-        + (_LORA_UNITS if lora else _LAYER_UNITS)
+        + (_LORA_UNITS if lora else "")
         + "model = FullyShardedDataParallel(\n"
-        "    model, auto_wrap_policy=CustomPolicy(is_unit), device_id=device, mixed_precision=precision,\n"
-        + "".join(f"    {line},\n" for line in [f"use_orig_params={scenario.strategy == 'fsdp1-orig'}", *more])
+        f"    model, auto_wrap_policy=CustomPolicy({'is_unit' if lora else f'lambda m: {_IS_LAYER}'}),\n"
+        f"    device_id=device, mixed_precision=precision, use_orig_params={scenario.strategy == 'fsdp1-orig'},\n"
+        + (f"    {', '.join(more)},\n" if more else "")
         + ")\n"
     )
     imports = [("torch.distributed.fsdp", name) for name in names]
     return Block(text, [*imports, ("torch.distributed.fsdp.wrap", "CustomPolicy")])
 
 
-_LAYER_UNITS = 'is_unit = lambda module: type(module).__name__.endswith("DecoderLayer")\n'
+_IS_LAYER = 'type(m).__name__.endswith("DecoderLayer")'
 _LORA_UNITS = (
     "# A flat parameter trains as a whole or not at all: each leaf that trains is a unit.\n"
     "trains = lambda module: any(p.requires_grad for p in module.parameters(recurse=False))\n"
-    'is_unit = lambda m: type(m).__name__.endswith("DecoderLayer") or (trains(m) and not any(m.children()))\n'
+    f"is_unit = lambda m: {_IS_LAYER} or (trains(m) and not any(m.children()))\n"
 )
 
 
