@@ -383,6 +383,17 @@ def a_nonblocking_offload_of_the_optimizer_is_seen_too() -> None:
 
 
 @check
+def a_buffer_or_a_model_on_another_device_of_the_kind_is_bad() -> None:
+    """The usual mistake: every rank's buffers on device 0."""
+    other = torch.device("emulated", 1 - dist.get_rank())
+    model = trained(fsdp2_model())
+    model.scale = model.scale.to(other)
+    assert "buffers-left-behind" in {finding.kind for finding in examine(model).bad}
+    model = trained(fsdp2_model()).to(other)
+    assert "elsewhere" in {finding.kind for finding in examine(model).bad}
+
+
+@check
 def uneven_shards_and_a_nonblocking_offload_are_a_hazard_together_only() -> None:
     for hidden, non_blocking in ((EVEN, True), (UNEVEN, False), (UNEVEN, True)):
         model = trained(fsdp2_model(hidden))

@@ -134,7 +134,7 @@ def flat_parameters_away(facts: Facts) -> Iterator[Finding]:
 
 def offloaded(facts: Facts) -> Iterator[Finding]:
     """All of FSDP2's shards away from the device is an offload by hand; some of them is a broken one."""
-    names, _ = _chosen(facts, lambda state: state.kind == "fsdp2" and _is_away(state) and not _is_half_moved(state))
+    names, state = _chosen(facts, lambda state: state.kind == "fsdp2" and _is_away(state) and not _is_half_moved(state))
     home, _ = _chosen(facts, lambda state: state.kind == "fsdp2" and not state.policy and not _is_away(state))
     if names and home:
         yield Finding(
@@ -143,6 +143,14 @@ def offloaded(facts: Facts) -> Iterator[Finding]:
             sentence=f"Not on {facts.compute_device}, where others ({len(home)}) are: {_few(names)}.",
             names=names,
             remedy="move the whole model, or what was left behind.",
+        )
+    elif state is not None and state.device.type != "cpu":
+        yield Finding(
+            kind="elsewhere",
+            severity="bad",
+            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {_few(names)}.",
+            names=names,
+            remedy=f"model.to({str(facts.compute_device)!r}).",
         )
     elif names:
         buffers = [row.name for row in _buffers_away(facts)]
@@ -296,8 +304,12 @@ def _is_at(state: State, device: torch.device) -> bool:
 
 
 def _is_on(state: State, facts: Facts) -> bool:
-    """On the model's kind of device. Which of a kind is not compared: a model may compute on several."""
-    return facts.compute_device is None or state.device.type in ("meta", facts.compute_device.type)
+    """On the model's device; where its units compute on several, on one of their kind."""
+    if facts.compute_device is None or state.device.type == "meta":
+        return True
+    if any(unit.compute_device != facts.compute_device for unit in facts.units):
+        return state.device.type == facts.compute_device.type
+    return same_device(state.device, facts.compute_device)
 
 
 def _is_at_work(facts: Facts) -> bool:
