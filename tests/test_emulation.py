@@ -190,12 +190,19 @@ def test_the_default_matrix_agrees_with_two_h200s(tmp_path: pathlib.Path) -> Non
 
 
 def test_the_full_matrix_agrees_but_for_the_races_that_the_readme_lists() -> None:
-    """The reports beside each other were made on one machine, one after the other, by the same torch."""
+    """The reports beside each other were made by the same torch on machines of one kind.
+
+    The message of ``lora.merged.read_late`` quotes weights that were trained, which a GPU rounds otherwise.
+    """
     for strategy in ("fsdp2", "fsdp1", "fsdp1-orig"):
         left, right = (read_report(_REPORTS / "full" / f"{name}-{strategy}.json.gz") for name in ("emulated", "2xh200"))
         found = differences(left, right, frozenset({"device"}))
         assert len(left.results) == len(right.results) > 1700
-        assert all("nonblocking" in difference.case_id for difference in found), found
+        assert all(
+            "nonblocking" in difference.case_id
+            or (difference.case_id.endswith("lora.merged.read_late") and difference.what == "reason")
+            for difference in found
+        ), found
 
 
 def _without_gpus() -> dict[str, str]:
