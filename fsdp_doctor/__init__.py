@@ -13,11 +13,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_doctor.paths import promises
+from fsdp_doctor.matrix.paths import promises
 
 if TYPE_CHECKING:
-    from fsdp_doctor.extract import PlanMismatch, RankLeft, WeightInfo, full_state_dict, full_tensors, weights_info
-    from fsdp_doctor.live import Examination, ModelIsBad, examine
+    from fsdp_doctor.examination import Examination, ModelIsBad, examine
+    from fsdp_doctor.extract import (
+        PlanMismatch,
+        RankLeft,
+        WeightInfo,
+        full_state_dict,
+        full_tensors,
+        weights_info,
+    )
 
 __version__ = "0.1.0"
 
@@ -44,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(extract, name)
     if name in _OF_LIVE:
-        from fsdp_doctor import live
+        from fsdp_doctor import examination
 
-        return getattr(live, name)
+        return getattr(examination, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

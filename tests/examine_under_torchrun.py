@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor import Examination, ModelIsBad, examine
+from fsdp_doctor.examination import Finding, TensorFacts
 from fsdp_doctor.fsdp import fsdp1, fsdp2
-from fsdp_doctor.live import Finding, TensorFacts
 
 CHECKS: dict[str, Callable[[], None]] = {}
 EVEN, UNEVEN = 6, 7

@@ -13,9 +13,9 @@ import tempfile
 import time
 import uuid
 
-from fsdp_doctor.records import RankReport
+from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.report.model import CaseResult, Report
+from fsdp_doctor.verdict.records import RankReport
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"

@@ -5,10 +5,25 @@ import itertools
 
 import pytest
 
-from fsdp_doctor.cases import AXES, AXIS, Case, Scenario, check_axis_value, parse_case_id, scenario_from_dict
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.paths import PATH_NAMES, PATHS, Contract, find_path, is_user_path, promises
-from fsdp_doctor.selection import Selection, select
+from fsdp_doctor.matrix.cases import (
+    AXES,
+    AXIS,
+    Case,
+    Scenario,
+    check_axis_value,
+    parse_case_id,
+    scenario_from_dict,
+)
+from fsdp_doctor.matrix.paths import (
+    PATH_NAMES,
+    PATHS,
+    Contract,
+    find_path,
+    is_user_path,
+    promises,
+)
+from fsdp_doctor.matrix.selection import Selection, select
 
 BASE = {"strategy": "fsdp2", "offload": "none", "staging": "staged"}
 

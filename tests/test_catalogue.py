@@ -10,8 +10,8 @@ import tempfile
 import pytest
 from program import TESTS, Run, default_matrix, doctor, probe
 
-from fsdp_doctor.cases import AXIS, Case
-from fsdp_doctor.catalogue import (
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.catalogue import (
     Found,
     KnownFailure,
     known_failure,
@@ -21,11 +21,11 @@ from fsdp_doctor.catalogue import (
     of_finding,
     of_message,
 )
-from fsdp_doctor.errors import UsageError
-from fsdp_doctor.paths import FIX, PATH_NAMES
+from fsdp_doctor.matrix.cases import AXIS, Case
+from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
+from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.layout import distinct_failures
-from fsdp_doctor.selection import Selection, select
-from fsdp_doctor.verdict import MEANING
+from fsdp_doctor.verdict.classification import MEANING
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,13 +11,13 @@ import sys
 import pytest
 from program import doctor, run
 
-from fsdp_doctor import catalogue
-from fsdp_doctor.cases import parse_case_id
-from fsdp_doctor.catalogue import KnownFailure, Trigger
-from fsdp_doctor.check import Result, cases, check, reading, report
+from fsdp_doctor.check import Result, cases, check, presentation, reading
 from fsdp_doctor.check.use import Finding, Use
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.paths import PATH_NAMES, paths_for
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.catalogue import KnownFailure, Trigger
+from fsdp_doctor.matrix.cases import parse_case_id
+from fsdp_doctor.matrix.paths import PATH_NAMES, paths_for
 
 CONFIGS = pathlib.Path(__file__).with_name("configs")
 GOOD = (
@@ -154,7 +154,7 @@ def test_the_standard_input_may_be_a_whole_yaml(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     result = check(["-"])
     assert use_of(result, "actor").scenario is not None
-    assert "standard input:3" in report.as_text(result)
+    assert "standard input:3" in presentation.as_text(result)
 
 
 def test_a_fenced_block_of_a_report_is_read_in_its_own_format_and_keeps_its_lines(tmp_path: pathlib.Path) -> None:
@@ -209,7 +209,7 @@ def test_a_reference_to_itself_is_a_usage_error() -> None:
 def test_issue_5995_is_staged_before_v0_8_and_not_since() -> None:
     before = checked("verl_issue.md", version="0.7.1")
     assert ids(use_of(before, "actor")) == ["fsdp2/policy/staged/state_dict.to.full_tensor"]
-    known = [one for one in of_kind(before, "known") if "verl-project/verl#5995" in report.as_text(before)]
+    known = [one for one in of_kind(before, "known") if "verl-project/verl#5995" in presentation.as_text(before)]
     assert known
     assert before.exit_code == 1
     since = checked("verl_issue.md", version="0.9.0")
@@ -481,13 +481,13 @@ def test_what_the_catalogue_knows_of_a_case_is_one_finding_with_all_its_cases(mo
     (found,) = of_kind(result, "known")
     assert found.entry == "first"
     assert found.cases == ("fsdp2/policy/staged/state_dict.to.full_tensor", "fsdp2/policy/staged/state_dict")
-    text = report.as_text(result)
+    text = presentation.as_text(result)
     assert all(part in text for part in ("first: it breaks (crash)", "cause: a cause", "remedy: a remedy", "see a/b#1"))
 
 
 def test_the_json_has_what_its_documentation_says() -> None:
     result = checked("verl_issue.md", version="0.7.1")
-    data = json.loads(report.as_json(result))
+    data = json.loads(presentation.as_json(result))
     assert set(data) == {"framework", "exit_code", "cases", "uses", "findings"}
     assert set(data["uses"][0]) == {"role", "versions", "scenario", "why_not", "reasons", "extractions"}
     plain = {"kind", "sentence", "settings", "entry", "cases"}
@@ -500,13 +500,13 @@ def test_the_json_has_what_its_documentation_says() -> None:
 
 @pytest.mark.parametrize("file", GOOD)
 def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120(file: str) -> None:
-    wide = [line for line in report.as_text(checked(file)).splitlines() if len(line) > 120]
+    wide = [line for line in presentation.as_text(checked(file)).splitlines() if len(line) > 120]
     assert [line for line in wide if len(line.split()) > 2] == []
 
 
 def test_a_configuration_is_checked_without_torch_and_without_a_framework() -> None:
     code = (
-        "import sys, fsdp_doctor.check as c; from fsdp_doctor.check import report;"
+        "import sys, fsdp_doctor.check as c; from fsdp_doctor.check import presentation as report;"
         f"report.as_text(c.check([{str(CONFIGS / 'verl_grpo.yaml')!r}]));"
         "print(sorted({'torch', 'transformers', 'accelerate', 'verl'} & set(sys.modules)))"
     )

@@ -9,7 +9,7 @@ import re
 import pytest
 from program import ROOT, doctor, torchrun
 
-from fsdp_doctor.verdict import MEANING
+from fsdp_doctor.verdict.classification import MEANING
 
 _PROBE = ("probe", "--device", "cpu")
 _ONE_CASE = (*_PROBE, "--case", "fsdp2/none/unstaged/state_dict")

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from program import Run, doctor, probe, user_paths
 
-from fsdp_doctor.compare import differences
+from fsdp_doctor.report.comparison import differences
 from fsdp_doctor.report.journal import read_report
 
 _REPORTS = pathlib.Path(__file__).parent.parent / "examples" / "reports"

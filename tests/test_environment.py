@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fsdp_doctor.environment import PACKAGES, VARIABLES, home_as_tilde, lines_of, without_torch
+from fsdp_doctor.machine.environment import PACKAGES, VARIABLES, home_as_tilde, lines_of, without_torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -63,8 +63,8 @@ def test_every_entry_that_a_finding_names_is_in_the_catalogue() -> None:
     import inspect
     import re
 
-    from fsdp_doctor import catalogue
-    from fsdp_doctor.live import findings
+    from fsdp_doctor.examination import findings
+    from fsdp_doctor.known import catalogue
 
     named = set(re.findall(r'"((?:fsdp[12]|optim|non|full)[a-z0-9]*(?:-[a-z0-9]+){3,})"', inspect.getsource(findings)))
     assert len(named) >= 10

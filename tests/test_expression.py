@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.expression import compile_expression
+from fsdp_doctor.matrix.expression import compile_expression
 
 STAGED = "fsdp2/policy+param/staged/uneven/get_model_state_dict.full+cpu"
 UNSTAGED = "fsdp1-orig/none/unstaged/state_dict"

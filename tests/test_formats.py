@@ -13,16 +13,26 @@ import jsonschema
 import pytest
 
 import fsdp_doctor
-from fsdp_doctor.cases import AXES, Case, Scenario
-from fsdp_doctor.environment import without_torch
-from fsdp_doctor.paths import FIX
-from fsdp_doctor.records import Failure, Problem, ProblemKind, RankReport, Ready, Record, Refused, Stage, Stop
+from fsdp_doctor.machine.environment import without_torch
+from fsdp_doctor.matrix.cases import AXES, Case, Scenario
+from fsdp_doctor.matrix.paths import FIX
+from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report import markdown
+from fsdp_doctor.report.document import CaseResult, Report, report_from_dict, report_to_dict, result_of
 from fsdp_doctor.report.formats import FORMATS, render
 from fsdp_doctor.report.layout import bytes_text, distinct_failures, numbers, summary
-from fsdp_doctor.report.model import CaseResult, Report, report_from_dict, report_to_dict, result_of
-from fsdp_doctor.selection import Selection, select
-from fsdp_doctor.verdict import MEANING, Verdict
+from fsdp_doctor.verdict.classification import MEANING, Verdict
+from fsdp_doctor.verdict.records import (
+    Failure,
+    Problem,
+    ProblemKind,
+    RankReport,
+    Ready,
+    Record,
+    Refused,
+    Stage,
+    Stop,
+)
 
 SCHEMA = json.loads((pathlib.Path(fsdp_doctor.__file__).parent / "report" / "schema.json").read_text())
 GITHUB_LIMIT = 65_536

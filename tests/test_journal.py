@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from fsdp_doctor.cases import Case, Scenario
 from fsdp_doctor.errors import DoctorFault, UsageError
-from fsdp_doctor.records import Failure, Problem, RankReport, Record
+from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.report.document import SCHEMA_VERSION, CaseResult, Report, report_to_dict
 from fsdp_doctor.report.journal import Journal, read_report
-from fsdp_doctor.report.model import SCHEMA_VERSION, CaseResult, Report, report_to_dict
-from fsdp_doctor.verdict import Verdict
+from fsdp_doctor.verdict.classification import Verdict
+from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Record
 
 PATHS = ("state_dict", "dcp", "unshard", "from_local")
 

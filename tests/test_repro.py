@@ -13,13 +13,13 @@ import pytest
 import torch
 from program import TESTS, default_matrix, doctor, run, torchrun
 
-from fsdp_doctor.cases import Case
-from fsdp_doctor.catalogue import known_failures
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.paths import FIX, find_path, impossible
-from fsdp_doctor.report.model import CaseResult
+from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.paths import FIX, find_path, impossible
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.document import CaseResult
 from fsdp_doctor.repro import Expectation, expected, reported, script
-from fsdp_doctor.selection import Selection, select
 
 _OK = Expectation(kind="ok")
 # The first torch for which the emulated device can be built.
@@ -201,7 +201,7 @@ def test_a_case_that_the_report_does_not_have_is_refused() -> None:
 def test_repro_imports_no_torch() -> None:
     program = (
         "import sys; from fsdp_doctor.repro import expected, script; "
-        "from fsdp_doctor.selection import Selection, select; "
+        "from fsdp_doctor.matrix.selection import Selection, select; "
         "case = select(Selection(case_ids=('fsdp2/policy/staged/state_dict',)))[0]; script(case, expected(case)); "
         "assert 'torch' not in sys.modules"
     )

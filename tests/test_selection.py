@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from fsdp_doctor.cases import AXES, AXIS, Scenario
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.paths import FIX, paths_for
-from fsdp_doctor.selection import Selection, select
+from fsdp_doctor.matrix.cases import AXES, AXIS, Scenario
+from fsdp_doctor.matrix.paths import FIX, paths_for
+from fsdp_doctor.matrix.selection import Selection, select
 
 
 def ids(**options):

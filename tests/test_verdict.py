@@ -6,8 +6,17 @@ from typing import get_args
 
 import pytest
 
-from fsdp_doctor.records import Failure, Problem, RankReport, Record, Stage
-from fsdp_doctor.verdict import MEANING, NEUTRAL, Kind, Verdict, classify, fold, is_cascade, waiting_in
+from fsdp_doctor.verdict.classification import (
+    MEANING,
+    NEUTRAL,
+    Kind,
+    Verdict,
+    classify,
+    fold,
+    is_cascade,
+    waiting_in,
+)
+from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Record, Stage
 
 CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:39202"
 STAGES = get_args(Stage)

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from fsdp_doctor.cases import Case
-from fsdp_doctor.check import accelerate, findings, reading, torchtitan, trainer, use, verl
+from fsdp_doctor.check import common, reading, use
+from fsdp_doctor.check.frameworks import accelerate, hf_trainer, torchtitan, verl
 from fsdp_doctor.check.settings import Unreadable
 from fsdp_doctor.check.use import Finding, Given, Use
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
+from fsdp_doctor.matrix.cases import Case
 
 # In this order: what a configuration of one has is never in one of those before it.
-_FRAMEWORKS: tuple[ModuleType, ...] = (verl, torchtitan, accelerate, trainer)
+_FRAMEWORKS: tuple[ModuleType, ...] = (verl, torchtitan, accelerate, hf_trainer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ def check(arguments: Sequence[str], *, framework_version: str | None = None, wor
         read = framework.read(settings, given)
     except Unreadable as error:
         raise UsageError(str(error)) from None
-    found = (*read.findings, *findings.backends(read.uses), *findings.known(read.uses))
+    found = (*read.findings, *common.backends(read.uses), *common.known(read.uses))
     return Result(framework=framework.NAME, uses=read.uses, findings=tuple(sorted(found, key=_order)))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_doctor.cases import Case, Scenario
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.cases import Case, Scenario
 
 Kind = Literal["conflict", "known", "unknown", "note"]
 _NEWEST = (1 << 20,)

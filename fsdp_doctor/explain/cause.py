@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_doctor import catalogue
-from fsdp_doctor.catalogue import KnownFailure
 from fsdp_doctor.explain.exceptions import Raised, Reader
-from fsdp_doctor.explain.lines import chunks
-from fsdp_doctor.explain.torchrun import FirstFailure, SummaryReader
-from fsdp_doctor.verdict import fold
+from fsdp_doctor.explain.log_lines import chunks
+from fsdp_doctor.explain.torchrun_summary import FirstFailure, SummaryReader
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.catalogue import KnownFailure
+from fsdp_doctor.verdict.classification import fold
 
 # What follows when another process has failed, by the name that it is told under.
 _CONSEQUENCES: dict[str, re.Pattern[str]] = {

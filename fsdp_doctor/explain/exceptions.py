@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.catalogue import known_failures
-from fsdp_doctor.explain.lines import Line, parsed, time_of
+from fsdp_doctor.explain.log_lines import Line, parsed, time_of
+from fsdp_doctor.known.catalogue import known_failures
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.

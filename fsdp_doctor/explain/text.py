@@ -6,9 +6,9 @@ import json
 import textwrap
 from typing import Any
 
-from fsdp_doctor.catalogue import KnownFailure
 from fsdp_doctor.explain.cause import Explanation, Group
 from fsdp_doctor.explain.exceptions import Raised
+from fsdp_doctor.known.catalogue import KnownFailure
 
 _SHOWN_RANKS = 8
 _SHOWN_LINES = 6

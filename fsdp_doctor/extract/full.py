@@ -13,11 +13,18 @@ from torch import nn
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.collector import collector_waits
-from fsdp_doctor.extract.flow import Flow, largest
+from fsdp_doctor.extract.dtypes import Wire
 from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.pipeline import Flow, largest
 from fsdp_doctor.extract.plan import buckets, signature, teams
-from fsdp_doctor.extract.sources import Entry, Source, compute_device, entries, innermost, read
-from fsdp_doctor.extract.wire import Wire
+from fsdp_doctor.extract.sources import (
+    Entry,
+    Source,
+    compute_device,
+    entries,
+    innermost,
+    read,
+)
 
 BUCKET_BYTES = 512 << 20
 

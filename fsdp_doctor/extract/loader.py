@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fsdp_doctor.extract.lanes import Lanes
 from fsdp_doctor.extract.lora import Delta
+from fsdp_doctor.extract.streams import Lanes
 
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64

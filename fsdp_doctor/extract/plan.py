@@ -7,9 +7,26 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp_doctor.extract.sources import Placed, Plain, Rows, Source, Team, Unit, entries
-from fsdp_doctor.extract.steps import Assembly, Copied, Packed, Redistributed, Step, Strip, Whole, strips
-from fsdp_doctor.extract.wire import Wire
+from fsdp_doctor.extract.dtypes import Wire
+from fsdp_doctor.extract.sources import (
+    Placed,
+    Plain,
+    Rows,
+    Source,
+    Team,
+    Unit,
+    entries,
+)
+from fsdp_doctor.extract.steps import (
+    Assembly,
+    Copied,
+    Packed,
+    Redistributed,
+    Step,
+    Strip,
+    Whole,
+    strips,
+)
 
 # Below it an all-gather of its own costs more than a copy out of a common one.
 _SMALL_BYTES = 1 << 20

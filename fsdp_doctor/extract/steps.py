@@ -14,10 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.extract.dtypes import Wire
 from fsdp_doctor.extract.loader import Piece
 from fsdp_doctor.extract.lora import Delta
-from fsdp_doctor.extract.sources import Entry, Placed, Plain, Rows, Team, Unit
-from fsdp_doctor.extract.wire import Wire
+from fsdp_doctor.extract.sources import (
+    Entry,
+    Placed,
+    Plain,
+    Rows,
+    Team,
+    Unit,
+)
 from fsdp_doctor.fsdp import private
 
 

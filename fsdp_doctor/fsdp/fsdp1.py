@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
 
-from fsdp_doctor import models
+from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrapped
 

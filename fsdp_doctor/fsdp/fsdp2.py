@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor import models
+from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrapped
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.layout import printable
-from fsdp_doctor.report.model import Report, report_to_dict
 
 FORMATS: dict[str, str] = {
     "table": "the matrix, for a terminal",
@@ -21,13 +21,13 @@ _NARROWEST = 60
 def render(report: Report, name: str, *, width: int = 132, color: bool = False) -> str:
     """The report in one of FORMATS, ending in a newline."""
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
-    from fsdp_doctor.report import junit, lines, markdown, table
+    from fsdp_doctor.report import case_lines, junit, markdown, table
 
     match name:
         case "table":
             return table.render(report, max(width, _NARROWEST), color)
         case "lines":
-            return printable(lines.render(report))
+            return printable(case_lines.render(report))
         case "json":
             return json.dumps(report_to_dict(report), indent=1) + "\n"
         case "markdown":

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from fsdp_doctor.errors import DoctorFault, UsageError
-from fsdp_doctor.report.model import (
+from fsdp_doctor.report.document import (
     SCHEMA,
     SCHEMA_VERSION,
     CaseResult,

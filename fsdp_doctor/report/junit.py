@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from fsdp_doctor.cases import Scenario
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import printable, rerun_command
-from fsdp_doctor.report.model import CaseResult, Report
 
 
 def render(report: Report) -> str:

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fsdp_doctor import catalogue
-from fsdp_doctor.cases import AXES, AXIS, Scenario
-from fsdp_doctor.catalogue import KnownFailure
-from fsdp_doctor.paths import FIX, PATH_NAMES
-from fsdp_doctor.report.model import CaseResult, Report
-from fsdp_doctor.verdict import NEUTRAL, Kind, fold
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.catalogue import KnownFailure
+from fsdp_doctor.matrix.cases import AXES, AXIS, Scenario
+from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
+from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.verdict.classification import NEUTRAL, Kind, fold
 
 # XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fsdp_doctor.environment import lines_of
+from fsdp_doctor.machine.environment import lines_of
+from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import (
     Failure,
     Grid,
@@ -18,7 +19,6 @@ from fsdp_doctor.report.layout import (
     seconds_text,
     summary,
 )
-from fsdp_doctor.report.model import CaseResult, Report
 
 # GitHub takes 65,536 characters in an issue.
 _LIMIT = 60_000

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from fsdp_doctor.report.model import CaseResult
+from fsdp_doctor.report.document import CaseResult
 
 
 class Progress:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import (
     Failure,
     Grid,
@@ -24,8 +25,7 @@ from fsdp_doctor.report.layout import (
     seconds_text,
     summary,
 )
-from fsdp_doctor.report.model import CaseResult, Report
-from fsdp_doctor.verdict import Kind
+from fsdp_doctor.verdict.classification import Kind
 
 _STYLE: dict[Kind, str] = {
     "ok": "green",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from fsdp_doctor.cases import Scenario
-from fsdp_doctor.paths import Contract, Path
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.paths import Contract, Path
 from fsdp_doctor.repro import scenario as of
 from fsdp_doctor.repro.scenario import Block, function
-from fsdp_doctor.verdict import Kind
+from fsdp_doctor.verdict.classification import Kind
 
 _CYCLE = """\
 model, optimizer = build(device)

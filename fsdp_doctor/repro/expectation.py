@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_doctor import catalogue
-from fsdp_doctor.cases import Case
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.report.model import CaseResult, Report
-from fsdp_doctor.verdict import Kind
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.verdict.classification import Kind
 
 _DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
 # What torch lists at the end of a message: other models and ranks, other lists.

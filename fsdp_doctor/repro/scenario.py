@@ -8,8 +8,8 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass, field
 
-from fsdp_doctor.cases import Scenario
-from fsdp_doctor.paths import Path
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.paths import Path
 
 _CONFIGURATIONS = {
     "qwen2": ("Qwen2Config", ""),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 
-from fsdp_doctor import __version__, catalogue
-from fsdp_doctor.cases import Case, Scenario
+from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.paths import Path, find_path, impossible, is_user_path
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.repro import scenario as of
 from fsdp_doctor.repro.cycle import cycle, problem
 from fsdp_doctor.repro.expectation import Expectation
@@ -72,7 +73,7 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     path = _standing_alone(case)
     module, _, function = path.function.partition(":")
     lifted = Lifted()
-    lift(f"fsdp.{module}", function, lifted)
+    lift(f"case.paths.{module}", function, lifted)
     compares = _needs_values(case.scenario, path, expectation)
     blocks = [
         *(Block(text + "\n") for text in lifted.functions.values()),

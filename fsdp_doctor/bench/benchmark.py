@@ -1,0 +1,176 @@
+"""The benchmark itself, on every rank: links, then each model and each path over it."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_doctor.bench import candidates
+from fsdp_doctor.bench import links as ceilings
+from fsdp_doctor.bench import sharded_model as models
+from fsdp_doctor.bench.links import Links
+from fsdp_doctor.bench.measure import Clock
+from fsdp_doctor.bench.request import Options
+from fsdp_doctor.bench.tables import Measured, Result
+from fsdp_doctor.case.paths.lookup import load_user_path
+from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.extract.sources import entries, read
+from fsdp_doctor.fsdp import fsdp2, private
+from fsdp_doctor.machine import devices
+from fsdp_doctor.machine.environment import collect
+from fsdp_doctor.machine.launch import Place, place
+from fsdp_doctor.matrix.paths import is_user_path
+
+_LINK_BYTES = 1 << 30
+_SMALL_LINK_BYTES = 16 << 20
+# A path that takes longer than this is not repeated as often as asked for.
+_ENOUGH_SECONDS = 6.0
+
+
+def run(options: Options) -> Result:
+    """Every rank must call it."""
+    here = place()
+    for path in filter(is_user_path, options.paths):
+        load_user_path(path)
+    device = _start(options.device, here)
+    if device.type == "cpu" and "fsdp1" in options.strategies:
+        raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
+    try:
+        clock = Clock(device)
+        real = device.type not in ("cpu", "emulated")
+        links = ceilings.measure(clock, _LINK_BYTES if real else _SMALL_LINK_BYTES)
+        result = Result(
+            command="fsdp-doctor " + " ".join(sys.argv[1:]),
+            device=device.type,
+            world_size=here.world_size,
+            environment=collect(host_name=False),
+            links=links,
+        )
+        for strategy in options.strategies:
+            for offload in options.offloads:
+                for dtypes in options.dtypes:
+                    result.measured += _model(options, strategy, offload, dtypes, clock, links)
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+def _start(asked: str, here: Place) -> torch.device:
+    kind = devices.Device(type=devices.resolve(asked))
+    devices.load(kind, asked)
+    if kind.type == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    devices.check_there_is_one(kind.type, rank=here.rank, local_rank=here.local_rank)
+    device = torch.device(kind.type, here.local_rank)
+    torch.get_device_module(device).set_device(device)
+    if device.type == "emulated":
+        torch.get_device_module(device).set_late_completion(False)
+    backend = dist.get_default_backend_for_device(kind.type)
+    dist.init_process_group(f"cpu:gloo,{kind.type}:{backend}")
+    return device
+
+
+def _model(
+    options: Options, strategy: str, offload: str, dtypes: str, clock: Clock, links: Links
+) -> Iterator[Measured]:
+    held, _, yielded = dtypes.partition(":")
+    wire = models.DTYPE[yielded] if yielded else None
+    mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
+    model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
+    control = dist.new_group(backend="gloo")
+    subject = candidates.subject_of(model, clock.device, control, pathlib.Path("."))
+    held_bytes = clock.highest(_shard_bytes(model))
+    full_bytes = sum(entry.numel * (wire or entry.dtype).itemsize for s in read(model) for entry in entries(s))
+    about = _About(strategy, offload, dtypes, wire, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes)
+    for row in candidates.rows(strategy, options.paths, dtype=wire, bucket_bytes=options.bucket_bytes):
+        if offload not in row.offloads:
+            continue
+        yield _measured(row, subject, clock, options.repeat, about)
+    del model, subject
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class _About:
+    """One model: how it is held, what is asked of it, and the seconds and bytes that this takes at the least."""
+
+    strategy: str
+    offload: str
+    dtypes: str
+    wire: torch.dtype | None
+    least_seconds: float | None
+    full_bytes: int
+
+
+def _measured(row: candidates.Row, subject: candidates.Subject, clock: Clock, repeat: int, about: _About) -> Measured:
+    """A run to warm up, one whose memory is taken, then those that are timed."""
+
+    def once() -> None:
+        candidates.consume(row.function(subject), about.wire)
+
+    def restored() -> None:
+        if row.moves_model:
+            models.move_to_host(subject.model)
+
+    result = Measured(strategy=about.strategy, offload=about.offload, dtypes=about.dtypes, path=row.name)
+    failure = _failure(once)
+    if clock.highest(bool(failure)):
+        return replace(result, error=failure or "another rank raised")
+    restored()
+    gc.collect()
+    peak = clock.peak_bytes(once)
+    restored()
+    times: list[float] = []
+    while len(times) < repeat and sum(times) < _ENOUGH_SECONDS:
+        times.append(clock.seconds(once))
+        restored()
+    seconds = statistics.median(times)
+    has_ceiling = about.least_seconds is not None and not row.to_host
+    return replace(
+        result,
+        seconds=seconds,
+        times=times,
+        full_bytes=about.full_bytes,
+        peak_extra_bytes=peak,
+        ratio=(about.least_seconds or 0.0) / seconds if has_ceiling else None,
+    )
+
+
+def _failure(once: Callable[[], None]) -> str:
+    """Why it cannot be measured; empty where it can."""
+    try:
+        once()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: int) -> float | None:
+    """What the link that bounds it needs; None where there is none.
+
+    The link from the host bounds it if the shards lie there, else the one between the ranks.
+    """
+    size = dist.get_world_size()
+    if offload == "none" or links.h2d_pinned is None or links.h2d_pageable is None:
+        rate, nbytes = links.all_gather, full_bytes * (size - 1) / size
+    else:
+        rate, nbytes = links.h2d_pinned if offload == "policy" else links.h2d_pageable, held_bytes
+    return None if rate is None else nbytes / rate
+
+
+def _shard_bytes(model: nn.Module) -> float:
+    units = [private.flat_shard(handle).nbytes for _, handle in private.fsdp1_units(model)]
+    if units:
+        return sum(units)
+    tensors = {id(tensor): tensor for _, tensor in fsdp2.entries(model)}
+    return sum(fsdp2.local_tensor(tensor).nbytes for tensor in tensors.values())

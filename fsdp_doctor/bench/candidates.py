@@ -1,0 +1,90 @@
+"""What is compared: each path takes the sharded model to full tensors, and lets go of each at once."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_doctor.bench.request import PATHS
+from fsdp_doctor.case.paths import on_fsdp1, on_fsdp2
+from fsdp_doctor.case.paths.inputs import Subject
+from fsdp_doctor.case.paths.lookup import load_user_path
+from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
+from fsdp_doctor.fsdp import fsdp2
+from fsdp_doctor.matrix.paths import is_user_path
+
+Function = Callable[[Subject], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One path.
+
+    offloads: under which it is measured; of the others it is known that they break it. to_host: it ends in
+    host memory, to which no ceiling is set. moves_model: what it leaves on the device has to be moved back.
+    """
+
+    name: str
+    function: Function
+    offloads: tuple[str, ...] = ("none", "param", "policy", "policy-unpinned")
+    to_host: bool = False
+    moves_model: bool = False
+
+
+def rows(strategy: str, chosen: Sequence[str], *, dtype: torch.dtype | None, bucket_bytes: int | None) -> list[Row]:
+    """Those of the named ones that the strategy has, or all of them."""
+    nbytes = bucket_bytes or BUCKET_BYTES
+    ours = [
+        Row("full_tensors", lambda subject: full_tensors(subject.model, dtype=dtype, bucket_bytes=nbytes)),
+        Row(
+            "full_state_dict",
+            lambda subject: full_state_dict(subject.model, dtype=dtype, bucket_bytes=nbytes),
+            to_host=True,
+        ),
+    ]
+    known = {row.name: row for row in (*ours, *(_FSDP2 if strategy == "fsdp2" else _FSDP1))}
+    names = [name for name in chosen or PATHS[strategy] if is_user_path(name) or name in known]
+    return [Row(name, load_user_path(name)[0]) if is_user_path(name) else known[name] for name in names]
+
+
+def consume(result: Any, dtype: torch.dtype | None) -> None:
+    """Goes through everything that a path gives, casts what it did not cast, and keeps nothing."""
+    for _, value in result.items() if isinstance(result, Mapping) else result:
+        if isinstance(value, torch.Tensor) and dtype is not None:
+            value.to(dtype)
+        del value
+
+
+def subject_of(model: torch.nn.Module, device: torch.device, control: Any, scratch: pathlib.Path) -> Subject:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    return Subject(model=model, optimizer=optimizer, device=device, scratch=scratch, control=control)
+
+
+def _staged(subject: Subject) -> Iterator[tuple[str, Any]]:
+    """The whole model on the device, then every tensor; the way back is the caller's."""
+    fsdp2.load(subject.model, subject.device, non_blocking=False)
+    yield from on_fsdp2.state_dict_to_full_tensor(subject)
+
+
+_FSDP2 = (
+    Row("state_dict.to.full_tensor", on_fsdp2.state_dict_to_full_tensor),
+    Row("stage-whole-model", _staged, offloads=("param",), moves_model=True),
+    Row("unshard", on_fsdp2.unshard, offloads=("none", "policy", "policy-unpinned")),
+    Row("get_model_state_dict.full", on_fsdp2.model_state_dict_full),
+    Row("get_model_state_dict.full+cpu", on_fsdp2.model_state_dict_full_cpu, to_host=True),
+)
+_FSDP1 = (
+    Row("sharded_state_dict.full_tensor", on_fsdp1.sharded_state_dict_full_tensor, offloads=("none", "policy")),
+    Row("summon_full_params", on_fsdp1.summon_full_params, offloads=("none", "policy")),
+    Row("get_model_state_dict.full", on_fsdp2.model_state_dict_full, offloads=("none", "policy")),
+    Row(
+        "get_model_state_dict.full+cpu",
+        on_fsdp2.model_state_dict_full_cpu,
+        offloads=("none", "policy"),
+        to_host=True,
+    ),
+)

@@ -1,0 +1,92 @@
+"""A model of a real shape, sharded and filled with numbers on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_doctor.bench.request import SHAPES, Options
+from fsdp_doctor.extract.sources import device_of
+from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+
+DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build(options: Options, strategy: str, offload: str, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Module:
+    """The sharded model in the state that ``offload`` leaves it in. Every rank must call it."""
+    device = device_of(mesh.device_type)
+    with torch.device("meta"):
+        whole = _unsharded(options, dtype)
+    model = (_sharded_2 if strategy == "fsdp2" else _sharded_1)(whole, offload, mesh, device)
+    if offload == "param":
+        move_to_host(model)
+    return model
+
+
+def move_to_host(model: nn.Module) -> None:
+    """verl's manual offload."""
+    if isinstance(model, FullyShardedDataParallel):
+        fsdp1.offload(model, non_blocking=False)
+    else:
+        fsdp2.offload(model, non_blocking=False)
+
+
+def _unsharded(options: Options, dtype: torch.dtype) -> Any:
+    import transformers
+
+    if options.directory is not None:
+        config: Any = transformers.AutoConfig.from_pretrained(options.directory)
+    else:
+        kind, sizes = SHAPES[options.model]
+        config = getattr(transformers, kind)(**sizes)
+    if options.layers is not None:
+        config.num_hidden_layers = options.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: options.layers]
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    policy = offload.startswith("policy")
+    model = fsdp2.shard(
+        whole,
+        mesh,
+        compute_dtype=torch.bfloat16,
+        policy=policy,
+        pin_memory=offload == "policy" and device.type != "cpu",
+    )
+    model.to_empty(device="cpu" if policy else device)
+    whole.tie_weights()
+    for _, tensor in fsdp2.entries(model):
+        _fill(fsdp2.local_tensor(tensor), device)
+    return model
+
+
+def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
+    whole.to_empty(device=device)
+    whole.tie_weights()
+    model = fsdp1.shard(
+        whole,
+        mesh,
+        device,
+        compute_dtype=torch.bfloat16,
+        policy=offload.startswith("policy"),
+        use_orig_params=False,
+    )
+    private.fsdp1_lazy_init(model)
+    for _, handle in private.fsdp1_units(model):
+        _fill(private.flat_shard(handle), device)
+    return model
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, device: torch.device) -> None:
+    """Numbers that differ, of a weight's size, made on the device: zeros copy faster than weights."""
+    flat = tensor.view(-1)
+    for part in flat.split(64 << 20):
+        part.copy_(torch.randn(part.numel(), dtype=part.dtype, device=device) * 0.02)

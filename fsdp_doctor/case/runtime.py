@@ -1,0 +1,122 @@
+"""One rank's place in the job: its device, its process groups, its meshes, its memory counters."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_doctor.machine import devices
+from fsdp_doctor.machine.devices import Device
+
+# The supervisors end a worker long before this: a hang is found by the deadline of the case,
+# not by a collective's own time-out.
+_NEVER = datetime.timedelta(hours=24)
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """What a worker needs to run a case.
+
+    control: a gloo group of all ranks, apart from the groups that the model uses; the reference
+        is joined over it and the ranks agree over it.
+    scratch: a directory that this run may write to, the same on every rank.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    scratch: pathlib.Path
+    custom_model: pathlib.Path | None
+    num_nodes: int = 1
+    _meshes: dict[str, DeviceMesh] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_accelerator(self) -> bool:
+        return self.device.type != "cpu"
+
+    def mesh(self, sharding: str) -> DeviceMesh:
+        """The mesh of a value of the axis ``sharding``. Every rank must call it."""
+        if sharding not in self._meshes:
+            self._meshes[sharding] = _mesh(self.device.type, sharding, self.world_size)
+        return self._meshes[sharding]
+
+    def synchronize(self) -> None:
+        if self.has_accelerator:
+            torch.get_device_module(self.device).synchronize()
+
+    def allocated_bytes(self) -> int | None:
+        """Device memory in tensors now; None where nobody counts it."""
+        if not self.has_accelerator:
+            return None
+        self.synchronize()
+        return int(torch.get_device_module(self.device).memory_allocated())
+
+    def reset_peak(self) -> None:
+        if self.has_accelerator:
+            torch.get_device_module(self.device).reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        if not self.has_accelerator:
+            return None
+        return int(torch.get_device_module(self.device).max_memory_allocated())
+
+
+def _mesh(device_type: str, sharding: str, world_size: int) -> DeviceMesh:
+    if sharding == "full":
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+    shard_size = 2 if sharding == "hsdp" else 1
+    return init_device_mesh(device_type, (world_size // shard_size, shard_size), mesh_dim_names=("ddp", "fsdp"))
+
+
+def start(
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    num_nodes: int,
+    kind: Device,
+    backend: str,
+    scratch: pathlib.Path,
+    custom_model: pathlib.Path | None,
+) -> Runtime:
+    """Joins the process groups of one generation of workers. Every rank must call it.
+
+    backend: a value of the axis of that name.
+    """
+    device = torch.device(kind.type, local_rank) if kind.type != "cpu" else torch.device("cpu")
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    if kind.memory is not None:
+        devices.limit_memory(device, kind.memory)
+    if device.type == "emulated":
+        torch.get_device_module(device).set_late_completion(kind.late_completion)
+    dist.init_process_group(
+        _backend(device.type, backend), store=store, rank=rank, world_size=world_size, timeout=_NEVER
+    )
+    control = dist.new_group(backend="gloo", timeout=_NEVER)
+    assert isinstance(control, dist.ProcessGroup)
+    dist.all_reduce(torch.zeros(1, device=device))
+    return Runtime(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        control=control,
+        scratch=scratch,
+        custom_model=custom_model,
+        num_nodes=num_nodes,
+    )
+
+
+def _backend(device_type: str, backend: str) -> str:
+    if device_type == "cpu":
+        return "gloo"
+    own = dist.get_default_backend_for_device(device_type)
+    return own if backend == "device-only" else f"cpu:gloo,{device_type}:{own}"

@@ -1,0 +1,155 @@
+"""The framework around the model: it builds, shards, trains, offloads and stages, as verl does.
+
+The life of a scenario is verl's own cycle: a training step; the manual offload, if there is one;
+staging, if there is one; the weight extraction (the path under test); the manual offload again;
+load; the next training step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.case import models
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.fsdp import fsdp1, fsdp2
+from fsdp_doctor.matrix.cases import Scenario
+
+COMPUTE_DTYPE = torch.bfloat16
+_BATCH = (2, 16)
+
+
+class Unsupported(Exception):
+    """The scenario cannot be built here; the message says why, for the user."""
+
+
+class Trainer:
+    """A sharded model with its optimizer, in the state between two training steps.
+
+    Every method that is not a property is to be called by every rank.
+    """
+
+    def __init__(self, scenario: Scenario, runtime: Runtime, *, with_mesh: bool = True) -> None:
+        reason = _why_not(scenario, runtime)
+        if reason:
+            raise Unsupported(reason)
+        self.scenario = scenario
+        self.runtime = runtime
+        self.with_mesh = with_mesh
+        self.num_steps = 0
+        plain = models.build(scenario.model, scenario.dims, runtime.custom_model)
+        self._vocabulary_size = models.vocabulary_size(plain)
+        self.model = _shard(plain, scenario, runtime, with_mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._generator = torch.Generator().manual_seed(runtime.rank)
+        self._staged = False
+
+    def step(self) -> None:
+        """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
+        tokens = torch.randint(0, self._vocabulary_size, _BATCH, generator=self._generator)
+        tokens = tokens.to(self.runtime.device)
+        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        if not bool(torch.isfinite(loss)):
+            raise FloatingPointError(f"the loss of training step {self.num_steps} is {float(loss)}")
+
+    def offload(self) -> None:
+        """The framework's manual offload, where the scenario has one."""
+        non_blocking = self.scenario.transfer == "nonblocking"
+        if self.scenario.param_offload:
+            if isinstance(self.model, FullyShardedDataParallel):
+                fsdp1.offload(self.model, non_blocking=non_blocking)
+            else:
+                fsdp2.offload(self.model, non_blocking=non_blocking)
+        if self.scenario.optimizer_offload:
+            self._move_optimizer(torch.device("cpu"), non_blocking=non_blocking)
+
+    def stage(self) -> None:
+        """verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
+        self._load_parameters()
+        self._staged = True
+
+    def resume(self, *, undo_staging: bool = False) -> None:
+        """What verl does between the extraction and the next training step.
+
+        undo_staging: move a module that was staged under CPUOffloadPolicy back to the CPU, where
+            torch expects its shards; verl before PR 6463 did not.
+        """
+        if self._staged and self.scenario.param_offload:
+            self.offload()
+        if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:
+            fsdp2.unstage(self.model, self.runtime.device)
+        self._staged = False
+        if self.scenario.param_offload:
+            self._load_parameters()
+        if self.scenario.optimizer_offload:
+            self._move_optimizer(self.runtime.device, non_blocking=False)
+
+    def tensor_ids(self) -> set[int]:
+        """The tensors that live as long as the trainer: a path that yields one of them keeps nothing alive."""
+        state = (value for values in self.optimizer.state.values() for value in values.values())
+        own = (*self.model.parameters(), *self.model.buffers(), *state)
+        shards = (fsdp2.local_tensor(tensor) for tensor in own if isinstance(tensor, DTensor))
+        return {id(tensor) for tensor in (*own, *shards)}
+
+    def _load_parameters(self) -> None:
+        non_blocking = self.scenario.transfer == "nonblocking"
+        if isinstance(self.model, FullyShardedDataParallel):
+            fsdp1.load(self.model, self.runtime.device, non_blocking=non_blocking)
+        else:
+            fsdp2.load(self.model, self.runtime.device, non_blocking=non_blocking)
+
+    @torch.no_grad()
+    def _move_optimizer(self, device: torch.device, *, non_blocking: bool) -> None:
+        """verl's offload_fsdp_optimizer and load_fsdp_optimizer: every tensor of the state."""
+        for state in self.optimizer.state.values():
+            entries: dict[str, Any] = state
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    entries[key] = value.to(device, non_blocking=non_blocking)
+
+
+def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bool) -> nn.Module:
+    mesh = runtime.mesh(scenario.sharding)
+    if scenario.version == 2:
+        return fsdp2.shard(
+            plain,
+            mesh,
+            compute_dtype=COMPUTE_DTYPE,
+            policy=scenario.policy,
+            # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
+            pin_memory=scenario.pinning == "pinned" and runtime.has_accelerator,
+        )
+    return fsdp1.shard(
+        plain,
+        mesh if with_mesh else None,
+        runtime.device,
+        compute_dtype=COMPUTE_DTYPE,
+        policy=scenario.policy,
+        use_orig_params=scenario.strategy == "fsdp1-orig",
+    )
+
+
+def _why_not(scenario: Scenario, runtime: Runtime) -> str:
+    """Why the scenario cannot be built here; empty if it can."""
+    if scenario.version == 1 and not runtime.has_accelerator:
+        return "torch's FSDP1 needs an accelerator"
+    # torch 2.6's FSDP2 calls it in the first forward, and fails in the backward too.
+    if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
+        return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
+    if scenario.sharding == "hsdp" and (runtime.world_size < 4 or runtime.world_size % 2):
+        return f"hsdp needs an even number of ranks, at least 4; there are {runtime.world_size}"
+    if scenario.backend == "device-only" and not runtime.has_accelerator:
+        return "without an accelerator there is one backend, gloo, and no device-only group"
+    if scenario.contradiction:
+        return scenario.contradiction
+    if scenario.model == "custom" and runtime.custom_model is None:
+        return "the model 'custom' needs --model DIR"
+    return models.unsupported(scenario.model)

@@ -1,0 +1,114 @@
+"""A live model, looked at on one rank: where everything lies, and what of it breaks training or extraction.
+
+facts      what can be read: devices, placements, meshes, policies
+findings   what it means
+table      both for a terminal
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from fsdp_doctor.examination.display import plain_text, render
+from fsdp_doctor.examination.facts import (
+    Facts,
+    Mesh,
+    OptimizerFacts,
+    State,
+    TensorFacts,
+    Unit,
+    read,
+)
+from fsdp_doctor.examination.findings import Finding, find
+
+__all__ = [
+    "Examination",
+    "Facts",
+    "Finding",
+    "Mesh",
+    "ModelIsBad",
+    "OptimizerFacts",
+    "State",
+    "TensorFacts",
+    "Unit",
+    "examine",
+]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What ``examine`` saw on this rank. ``print`` and rich show it as a short table.
+
+    facts: the state as such, with the tensors that are alike together.
+    findings: the bad ones first.
+    """
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+    @property
+    def parameters(self) -> tuple[TensorFacts, ...]:
+        """Every parameter under every name; of an FSDP1 unit its flat parameter."""
+        return self.facts.parameters
+
+    @property
+    def buffers(self) -> tuple[TensorFacts, ...]:
+        """Every buffer under every name, those that no state dict has too."""
+        return self.facts.buffers
+
+    @property
+    def optimizer(self) -> tuple[OptimizerFacts, ...]:
+        """The optimizer's tensors, those that are alike together; empty without an optimizer."""
+        return self.facts.optimizer
+
+    @property
+    def bad(self) -> tuple[Finding, ...]:
+        """The findings for which ``raise_on_bad`` raises."""
+        return tuple(finding for finding in self.findings if finding.bad)
+
+    def __str__(self) -> str:
+        return plain_text(self.facts, self.findings)
+
+    def __rich__(self) -> RenderableType:
+        return render(self.facts, self.findings)
+
+
+class ModelIsBad(RuntimeError):
+    """The model is in a state in which it fails; ``examination`` has the facts and all findings."""
+
+    def __init__(self, examination: Examination) -> None:
+        first, *more = examination.bad
+        also = f" Also: {', '.join(finding.kind for finding in more)}." if more else ""
+        super().__init__(f"{first.kind}: {first.sentence}{also}")
+        self.examination = examination
+
+
+def examine(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, raise_on_bad: bool = False
+) -> Examination:
+    """Looks at a live model on this rank: where each parameter and buffer lies, and what of it is trouble.
+
+    Any one rank may call it alone, at any time between two calls of the model: attributes are read, the current
+    stream is asked whether it is idle; nothing is changed, communicated, copied or waited for. FSDP2 and FSDP1 in any
+    state, on the meta device and before the first forward too; of another model it says that it is not FSDP.
+
+    model: FSDP's module, or one around it. What it knows is this rank's part; another rank's may be in another state.
+    optimizer: give it where ``optimizer.step()`` comes next: state on another device than its parameter is bad then,
+        and no fault where a framework keeps it offloaded between two steps.
+    raise_on_bad: raises ModelIsBad, which carries the examination, if a finding is ``bad``: torch fails or gives other
+        values when it next uses the model. For a guard before a forward or an extraction. A rank that raises alone
+        leaves the others in their next collective until its timeout.
+
+    An FSDP2 model that is offloaded by hand is a ``note``: its shards can be read where they are. An FSDP1 model that
+    is offloaded by hand is ``bad``: every unshard asserts (verl PR 4726). A ``hazard`` depends on what comes next, or
+    on what cannot be known: whether a copy is under way is known of this thread's current stream alone.
+    """
+    facts = read(model, optimizer)
+    examination = Examination(facts, find(facts))
+    if raise_on_bad and examination.bad:
+        raise ModelIsBad(examination)
+    return examination

@@ -1,0 +1,99 @@
+"""An examination for a terminal: a row for all tensors that are alike, then the findings."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_doctor.examination.facts import Facts, OptimizerFacts, State, TensorFacts, Unit
+from fsdp_doctor.examination.findings import Finding
+
+_WIDTH = 120
+_STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}
+_COLUMNS = ("what", "count", "says", "lies on", "pinned", "dtype", "placements", "mesh", "even", "first")
+
+
+def plain_text(facts: Facts, findings: tuple[Finding, ...]) -> str:
+    console = Console(width=_WIDTH, file=io.StringIO(), no_color=True, highlight=False, legacy_windows=False)
+    console.print(render(facts, findings))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip()
+
+
+def render(facts: Facts, findings: tuple[Finding, ...]) -> RenderableType:
+    return Group(*_head(facts), _table(facts), *_lines(findings))
+
+
+def _head(facts: Facts) -> Iterator[Text]:
+    for unit in facts.units:
+        yield Text(_unit(unit))
+    count = sum(len(row.holds) or 1 for row in facts.parameters if not row.tied_to)
+    tied = sum(bool(row.tied_to) for row in facts.parameters)
+    yield Text(f"{count} parameters{f' and {tied} tied names' if tied else ''}, {len(facts.buffers)} buffers")
+
+
+def _unit(unit: Unit) -> str:
+    pinning = (", pinned" if unit.pins else ", not pinned") if unit.policy else ""
+    offload = f"under CPU offload{pinning}" if unit.policy else "no offload policy"
+    fresh = "" if unit.initialized else ", before the first forward"
+    return f"{unit.strategy} on {unit.compute_device}, {offload}{fresh}"
+
+
+def _table(facts: Facts) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column == "count" else "left")
+    for state, rows in (*facts.by_state.items(), *facts.buffers_by_state.items()):
+        table.add_row(*map(Text, _cells(state, rows)))
+    for group in facts.optimizer:
+        table.add_row(*map(Text, _optimizer_cells(group)))
+    return table
+
+
+def _cells(state: State, rows: list[TensorFacts]) -> tuple[str, ...]:
+    return (
+        "fsdp1 flat" if state.kind == "fsdp1" else state.kind,
+        str(sum(not row.tied_to for row in rows)),
+        str(state.wrapper_device),
+        str(state.device),
+        _word(state.pinned),
+        str(state.dtype).removeprefix("torch."),
+        " ".join(map(str, state.placements)),
+        _mesh(state),
+        _word(state.even),
+        rows[0].name,
+    )
+
+
+def _optimizer_cells(group: OptimizerFacts) -> tuple[str, ...]:
+    count, pinned = str(len(group.names)), _word(group.pinned if group.device.type == "cpu" else None)
+    return f"state {group.entry}", count, "", str(group.device), pinned, "", "", "", "", group.names[0]
+
+
+def _mesh(state: State) -> str:
+    if state.mesh is None:
+        return ""
+    names = state.mesh.names or [""] * len(state.mesh.shape)
+    return " x ".join(f"{name} {size}".strip() for name, size in zip(names, state.mesh.shape, strict=True))
+
+
+def _word(answer: bool | None) -> str:
+    return {None: "", True: "yes", False: "no"}[answer]
+
+
+def _lines(findings: tuple[Finding, ...]) -> Iterator[Text]:
+    if not findings:
+        yield Text("nothing found")
+    for finding in findings:
+        text = Text(f"{finding.severity}, {finding.kind}: ", style=_STYLE[finding.severity])
+        text.append(finding.sentence, style="default")
+        if finding.remedy:
+            text.append(f" Remedy: {finding.remedy}", style="default")
+        if finding.entry:
+            text.append(f" [{finding.entry}]", style="dim")
+        yield text

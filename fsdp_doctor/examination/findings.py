@@ -1,0 +1,341 @@
+"""What the facts mean: one function for each kind of finding.
+
+``bad``      torch fails, or gives other values, when it next uses the model: in a training step or an extraction
+``hazard``   it depends on what is called next, or on what no single rank can see without waiting
+``note``     nothing is wrong; it is said because it limits what may come next
+
+So a model that a framework offloaded by hand is no bad FSDP2 model, whose shards torch reads where they are, and a bad
+FSDP1 model, on which every call but the framework's own load fails. A remedy is for the caller: nothing is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from fsdp_doctor.examination.facts import Facts, State, TensorFacts, left_by_copy, same_device
+
+Severity = Literal["bad", "hazard", "note"]
+_SHOWN_NAMES = 3
+_FLAT = "flat parameter"
+_UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module as it is.'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is to be known of the model.
+
+    names: of the tensors that it is about. entry: the id of the catalogue's entry, empty where it has none.
+    """
+
+    kind: str
+    severity: Severity
+    sentence: str
+    names: tuple[str, ...] = field(default=(), repr=False)
+    entry: str = ""
+    remedy: str = ""
+
+    @property
+    def bad(self) -> bool:
+        return self.severity == "bad"
+
+
+def find(facts: Facts) -> tuple[Finding, ...]:
+    """All findings, the bad ones first."""
+    found = [finding for function in _ALL for finding in function(facts)]
+    return tuple(sorted(found, key=lambda finding: ("bad", "hazard", "note").index(finding.severity)))
+
+
+def not_fsdp(facts: Facts) -> Iterator[Finding]:
+    if not facts.units:
+        what = "no module of it was given to fully_shard or FullyShardedDataParallel"
+        yield Finding(kind="not-fsdp", severity="note", sentence=f"The {facts.wrapper} is not an FSDP model: {what}.")
+
+
+def on_meta(facts: Facts) -> Iterator[Finding]:
+    names, _ = _chosen(facts, lambda state: state.device.type == "meta")
+    if names:
+        yield Finding(
+            kind="meta",
+            severity="bad",
+            sentence=f"On the meta device, without values: {_few(names)}.",
+            names=names,
+            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights.",
+        )
+
+
+def fsdp2_half_moved(facts: Facts) -> Iterator[Finding]:
+    """FSDP2 brings a shard back under a pinning policy (``reset_sharded_param``); the DTensor around it stays moved."""
+    names, state = _chosen(facts, lambda state: state.kind == "fsdp2" and _is_half_moved(state))
+    if state is not None:
+        yield Finding(
+            kind="half-moved",
+            severity="bad",
+            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {_few(names)}; "
+            "the module was moved under CPUOffloadPolicy, and only what wraps the shards went.",
+            names=names,
+            entry="fsdp2-pinned-policy-half-moved",
+            remedy=_UNDO_MOVE,
+        )
+
+
+def fsdp1_half_moved(facts: Facts) -> Iterator[Finding]:
+    """FSDP1 keeps its shard beside the flat parameter, and ``model.to()`` moves the flat parameter alone."""
+    names, state = _chosen(facts, lambda state: state.kind == "fsdp1" and _is_half_moved(state))
+    if state is not None:
+        yield Finding(
+            kind="half-moved",
+            severity="bad",
+            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {_few(names, _FLAT)}; "
+            "the module was moved, and the shard that FSDP1 keeps beside did not go.",
+            names=names,
+            entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
+            remedy=f"model.to({str(state.device)!r}); FSDP1 is offloaded and loaded by its flat parameters.",
+        )
+
+
+def policy_shards_off_cpu(facts: Facts) -> Iterator[Finding]:
+    names, state = _chosen(
+        facts,
+        lambda state: state.policy and state.device.type not in ("cpu", "meta") and not _is_half_moved(state),
+    )
+    if state is not None and state.unit is not None:
+        entry = "fsdp2-unpinned-policy-moved-then-trained"
+        if state.kind == "fsdp1":
+            entry = "fsdp1-moved-with-policy-offload"
+        elif not state.unit.initialized:
+            entry = "fsdp2-params-not-on-cpu-at-lazy-init"
+        yield Finding(
+            kind="policy-shards-off-cpu",
+            severity="bad",
+            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {_few(names)}.",
+            names=names,
+            entry=entry,
+            remedy=_UNDO_MOVE,
+        )
+
+
+def flat_parameters_away(facts: Facts) -> Iterator[Finding]:
+    names, state = _chosen(facts, lambda state: state.kind == "fsdp1" and _is_away(state) and not _is_half_moved(state))
+    if state is not None and state.unit is not None:
+        yield Finding(
+            kind="fsdp1-away",
+            severity="bad",
+            sentence=f"On {state.device}, where every unshard onto {state.unit.compute_device} asserts (forward, "
+            f"state_dict): {_few(names, _FLAT)}.",
+            names=names,
+            entry="fsdp1-manual-offload-then-state-dict",
+            remedy="load the model with what offloaded it before it is used; full_tensors() reads it as it is.",
+        )
+
+
+def offloaded(facts: Facts) -> Iterator[Finding]:
+    """All of FSDP2's shards away from the device is an offload by hand; some of them is a broken one."""
+    names, state = _chosen(facts, lambda state: state.kind == "fsdp2" and _is_away(state) and not _is_half_moved(state))
+    home, _ = _chosen(facts, lambda state: state.kind == "fsdp2" and not state.policy and not _is_away(state))
+    if names and home:
+        yield Finding(
+            kind="partly-moved",
+            severity="bad",
+            sentence=f"Not on {facts.compute_device}, where others ({len(home)}) are: {_few(names)}.",
+            names=names,
+            remedy="move the whole model, or what was left behind.",
+        )
+    elif state is not None and state.device.type != "cpu":
+        yield Finding(
+            kind="elsewhere",
+            severity="bad",
+            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {_few(names)}.",
+            names=names,
+            remedy=f"model.to({str(facts.compute_device)!r}).",
+        )
+    elif names:
+        buffers = [row.name for row in _buffers_away(facts)]
+        also = f", and {_few(buffers, 'buffer')}" if buffers else ""
+        yield Finding(
+            kind="offloaded",
+            severity="note",
+            sentence=f"Offloaded by hand, off {facts.compute_device}: {_few(names)}{also}.",
+            names=names,
+            remedy=f"model.to({str(facts.compute_device)!r}) before the next training step.",
+        )
+
+
+def plain_parameters_away(facts: Facts) -> Iterator[Finding]:
+    names, _ = _chosen(facts, lambda state: state.unit is None and not _is_on(state, facts))
+    if names and _is_at_work(facts):
+        yield Finding(
+            kind="ignored-away",
+            severity="hazard",
+            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {_few(names)}.",
+            names=names,
+            remedy="move them there, unless their module is meant to compute where they are.",
+        )
+
+
+def buffers_left_behind(facts: Facts) -> Iterator[Finding]:
+    """A policy moves parameters alone; ``to_empty(device="cpu")`` and ``to("cpu")`` take the buffers too.
+
+    FSDP1 moves the buffers itself at its lazy initialization, so before it nothing is said.
+    """
+    names = tuple(row.name for row in _buffers_away(facts))
+    to_come = all(unit.strategy == "fsdp1" and not unit.initialized for unit in facts.units)
+    if names and _is_at_work(facts) and not to_come:
+        yield Finding(
+            kind="buffers-left-behind",
+            severity="bad",
+            sentence=f"Not on {facts.compute_device}, where the model computes: {_few(names, 'buffer')}.",
+            names=names,
+            entry="fsdp2-buffers-left-on-cpu" if facts.units[0].strategy == "fsdp2" else "",
+            remedy="for buffer in model.buffers(): buffer.data = buffer.data.to(device)",
+        )
+
+
+def optimizer_elsewhere(facts: Facts) -> Iterator[Finding]:
+    """``step`` has no dimensions: torch's optimizers keep it on the CPU or beside the parameter, and take either."""
+    apart = [group for group in facts.optimizer if not group.scalar and not same_device(group.device, group.home)]
+    if apart:
+        names = tuple(dict.fromkeys(name for group in apart for name in group.names))
+        entries = ", ".join(dict.fromkeys(group.entry for group in apart))
+        yield Finding(
+            kind="optimizer-elsewhere",
+            severity="bad",
+            sentence=f"Optimizer state ({entries}) on {apart[0].device}, and on {apart[0].home} this rank's part of "
+            f"{_few(names)}: the next optimizer step fails.",
+            names=names,
+            entry="optim-on-wrong-device-after-offload",
+            remedy="move the state to where its parameter lies before optimizer.step().",
+        )
+
+
+def uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
+    """FSDP2 pads a shard that is shorter than another rank's as soon as it was moved: on the host, a read too early.
+
+    What it padded is in pageable memory again, so the sign is the pinned memory of the shards beside it.
+    """
+
+    def is_by_hand(state: State) -> bool:
+        return state.kind == "fsdp2" and not state.policy and state.device.type == "cpu"
+
+    names, _ = _chosen(facts, lambda state: is_by_hand(state) and state.even is False)
+    pinned, _ = _chosen(facts, lambda state: is_by_hand(state) and bool(state.pinned))
+    if names and pinned and _has_device(facts):
+        yield Finding(
+            kind="uneven-nonblocking",
+            severity="hazard",
+            sentence=f"Sharded unevenly, and offloaded as a non-blocking copy does, to pinned memory: {_few(names)}; "
+            "a rank whose shard is the shorter one has padded it on the host at once, perhaps before it arrived.",
+            names=names,
+            entry="nonblocking-offload-uneven-shards",
+            remedy='offload with model.to("cpu"), which blocks.',
+        )
+
+
+def copy_outstanding(facts: Facts) -> Iterator[Finding]:
+    count = left_by_copy((facts.by_state, facts.buffers_by_state), facts.optimizer)
+    if not count or not _has_device(facts):
+        return
+    stream = f"the current stream of {facts.compute_device}"
+    known = {
+        False: f"{stream} has work left, so one may be under way, and",
+        True: f"{stream} is idle, so those that were issued on it are done;",
+        None: f"{stream} cannot be asked, and",
+    }[facts.stream_idle]
+    yield Finding(
+        kind="copy-outstanding",
+        severity="note" if facts.stream_idle else "hazard",
+        sentence=f"In pinned host memory by no policy, as a non-blocking copy leaves it: {_count(count, 'tensor')}; "
+        f"{known} whether one on another stream is under way cannot be known without waiting.",
+        entry="non-blocking-d2h-read-too-early",
+        remedy="torch.accelerator.synchronize() before the host reads them.",
+    )
+
+
+def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
+    names, state = _chosen(
+        facts,
+        lambda state: state.device.type == "cpu" and state.mesh is not None and state.mesh.carries_cpu is False,
+    )
+    if state is not None and state.mesh is not None:
+        kind = state.mesh.device_type
+        yield Finding(
+            kind="no-backend-for-cpu",
+            severity="hazard",
+            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {_few(names)}; whatever "
+            "communicates them where they lie fails (full_tensor, a full state dict, the norm of the gradients).",
+            names=names,
+            entry="full-tensor-cpu-shard-nccl-only",
+            remedy=f"init_process_group with a backend for each (cpu:gloo,{kind}:...); full_tensors() needs no other.",
+        )
+
+
+_ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    not_fsdp,
+    on_meta,
+    fsdp2_half_moved,
+    fsdp1_half_moved,
+    policy_shards_off_cpu,
+    flat_parameters_away,
+    offloaded,
+    plain_parameters_away,
+    buffers_left_behind,
+    optimizer_elsewhere,
+    uneven_after_nonblocking,
+    copy_outstanding,
+    no_backend_for_cpu,
+)
+
+
+def _is_half_moved(state: State) -> bool:
+    return not same_device(state.wrapper_device, state.device)
+
+
+def _is_away(state: State) -> bool:
+    """Off its compute device with no policy that wants it so."""
+    unit = state.unit
+    return unit is not None and not unit.policy and not _is_at(state, unit.compute_device)
+
+
+def _is_at(state: State, device: torch.device) -> bool:
+    return state.device.type == "meta" or same_device(state.device, device)
+
+
+def _is_on(state: State, facts: Facts) -> bool:
+    """On the model's device; where its units compute on several, on one of their kind."""
+    if facts.compute_device is None or state.device.type == "meta":
+        return True
+    if any(unit.compute_device != facts.compute_device for unit in facts.units):
+        return state.device.type == facts.compute_device.type
+    return same_device(state.device, facts.compute_device)
+
+
+def _is_at_work(facts: Facts) -> bool:
+    """Whether FSDP's shards are where a forward wants them: on the device, or under a policy wherever they are."""
+    return any(state.unit is not None and not _is_away(state) for state in facts.by_state)
+
+
+def _has_device(facts: Facts) -> bool:
+    return facts.compute_device is not None and facts.compute_device.type != "cpu"
+
+
+def _buffers_away(facts: Facts) -> list[TensorFacts]:
+    return [row for state, rows in facts.buffers_by_state.items() if not _is_on(state, facts) for row in rows]
+
+
+def _chosen(facts: Facts, holds: Callable[[State], bool]) -> tuple[tuple[str, ...], State | None]:
+    """(the first name of each parameter in such a state, the first such state)."""
+    states = [state for state in facts.by_state if holds(state)]
+    names = tuple(row.name for state in states for row in facts.by_state[state] if not row.tied_to)
+    return names, states[0] if states else None
+
+
+def _few(names: Sequence[str], noun: str = "parameter") -> str:
+    shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+    return f"{_count(len(names), noun)} ({shown})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

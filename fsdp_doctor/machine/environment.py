@@ -1,0 +1,133 @@
+"""The facts about this machine that a bug report needs, and no others: an allow-list.
+
+No host name unless it is asked for, no user name, no path but with the home directory as ``~``,
+and of the environment variables only those that change what torch or NCCL does.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
+VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_ALGO",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_NET",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+
+Facts = dict[str, Any]
+
+
+def without_torch(host_name: bool = False) -> Facts:
+    """What can be said of the machine without importing torch."""
+    facts: Facts = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "variables": {name: home_as_tilde(value) for name in VARIABLES if (value := os.environ.get(name)) is not None},
+    }
+    if host_name:
+        facts["host"] = socket.gethostname()
+    return facts
+
+
+def of_torch() -> Facts:
+    """What torch says of itself and of the accelerators. Imports torch; makes no context by itself."""
+    import torch
+
+    facts: Facts = {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
+    if torch.version.hip:
+        facts["hip"] = torch.version.hip
+    if torch.cuda.is_available():
+        facts["accelerators"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        facts["driver"] = _nvidia_driver()
+    else:
+        facts["accelerators"] = []
+    return facts
+
+
+def collect(host_name: bool = False) -> Facts:
+    """Everything, with torch asked in a process of its own: a torch that cannot be imported is a fact."""
+    program = "import json; from fsdp_doctor.machine.environment import of_torch; print(json.dumps(of_torch()))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment
+        )
+        facts = json.loads(answer.stdout.splitlines()[-1]) if answer.returncode == 0 else None
+        trouble = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        facts, trouble = None, str(error)
+    return without_torch(host_name) | (facts or {"torch": f"cannot be imported: {home_as_tilde(trouble)}"})
+
+
+def lines_of(facts: Facts) -> list[str]:
+    """The facts as text, one a line."""
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines += [f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())]
+        elif isinstance(value, list):
+            lines.append(f"{name}: {', '.join(str(item) for item in value) or 'none'}")
+        else:
+            lines.append(f"{name}: {value}")
+    return lines
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def home_as_tilde(text: str) -> str:
+    """``text`` with the home directory written as ``~``, for everything that goes into a report."""
+    home = os.path.expanduser("~")
+    if len(home) < 2:
+        return text
+    return re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
+
+
+def _nvidia_driver() -> str:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""

@@ -1,0 +1,99 @@
+"""The run itself, on rank 0: case after case, in workers that are replaced when they are not whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from fsdp_doctor.errors import DoctorFault
+from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.probe.supervisor import Conductor
+from fsdp_doctor.report.document import CaseResult, result_of
+from fsdp_doctor.verdict.classification import Verdict, classify
+from fsdp_doctor.verdict.records import RankReport
+
+_BEFORE_THE_PATH = ("build", "offload", "staging")
+
+
+def results(
+    conductor: Conductor,
+    cases: Sequence[Case],
+    numbers: Sequence[int],
+    *,
+    world_size: int,
+    confirm: bool,
+) -> Iterator[CaseResult]:
+    """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list."""
+    unbuildable: dict[tuple[Scenario, bool], str] = {}
+    for number in numbers:
+        case = cases[number]
+        built = (case.scenario, find_path(case.path, case.scenario.version).without_mesh)
+        if built in unbuildable:
+            yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
+            continue
+        result = _examine(conductor, number, case, world_size)
+        if confirm and result.verdict.bad:
+            conductor.retire()
+            again = _examine(conductor, number, case, world_size)
+            result = _confirmed(result, again)
+        if result.verdict.kind in ("crash", "hang") and _failed_before_the_path(result.ranks):
+            unbuildable[built] = f"its scenario failed before any path could run: see {case.id}"
+        yield result
+
+
+def _examine(conductor: Conductor, number: int, case: Case, world_size: int) -> CaseResult:
+    """Runs one case, in the present generation if it is whole and of the right backend."""
+    start = time.monotonic()
+    for _ in range(2):
+        if conductor.backend != case.scenario.backend:
+            conductor.retire()
+            _start(conductor, case.scenario.backend)
+        reports = conductor.run(number)
+        verdict = classify(reports, world_size)
+        if not _whole(reports):
+            conductor.retire()
+        if not _died_before_the_case(reports):
+            break
+    return result_of(case, verdict, reports, time.monotonic() - start)
+
+
+def _start(conductor: Conductor, backend: str) -> None:
+    """A generation that does not start may have met the last one's leavings: it is tried twice."""
+    try:
+        conductor.start(backend)
+    except DoctorFault:
+        conductor.retire()
+        conductor.start(backend)
+
+
+def _whole(reports: Sequence[RankReport]) -> bool:
+    """Whether every rank went through the case alike and its group still works."""
+    records = [report.record for report in reports]
+    if any(record is None or not record.done or not record.healthy for record in records):
+        return False
+    if any(report.exit or report.garbled or report.stopped for report in reports):
+        return False
+    return len({record.failure is None for record in records if record is not None}) == 1
+
+
+def _died_before_the_case(reports: Sequence[RankReport]) -> bool:
+    """A worker that was gone when the case came: the case cannot be blamed, it gets a second chance."""
+    return any(report.exit and report.record is None for report in reports)
+
+
+def _failed_before_the_path(reports: Sequence[RankReport]) -> bool:
+    reached = [report.record.stage for report in reports if report.record is not None]
+    return bool(reached) and all(stage in _BEFORE_THE_PATH for stage in reached)
+
+
+def _confirmed(first: CaseResult, again: CaseResult) -> CaseResult:
+    return CaseResult(
+        case=first.case,
+        verdict=first.verdict,
+        seconds=first.seconds,
+        peak_extra_bytes=first.peak_extra_bytes,
+        wall_seconds=round(first.wall_seconds + again.wall_seconds, 4),
+        confirmation=again.verdict,
+        ranks=first.ranks,
+    )

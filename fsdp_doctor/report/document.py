@@ -1,0 +1,167 @@
+"""The report as values: environment, cases, verdicts. Every format is made from this alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.catalogue import Found
+from fsdp_doctor.matrix.cases import Case, Scenario, scenario_from_dict
+from fsdp_doctor.verdict.classification import Kind, Verdict
+from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
+
+SCHEMA = "fsdp-doctor/report"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """One case: its verdict, its figures, and for a verdict that is not ok every rank's report.
+
+    seconds: the slowest rank's time inside the path. peak_extra_bytes: the largest rank's.
+    wall_seconds: everything that the case cost, building and checking included.
+    yielded: by rank, how many entries of each sort the path yielded; empty where it did not get through.
+    known: the id of the catalogue's entry that a bad verdict shows; empty where there is none.
+    confirmation: the verdict of the second run in fresh workers, with --confirm.
+    """
+
+    case: Case
+    verdict: Verdict
+    seconds: float | None = None
+    peak_extra_bytes: int | None = None
+    wall_seconds: float = 0.0
+    yielded: tuple[dict[str, int], ...] = ()
+    known: str = ""
+    confirmation: Verdict | None = None
+    ranks: tuple[RankReport, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return self.case.id
+
+    @property
+    def confirmed(self) -> bool | None:
+        """Whether the second run gave the same verdict; None without one."""
+        return None if self.confirmation is None else self.confirmation.kind == self.verdict.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A whole run.
+
+    rerun_options: what a command that runs one case alone needs besides ``--case``.
+    notes: what a reader must know to read the verdicts right.
+    complete: False until every selected case has a result; ``ended`` then says what ended the run.
+    """
+
+    version: str
+    created: str
+    command: str
+    device: str
+    world_size: int
+    num_selected: int
+    environment: dict[str, Any]
+    rerun_options: str = ""
+    notes: tuple[str, ...] = ()
+    complete: bool = False
+    ended: str = ""
+    seconds: float = 0.0
+    results: tuple[CaseResult, ...] = ()
+
+    def of_kind(self, kind: Kind) -> int:
+        """How many cases have that verdict."""
+        return sum(result.verdict.kind == kind for result in self.results)
+
+    @property
+    def bad(self) -> list[CaseResult]:
+        return [result for result in self.results if result.verdict.bad]
+
+
+def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seconds: float) -> CaseResult:
+    """Sums up all ranks' reports. The reports themselves are kept where the verdict is not ok."""
+    records = [report.record for report in reports if report.record is not None]
+    seconds = [record.seconds for record in records if record.seconds is not None]
+    peaks = [record.peak_extra_bytes for record in records if record.peak_extra_bytes is not None]
+    return CaseResult(
+        case=case,
+        verdict=verdict,
+        seconds=max(seconds, default=None),
+        peak_extra_bytes=max(peaks, default=None),
+        wall_seconds=round(wall_seconds, 4),
+        yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
+        known=_known(case, verdict, reports) if verdict.bad else "",
+        ranks=tuple(reports) if verdict.bad else (),
+    )
+
+
+def _known(case: Case, verdict: Verdict, reports: list[RankReport]) -> str:
+    """The catalogue's entry for what all ranks say of a case that broke."""
+    failures = [r.record.failure for r in reports if r.record is not None and r.record.failure is not None]
+    found = Found(
+        kind=verdict.kind,
+        reasons=(verdict.reason, *verdict.also),
+        messages=tuple(dict.fromkeys(f"{failure.type}: {failure.message}" for failure in failures)),
+        traceback="\n".join(failure.traceback for failure in failures[:1]),
+    )
+    entry = catalogue.of_finding(case, found)
+    return entry.id if entry is not None else ""
+
+
+def report_to_dict(report: Report) -> dict[str, Any]:
+    fields = {
+        field.name: getattr(report, field.name) for field in dataclasses.fields(report) if field.name != "results"
+    }
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        **fields,
+        "results": [result_to_dict(result) for result in report.results],
+    }
+
+
+def report_from_dict(data: dict[str, Any]) -> Report:
+    fields = {field.name: data[field.name] for field in dataclasses.fields(Report) if field.name != "results"}
+    fields["notes"] = tuple(fields["notes"])
+    return Report(**fields, results=tuple(result_from_dict(result) for result in data["results"]))
+
+
+def result_to_dict(result: CaseResult) -> dict[str, Any]:
+    return {
+        "id": result.id,
+        "scenario": dataclasses.asdict(result.case.scenario),
+        "path": result.case.path,
+        "verdict": _verdict_to_dict(result.verdict),
+        "seconds": result.seconds,
+        "peak_extra_bytes": result.peak_extra_bytes,
+        "wall_seconds": result.wall_seconds,
+        "yielded": list(result.yielded),
+        "known": result.known,
+        "confirmation": _verdict_to_dict(result.confirmation) if result.confirmation else None,
+        "ranks": [rank_report_to_dict(report) for report in result.ranks],
+    }
+
+
+def result_from_dict(data: dict[str, Any]) -> CaseResult:
+    scenario: Scenario = scenario_from_dict(data["scenario"])
+    return CaseResult(
+        case=Case(scenario, data["path"]),
+        verdict=_verdict_from_dict(data["verdict"]),
+        seconds=data["seconds"],
+        peak_extra_bytes=data["peak_extra_bytes"],
+        wall_seconds=data["wall_seconds"],
+        # Reports of version 0.1.0 do not have it.
+        yielded=tuple(data.get("yielded", ())),
+        known=data.get("known", ""),
+        confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,
+        ranks=tuple(rank_report_from_dict(report) for report in data["ranks"]),
+    )
+
+
+def _verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
+    return dataclasses.asdict(verdict)
+
+
+def _verdict_from_dict(data: dict[str, Any]) -> Verdict:
+    return Verdict(kind=data["kind"], reason=data["reason"], ranks=tuple(data["ranks"]), also=tuple(data["also"]))

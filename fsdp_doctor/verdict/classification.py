@@ -1,0 +1,286 @@
+"""From what all ranks report to one verdict. Pure functions over values; nothing here runs a case.
+
+Rules: a missing record is never a pass. Cause before cascade: what happened first outranks what
+followed from it, and "connection closed by peer" is never the cause while another rank has a
+better one. What the doctor itself did (ending a worker at a deadline) is not held against the
+worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_doctor.verdict.records import Failure, ProblemKind, RankReport
+
+Kind = Literal[
+    "ok",
+    "wrong",
+    "incomplete",
+    "misplaced",
+    "crash",
+    "hang",
+    "died",
+    "oom",
+    "poisoned",
+    "leak",
+    "unsupported",
+    "skipped",
+    "lost",
+]
+
+MEANING: dict[Kind, str] = {
+    "ok": "every value as it should be, on every rank; training goes on; memory given back",
+    "wrong": "a value, shape or form differs from the reference",
+    "incomplete": "names are missing or superfluous, or a rank that was promised data got none",
+    "misplaced": "another device or dtype than promised",
+    "crash": "raised an exception",
+    "hang": "did not end before the deadline; every rank's stack is in the report",
+    "died": "a process ended in the middle: a signal or an exit",
+    "oom": "ran out of device or host memory",
+    "poisoned": "the extraction worked, the next training step fails or starts from other weights",
+    "leak": "memory was not given back",
+    "unsupported": "cannot be built here; the reason says why",
+    "skipped": "not run, because its scenario already failed before any path could run",
+    "lost": "the doctor's own fault: no result",
+}
+
+NEUTRAL: frozenset[Kind] = frozenset({"ok", "unsupported", "skipped"})
+
+# Where the doctor works, and not the case.
+_OWN_STAGES = ("reference", "fingerprint", "verify")
+
+_PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
+
+_CASCADE = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"
+    r"|connection refused|remote process exited|ncclRemoteError|pair closure|Read error \["
+    r"|socket closed|No such file or directory.*shm|Watchdog caught collective",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
+_DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
+_DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
+_IN_TORCH = re.compile(r"(^|/)torch/")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What happened to a case. ``ranks`` are the ones that the reason speaks of."""
+
+    kind: Kind
+    reason: str = ""
+    ranks: tuple[int, ...] = ()
+    also: tuple[str, ...] = ()
+
+    @property
+    def bad(self) -> bool:
+        return self.kind not in NEUTRAL
+
+
+@dataclass(frozen=True)
+class _Event:
+    """Something that ended a rank's part in the case, with the time at which it did."""
+
+    time: float
+    rank: int
+    kind: Kind
+    text: str
+    cascade: bool = False
+
+
+def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
+    """The verdict over all ranks' reports of one case."""
+    missing = sorted(set(range(world_size)) - {report.rank for report in reports})
+    if missing:
+        return Verdict(kind="lost", reason=f"no report came from {_ranks(missing)}", ranks=tuple(missing))
+    events = sorted((event for report in reports for event in _events(report)), key=_by_cause)
+    hanging = [report for report in reports if report.stopped == "deadline"]
+    if hanging and all(event.cascade for event in events):
+        return _hang(hanging, reports)
+    if events:
+        return _from_events(events, reports)
+    unfinished = [report.rank for report in reports if report.record is None or not report.record.done]
+    if unfinished:
+        reason = f"{_ranks(unfinished)} did not finish and did not say why"
+        return Verdict(kind="lost", reason=reason, ranks=tuple(unfinished))
+    return _from_records(reports)
+
+
+def fold(text: str) -> str:
+    """``text`` without the device indices in which equal failures differ from rank to rank."""
+    return _DEVICE_INDEX.sub(r"\1", text)
+
+
+def is_cascade(failure: Failure) -> bool:
+    """Whether the exception only says that another process went away."""
+    return _CASCADE.search(failure.message) is not None
+
+
+def waiting_in(stack: str) -> str:
+    """What the stopped rank waited in: a function of torch.distributed, or the device; empty if neither.
+
+    ``stack`` is what faulthandler wrote; its current thread is the main thread of the worker.
+    """
+    current = stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]
+    frames = [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
+    if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
+        return "synchronize, for the device"
+    in_torch = itertools.takewhile(lambda frame: _IN_TORCH.search(frame[0]), frames)
+    named = [function for file, function in in_torch if "torch/distributed/" in file and function != "wrapper"]
+    return named[-1] if named else ""
+
+
+def _by_cause(event: _Event) -> tuple[bool, float, int]:
+    return (event.cascade, event.time, event.rank)
+
+
+def _events(report: RankReport) -> list[_Event]:
+    events = []
+    record = report.record
+    kind: Kind
+    if record is not None and record.failure is not None and not record.unsupported:
+        failure = record.failure
+        cascade = is_cascade(failure) or record.stage == "agree"
+        kind = _kind_of(failure, record.stage)
+        before = "" if kind != "crash" or record.stage == "extract" else f"{record.stage}: "
+        events.append(_Event(failure.time, report.rank, kind, before + failure.summary, cascade))
+    if report.exit:
+        kind = "oom" if report.oom_killed else "died"
+        text = f"ended with {report.exit}" + (
+            ": the kernel's out-of-memory killer was at work" if report.oom_killed else ""
+        )
+        events.append(_Event(report.exit_time, report.rank, kind, text + _in_stage(report)))
+    if report.stopped == "memory":
+        events.append(_Event(report.exit_time, report.rank, "oom", report.stopped_detail))
+    if report.garbled:
+        events.append(_Event(float("inf"), report.rank, "lost", f"wrote half a record: {report.garbled}"))
+    return events
+
+
+def _kind_of(failure: Failure, stage: str) -> Kind:
+    if stage in _OWN_STAGES:
+        return "lost"
+    if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):
+        return "oom"
+    return "poisoned" if stage == "next step" else "crash"
+
+
+def _from_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
+    """The first event is the cause; the rest is told as what followed."""
+    first = events[0]
+    alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
+    cause = min(alike, key=lambda event: event.rank)
+    ranks = tuple(sorted({event.rank for event in alike}))
+    where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
+    found = _problems(reports)
+    if cause.kind == "poisoned" and found and _severity(found[0].kind) < _severity("poisoned"):
+        # The extraction itself was bad already; that training fails too comes second.
+        worst, *others = found
+        followed = [problem.sentence for problem in others] + [f"next training step: {where}{cause.text}"]
+        return Verdict(kind=worst.kind, reason=worst.text, ranks=worst.ranks, also=tuple(followed))
+    others_said = [_what_of(report, events) for report in reports if report.rank not in ranks]
+    return Verdict(
+        kind=cause.kind,
+        reason=where + cause.text,
+        ranks=ranks,
+        also=tuple(text for text in (*others_said, *(problem.sentence for problem in found)) if text),
+    )
+
+
+def _what_of(report: RankReport, events: list[_Event]) -> str:
+    """One sentence on a rank that is not the cause."""
+    own = [event for event in events if event.rank == report.rank]
+    if own:
+        return f"rank {report.rank} then: {own[0].text}"
+    if report.stopped:
+        return f"rank {report.rank} {_standing(report)}"
+    return ""
+
+
+def _standing(report: RankReport) -> str:
+    """Where a rank stood when it was stopped."""
+    if report.process_state:
+        return report.process_state + _in_stage(report)
+    waits = waiting_in(report.stack)
+    return (f"waited in {waits}" if waits else "was busy") + _in_stage(report)
+
+
+def _in_stage(report: RankReport) -> str:
+    if report.record is None:
+        return " before the case began"
+    return "" if report.record.stage == "extract" else f" ({report.record.stage})"
+
+
+def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
+    """The ranks to look at: those that wait for nobody, else those still in the path, else all."""
+    still_in = [r for r in hanging if r.process_state or not _agreeing(r)]
+    busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
+    named = busy or still_in or list(hanging)
+    standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in hanging)
+    own = all(report.record and report.record.stage in _OWN_STAGES for report in hanging)
+    return Verdict(
+        kind="lost" if own else "hang",
+        reason=f"{hanging[0].stopped_detail}: {standing}",
+        ranks=tuple(report.rank for report in named),
+        also=tuple(problem.sentence for problem in _problems(reports)),
+    )
+
+
+def _agreeing(report: RankReport) -> bool:
+    return report.record is not None and report.record.stage == "agree"
+
+
+@dataclass(frozen=True)
+class _Found:
+    kind: ProblemKind
+    text: str
+    ranks: tuple[int, ...]
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def _problems(reports: Sequence[RankReport]) -> list[_Found]:
+    """All problems, worst kind first; one that all ranks share is told once."""
+    ranks_of: dict[tuple[ProblemKind, str], list[int]] = {}
+    for report in reports:
+        for problem in report.record.problems if report.record else ():
+            ranks_of.setdefault((problem.kind, fold(problem.detail)), []).append(report.rank)
+    found = []
+    for (kind, detail), ranks in ranks_of.items():
+        where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
+        found.append(_Found(kind, where + detail, tuple(ranks)))
+    return sorted(found, key=lambda problem: _severity(problem.kind))
+
+
+def _severity(kind: ProblemKind) -> int:
+    return _PROBLEM_ORDER.index(kind)
+
+
+def _from_records(reports: Sequence[RankReport]) -> Verdict:
+    reasons = {r.record.unsupported for r in reports if r.record and r.record.unsupported}
+    found = _problems(reports)
+    if reasons and not found:
+        if not all(r.record and r.record.unsupported for r in reports):
+            return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
+        return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
+    if not found:
+        return Verdict(kind="ok")
+    worst = found[0]
+    return Verdict(
+        kind=worst.kind,
+        reason=worst.text,
+        ranks=worst.ranks,
+        also=tuple(problem.sentence for problem in found[1:]),
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
