@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_doctor.matrix.paths import promises
+from fsdp_doctor.matrix.contracts import promises
 
 if TYPE_CHECKING:
     from fsdp_doctor.examination import Examination, ModelIsBad, examine

@@ -25,8 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor import Examination, ModelIsBad, examine
+from fsdp_doctor.case import offloading
 from fsdp_doctor.examination import Finding, TensorFacts
-from fsdp_doctor.fsdp import fsdp1, fsdp2
+from fsdp_doctor.fsdp import fsdp2
 
 CHECKS: dict[str, Callable[[], None]] = {}
 EVEN, UNEVEN = 6, 7
@@ -250,7 +251,7 @@ def a_module_moved_under_a_pinning_policy_is_half_moved_until_it_is_moved_back()
         equal((half.severity, half.entry, len(half.names)), ("bad", "fsdp2-pinned-policy-half-moved", 5))
         state = row(model, "up.weight").state
         equal((state.wrapper_device, state.device.type), (device(), "cpu"))
-        fsdp2.unstage(model, device())
+        offloading.unstage(model, device())
         equal(kinds(examine(model)), [])
 
 
@@ -279,13 +280,13 @@ def buffers_on_the_cpu_are_left_behind_under_a_policy_and_beside_shards_on_the_d
 @check
 def a_manual_offload_of_fsdp2_is_a_note_and_half_of_one_is_bad() -> None:
     model = trained(fsdp2_model())
-    fsdp2.offload(model, non_blocking=False)
+    offloading.offload(model, non_blocking=False)
     equal([(one.kind, one.severity) for one in examine(model, raise_on_bad=True).findings], [("offloaded", "note")])
     assert "2 buffers" in finding(model, "offloaded").sentence
     model.up.to(device())
     partly = finding(model, "partly-moved")
     equal((partly.severity, partly.names), ("bad", ("down.weight", "down.bias", "embed.weight")))
-    fsdp2.load(model, device(), non_blocking=False)
+    offloading.load(model, device(), non_blocking=False)
     equal(kinds(examine(model)), [])
 
 
@@ -303,11 +304,11 @@ def an_ignored_parameter_on_the_cpu_is_a_hazard() -> None:
 def a_manual_offload_of_fsdp1_is_bad_until_it_is_loaded() -> None:
     for use_orig_params in (False, True):
         model = trained(fsdp1_model(use_orig_params=use_orig_params))
-        fsdp1.offload(model, non_blocking=False)
+        offloading.offload(model, non_blocking=False)
         away = finding(model, "fsdp1-away")
         equal((away.severity, away.entry), ("bad", "fsdp1-manual-offload-then-state-dict"))
         equal(away.names, ("flat_param", "up.flat_param"))
-        fsdp1.load(model, device(), non_blocking=False)
+        offloading.load(model, device(), non_blocking=False)
         equal(kinds(examine(model)), [])
 
 
@@ -348,7 +349,7 @@ def optimizer_state_apart_from_its_parameter_is_bad_where_an_optimizer_is_given(
 def a_nonblocking_copy_is_a_hazard_while_its_stream_works_and_a_note_after() -> None:
     model = trained(fsdp2_model())
     torch.emulated.synchronize()
-    fsdp2.offload(model, non_blocking=True)
+    offloading.offload(model, non_blocking=True)
     assert torch.emulated.copies_in_flight() > 0
     copy = finding(model, "copy-outstanding")
     equal((copy.severity, copy.entry), ("hazard", "non-blocking-d2h-read-too-early"))
@@ -362,7 +363,7 @@ def a_copy_on_another_stream_is_neither_seen_nor_waited_for() -> None:
     model = trained(fsdp2_model())
     torch.emulated.synchronize()
     with torch.emulated.stream(torch.emulated.Stream()):
-        fsdp2.offload(model, non_blocking=True)
+        offloading.offload(model, non_blocking=True)
     in_flight = torch.emulated.copies_in_flight()
     assert in_flight > 0
     copy = finding(model, "copy-outstanding")
@@ -398,7 +399,7 @@ def uneven_shards_and_a_nonblocking_offload_are_a_hazard_together_only() -> None
     for hidden, non_blocking in ((EVEN, True), (UNEVEN, False), (UNEVEN, True)):
         model = trained(fsdp2_model(hidden))
         torch.emulated.synchronize()
-        fsdp2.offload(model, non_blocking=non_blocking)
+        offloading.offload(model, non_blocking=non_blocking)
         together = hidden == UNEVEN and non_blocking
         equal((hidden, non_blocking, "uneven-nonblocking" in kinds(examine(model))), (hidden, non_blocking, together))
         torch.emulated.synchronize()
@@ -414,7 +415,7 @@ def shards_on_the_cpu_in_a_group_without_a_backend_for_it_are_a_hazard() -> None
     own = DeviceMesh.from_group(dist.new_group(backend="emulated"), "emulated", mesh_dim_names=("alone",))
     offloaded = trained(fsdp2_model(over=own))
     equal(kinds(examine(offloaded)), [])
-    fsdp2.offload(offloaded, non_blocking=False)
+    offloading.offload(offloaded, non_blocking=False)
     for model in (offloaded, trained(fsdp2_model(over=own, offload_policy=PINNED))):
         alone = finding(model, "no-backend-for-cpu")
         equal((alone.severity, alone.entry), ("hazard", "full-tensor-cpu-shard-nccl-only"))

@@ -894,7 +894,8 @@ def fsdp1_training_resumes_from_whole_states_as_if_it_had_not_stopped() -> None:
 
 @check
 def fsdp1_offloaded_by_hand_frees_its_shards_and_trains_on() -> None:
-    from fsdp_doctor.fsdp import fsdp1, private
+    from fsdp_doctor.case import offloading
+    from fsdp_doctor.fsdp import private
 
     freed, shards = [], []
     for use_orig_params, non_blocking in itertools.product((True, False), (True, False)):
@@ -903,10 +904,10 @@ def fsdp1_offloaded_by_hand_frees_its_shards_and_trains_on() -> None:
         _train(model, optimizer, steps=[0])
         shards.append(sum(_blocks(private.flat_shard(handle)) for _, handle in private.fsdp1_units(model)))
         before = _allocated()
-        fsdp1.offload(model, non_blocking=non_blocking)
+        offloading.offload(model, non_blocking=non_blocking)
         freed.append(before - _allocated())
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-        fsdp1.load(model, _device(), non_blocking=non_blocking)
+        offloading.load(model, _device(), non_blocking=non_blocking)
         _train(model, optimizer, steps=range(1, STEPS))
         _all(_close, _summoned(model), _trained_with_sgd())
     assert freed == shards

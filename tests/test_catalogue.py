@@ -21,7 +21,8 @@ from fsdp_doctor.known.catalogue import (
     of_finding,
     of_message,
 )
-from fsdp_doctor.matrix.cases import AXIS, Case
+from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.layout import distinct_failures

@@ -11,8 +11,8 @@ import sys
 import pytest
 from program import doctor, run
 
-from fsdp_doctor.check import Result, cases, check, presentation, reading
-from fsdp_doctor.check.use import Finding, Use
+from fsdp_doctor.check import CheckResult, cases, check, presentation, reading
+from fsdp_doctor.check.use import ConfigFinding, Use
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure, Trigger
@@ -33,7 +33,7 @@ def no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "known_failures", lambda: ())
 
 
-def checked(*arguments: str, version: str | None = None, world: int | None = None) -> Result:
+def checked(*arguments: str, version: str | None = None, world: int | None = None) -> CheckResult:
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
     return check(named, framework_version=version, world_size=world)
 
@@ -42,7 +42,7 @@ def flag(name: str, value: str = "true", section: str = f"{ACTOR}.fsdp_config") 
     return f"{section}.{name}={value}"
 
 
-def use_of(result: Result, role: str) -> Use:
+def use_of(result: CheckResult, role: str) -> Use:
     (found,) = [use for use in result.uses if use.role == role]
     return found
 
@@ -51,11 +51,11 @@ def ids(use: Use) -> list[str]:
     return [case.id for case in use.cases]
 
 
-def of_kind(result: Result, kind: str) -> list[Finding]:
+def of_kind(result: CheckResult, kind: str) -> list[ConfigFinding]:
     return [finding for finding in result.findings if finding.kind == kind]
 
 
-def said(result: Result, kind: str) -> str:
+def said(result: CheckResult, kind: str) -> str:
     return "\n".join(finding.sentence for finding in of_kind(result, kind))
 
 

@@ -25,7 +25,7 @@ def _complaint(stderr: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--offload", "polcy"], "'polcy' is no value of --offload; it has none, param"),
+        (["--offload", "polcy"], "--offload polcy: there is no such value (near it: policy); use none, param"),
         (["--case", "fsdp2/policy/stagd/state_dict"], "'stagd' is no value of an axis (near it: staged"),
         (["--case", "fsdp2/policy/staged/state_dct"], "there is no path 'state_dct' (near it: state_dict"),
         (["--case", "fsdp2/state_dict"], "does not say its offload and staging"),

@@ -14,7 +14,8 @@ import pytest
 
 import fsdp_doctor
 from fsdp_doctor.machine.environment import without_torch
-from fsdp_doctor.matrix.cases import AXES, Case, Scenario
+from fsdp_doctor.matrix.axes import AXES
+from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import FIX
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report import markdown

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.matrix.cases import AXES, AXIS, Scenario
+from fsdp_doctor.matrix.axes import AXES, AXIS
+from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.paths import FIX, paths_for
 from fsdp_doctor.matrix.selection import Selection, select
 
@@ -191,8 +192,8 @@ def test_a_selection_of_nothing_cannot_run(options):
     ("options", "complaint"),
     [
         ({"paths": ("zebra",)}, "there is no path 'zebra'"),
-        ({"axes": {"offload": ("zebra",)}}, "'zebra' is no value of --offload"),
-        ({"axes": {"offload": ("none", "zebra")}, "full": True}, "'zebra' is no value of --offload"),
+        ({"axes": {"offload": ("zebra",)}}, "--offload zebra: there is no such value"),
+        ({"axes": {"offload": ("none", "zebra")}, "full": True}, "--offload zebra: there is no such value"),
         ({"case_ids": ("zebra/dcp",)}, "'zebra' is no value of an axis"),
         ({"expression": "dcp dcp"}, "is not expected there"),
     ],

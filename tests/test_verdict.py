@@ -9,8 +9,8 @@ import pytest
 from fsdp_doctor.verdict.classification import (
     MEANING,
     NEUTRAL,
-    Kind,
     Verdict,
+    VerdictKind,
     classify,
     fold,
     is_cascade,
@@ -130,7 +130,7 @@ def stopped(rank, stack=BUSY, *, stage="extract", why="deadline", **fields):
 
 
 def test_every_verdict_has_a_meaning():
-    assert set(MEANING) == set(get_args(Kind))
+    assert set(MEANING) == set(get_args(VerdictKind))
     assert all(MEANING.values())
 
 

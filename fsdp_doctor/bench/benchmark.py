@@ -19,8 +19,9 @@ from fsdp_doctor.bench import links as ceilings
 from fsdp_doctor.bench import sharded_model as models
 from fsdp_doctor.bench.links import Links
 from fsdp_doctor.bench.measure import Clock
-from fsdp_doctor.bench.request import Options
-from fsdp_doctor.bench.tables import Measured, Result
+from fsdp_doctor.bench.request import BenchOptions
+from fsdp_doctor.bench.tables import BenchResult, Measured
+from fsdp_doctor.case.offloading import offload
 from fsdp_doctor.case.paths.lookup import load_user_path
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.extract.sources import entries, read
@@ -36,7 +37,7 @@ _SMALL_LINK_BYTES = 16 << 20
 _ENOUGH_SECONDS = 6.0
 
 
-def run(options: Options) -> Result:
+def run(options: BenchOptions) -> BenchResult:
     """Every rank must call it."""
     here = place()
     for path in filter(is_user_path, options.paths):
@@ -48,7 +49,7 @@ def run(options: Options) -> Result:
         clock = Clock(device)
         real = device.type not in ("cpu", "emulated")
         links = ceilings.measure(clock, _LINK_BYTES if real else _SMALL_LINK_BYTES)
-        result = Result(
+        result = BenchResult(
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
             device=device.type,
             world_size=here.world_size,
@@ -65,7 +66,7 @@ def run(options: Options) -> Result:
 
 
 def _start(asked: str, here: Place) -> torch.device:
-    kind = devices.Device(type=devices.resolve(asked))
+    kind = devices.RunDevice(type=devices.resolve(asked))
     devices.load(kind, asked)
     if kind.type == "cpu":
         dist.init_process_group("gloo")
@@ -81,18 +82,20 @@ def _start(asked: str, here: Place) -> torch.device:
 
 
 def _model(
-    options: Options, strategy: str, offload: str, dtypes: str, clock: Clock, links: Links
+    options: BenchOptions, strategy: str, offload: str, dtypes: str, clock: Clock, links: Links
 ) -> Iterator[Measured]:
     held, _, yielded = dtypes.partition(":")
-    wire = models.DTYPE[yielded] if yielded else None
+    yielded_dtype = models.DTYPE[yielded] if yielded else None
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
     model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
     control = dist.new_group(backend="gloo")
     subject = candidates.subject_of(model, clock.device, control, pathlib.Path("."))
     held_bytes = clock.highest(_shard_bytes(model))
-    full_bytes = sum(entry.numel * (wire or entry.dtype).itemsize for s in read(model) for entry in entries(s))
-    about = _About(strategy, offload, dtypes, wire, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes)
-    for row in candidates.rows(strategy, options.paths, dtype=wire, bucket_bytes=options.bucket_bytes):
+    full_bytes = sum(entry.numel * (yielded_dtype or entry.dtype).itemsize for s in read(model) for entry in entries(s))
+    about = _About(
+        strategy, offload, dtypes, yielded_dtype, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes
+    )
+    for row in candidates.rows(strategy, options.paths, dtype=yielded_dtype, bucket_bytes=options.bucket_bytes):
         if offload not in row.offloads:
             continue
         yield _measured(row, subject, clock, options.repeat, about)
@@ -107,7 +110,7 @@ class _About:
     strategy: str
     offload: str
     dtypes: str
-    wire: torch.dtype | None
+    yielded_dtype: torch.dtype | None
     least_seconds: float | None
     full_bytes: int
 
@@ -116,11 +119,11 @@ def _measured(row: candidates.Row, subject: candidates.Subject, clock: Clock, re
     """A run to warm up, one whose memory is taken, then those that are timed."""
 
     def once() -> None:
-        candidates.consume(row.function(subject), about.wire)
+        candidates.consume(row.function(subject), about.yielded_dtype)
 
     def restored() -> None:
         if row.moves_model:
-            models.move_to_host(subject.model)
+            offload(subject.model, non_blocking=False)
 
     result = Measured(strategy=about.strategy, offload=about.offload, dtypes=about.dtypes, path=row.name)
     failure = _failure(once)

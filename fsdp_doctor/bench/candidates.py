@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from fsdp_doctor.bench.request import PATHS
+from fsdp_doctor.case.offloading import load
 from fsdp_doctor.case.paths import on_fsdp1, on_fsdp2
 from fsdp_doctor.case.paths.inputs import Subject
 from fsdp_doctor.case.paths.lookup import load_user_path
 from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
-from fsdp_doctor.fsdp import fsdp2
 from fsdp_doctor.matrix.paths import is_user_path
 
 Function = Callable[[Subject], Any]
@@ -66,7 +66,7 @@ def subject_of(model: torch.nn.Module, device: torch.device, control: Any, scrat
 
 def _staged(subject: Subject) -> Iterator[tuple[str, Any]]:
     """The whole model on the device, then every tensor; the way back is the caller's."""
-    fsdp2.load(subject.model, subject.device, non_blocking=False)
+    load(subject.model, subject.device, non_blocking=False)
     yield from on_fsdp2.state_dict_to_full_tensor(subject)
 
 

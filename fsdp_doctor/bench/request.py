@@ -96,7 +96,7 @@ DTYPES = ("bf16", "fp32", "fp32:bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class BenchOptions:
     """model: a name of SHAPES, or a directory with a config.json. layers: instead of the model's own number.
 
     dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: None for the default.

@@ -7,35 +7,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_doctor.bench.request import SHAPES, Options
+from fsdp_doctor.bench.request import SHAPES, BenchOptions
+from fsdp_doctor.case import offloading
+from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
 from fsdp_doctor.extract.sources import device_of
-from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+from fsdp_doctor.fsdp import fsdp2, private
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(options: Options, strategy: str, offload: str, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Module:
+def build(options: BenchOptions, strategy: str, offload: str, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Module:
     """The sharded model in the state that ``offload`` leaves it in. Every rank must call it."""
     device = device_of(mesh.device_type)
     with torch.device("meta"):
         whole = _unsharded(options, dtype)
     model = (_sharded_2 if strategy == "fsdp2" else _sharded_1)(whole, offload, mesh, device)
     if offload == "param":
-        move_to_host(model)
+        offloading.offload(model, non_blocking=False)
     return model
 
 
-def move_to_host(model: nn.Module) -> None:
-    """verl's manual offload."""
-    if isinstance(model, FullyShardedDataParallel):
-        fsdp1.offload(model, non_blocking=False)
-    else:
-        fsdp2.offload(model, non_blocking=False)
-
-
-def _unsharded(options: Options, dtype: torch.dtype) -> Any:
+def _unsharded(options: BenchOptions, dtype: torch.dtype) -> Any:
     import transformers
 
     if options.directory is not None:
@@ -52,7 +45,7 @@ def _unsharded(options: Options, dtype: torch.dtype) -> Any:
 
 def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     policy = offload.startswith("policy")
-    model = fsdp2.shard(
+    model = shard_fsdp2(
         whole,
         mesh,
         compute_dtype=torch.bfloat16,
@@ -70,7 +63,7 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
     # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
     whole.to_empty(device=device)
     whole.tie_weights()
-    model = fsdp1.shard(
+    model = shard_fsdp1(
         whole,
         mesh,
         device,

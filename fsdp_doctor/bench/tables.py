@@ -39,7 +39,7 @@ class Measured:
 
 
 @dataclass(kw_only=True)
-class Result:
+class BenchResult:
     command: str
     device: str
     world_size: int
@@ -48,12 +48,12 @@ class Result:
     measured: list[Measured] = field(default_factory=list)
 
 
-def as_json(result: Result) -> str:
+def as_json(result: BenchResult) -> str:
     head = {"schema": "fsdp-doctor/bench", "schema_version": 1, "version": __version__}
     return json.dumps(head | dataclasses.asdict(result), indent=1) + "\n"
 
 
-def as_text(result: Result, width: int) -> str:
+def as_text(result: BenchResult, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
     packages = ", ".join(f"{name} {version}" for name, version in result.environment["packages"].items())
     console.print(f"{result.world_size} ranks of {result.device}; {packages}", soft_wrap=True)

@@ -27,19 +27,19 @@ from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.verdict.records import Problem, Record, Stage
 from fsdp_doctor.verdict.tracebacks import failure_from
 
-Report = Callable[[Record], None]
+RecordSink = Callable[[Record], None]
 _PROGRESS_SECONDS = 1.0
 # Threads of a process group hold the tensors of the last collective a little longer than it runs.
 _RELEASE_SECONDS = 0.5
 
 
-class Examiner:
+class CaseRunner:
     """Runs cases one after the other on this rank, and keeps a scenario while it stays whole.
 
     report: called with the record each time the case reaches another stage.
     """
 
-    def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: Report) -> None:
+    def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: RecordSink) -> None:
         self._runtime = runtime
         self._user_paths = {name: load_user_path(name) for name in user_paths}
         self._report = report
@@ -48,7 +48,7 @@ class Examiner:
     def examine(self, case: Case) -> Record:
         """Runs one case. Every rank must call it with the same case; it does not raise Exception."""
         path, function = self._path(case)
-        examination = _Examination(case, path, function, self._runtime, self._report)
+        examination = _CaseRun(case, path, function, self._runtime, self._report)
         self._trainer = examination.run(self._kept_for(case.scenario, path))
         return examination.record
 
@@ -75,10 +75,10 @@ class Examiner:
             torch.get_device_module(self._runtime.device).empty_cache()
 
 
-class _Examination:
+class _CaseRun:
     """The state of one case while it runs: the record so far, reported at each stage."""
 
-    def __init__(self, case: Case, path: Path, function: PathFunction, runtime: Runtime, report: Report) -> None:
+    def __init__(self, case: Case, path: Path, function: PathFunction, runtime: Runtime, report: RecordSink) -> None:
         self._case = case
         self._path = path
         self._contract = path.contract
@@ -138,7 +138,7 @@ class _Examination:
         if scenario.staging == "staged":
             self._enter("staging")
             trainer.stage()
-        before: training_state.State = {}
+        before: training_state.StateDigest = {}
         if self._watches_state:
             self._enter("fingerprint")
             self._check_weights(trainer, truth, "the offload or the staging changed weights")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_doctor.machine import devices
-from fsdp_doctor.machine.devices import Device
+from fsdp_doctor.machine.devices import RunDevice
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
@@ -82,7 +82,7 @@ def start(
     world_size: int,
     local_rank: int,
     num_nodes: int,
-    kind: Device,
+    kind: RunDevice,
     backend: str,
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case import models
+from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.fsdp import fsdp1, fsdp2
+from fsdp_doctor.fsdp import fsdp2
 from fsdp_doctor.matrix.cases import Scenario
 
 COMPUTE_DTYPE = torch.bfloat16
@@ -64,10 +63,7 @@ class Trainer:
         """The framework's manual offload, where the scenario has one."""
         non_blocking = self.scenario.transfer == "nonblocking"
         if self.scenario.param_offload:
-            if isinstance(self.model, FullyShardedDataParallel):
-                fsdp1.offload(self.model, non_blocking=non_blocking)
-            else:
-                fsdp2.offload(self.model, non_blocking=non_blocking)
+            offloading.offload(self.model, non_blocking=non_blocking)
         if self.scenario.optimizer_offload:
             self._move_optimizer(torch.device("cpu"), non_blocking=non_blocking)
 
@@ -85,7 +81,7 @@ class Trainer:
         if self._staged and self.scenario.param_offload:
             self.offload()
         if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:
-            fsdp2.unstage(self.model, self.runtime.device)
+            offloading.unstage(self.model, self.runtime.device)
         self._staged = False
         if self.scenario.param_offload:
             self._load_parameters()
@@ -101,10 +97,7 @@ class Trainer:
 
     def _load_parameters(self) -> None:
         non_blocking = self.scenario.transfer == "nonblocking"
-        if isinstance(self.model, FullyShardedDataParallel):
-            fsdp1.load(self.model, self.runtime.device, non_blocking=non_blocking)
-        else:
-            fsdp2.load(self.model, self.runtime.device, non_blocking=non_blocking)
+        offloading.load(self.model, self.runtime.device, non_blocking=non_blocking)
 
     @torch.no_grad()
     def _move_optimizer(self, device: torch.device, *, non_blocking: bool) -> None:
@@ -119,7 +112,7 @@ class Trainer:
 def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bool) -> nn.Module:
     mesh = runtime.mesh(scenario.sharding)
     if scenario.version == 2:
-        return fsdp2.shard(
+        return sharding.shard_fsdp2(
             plain,
             mesh,
             compute_dtype=COMPUTE_DTYPE,
@@ -127,7 +120,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
             # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
             pin_memory=scenario.pinning == "pinned" and runtime.has_accelerator,
         )
-    return fsdp1.shard(
+    return sharding.shard_fsdp1(
         plain,
         mesh if with_mesh else None,
         runtime.device,

@@ -17,11 +17,11 @@ from fsdp_doctor.case.verification import bits, first_names
 from fsdp_doctor.fsdp import fsdp1, fsdp2, private
 from fsdp_doctor.verdict.records import Problem
 
-State = dict[str, tuple[str, ...]]
+StateDigest = dict[str, tuple[str, ...]]
 _OPTIMIZER = "optimizer state "
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Shards, buffers and their placements; which tensors are parameters, which of them train and have
     gradients; the optimizer's state and whether it still holds the model's parameters; train or eval.
     """
@@ -30,7 +30,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
     # keeps its own until the next unshard, an extraction's or a forward's, drops it.
     stale = {f"{prefix}_flat_param" for prefix, handle in fsdp1.units(model) if private.keeps_originals(handle)}
-    state: State = {}
+    state: StateDigest = {}
     for (name, (wrapper, local)), digest in zip(wrappers.items(), _digests(list(locals_.values())), strict=True):
         placements = wrapper.placements if isinstance(wrapper, DTensor) else ()
         place = (str(wrapper.device), str(local.device), str(local.dtype), str(tuple(local.shape)), str(placements))
@@ -43,7 +43,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return state
 
 
-def changes(before: State, after: State) -> tuple[Problem, ...]:
+def changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
     """A problem if the extraction changed what the next training step starts from."""
     changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
     if not changed:

@@ -19,7 +19,7 @@ from fsdp_doctor.case.lora_reference import Merged
 from fsdp_doctor.case.reference import Reference, shard_slices
 from fsdp_doctor.fsdp import fsdp2
 from fsdp_doctor.fsdp.names import unwrapped
-from fsdp_doctor.matrix.paths import Contract
+from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 
 _SHOWN = 3
@@ -56,7 +56,7 @@ class Verifier:
         self._seen: set[str] = set()
         self._found: dict[ProblemKind, dict[str, list[str]]] = {}
 
-    def check(self, entry: Entry) -> None:
+    def check(self, entry: YieldedEntry) -> None:
         """Compares one entry. Nothing here touches the device."""
         if entry.name in self._seen:
             self._note("wrong", "came twice", entry.name)
@@ -96,7 +96,7 @@ class Verifier:
     def _note(self, kind: ProblemKind, what: str, name: str) -> None:
         self._found.setdefault(kind, {}).setdefault(what, []).append(name)
 
-    def _has_right_form(self, entry: Entry) -> bool:
+    def _has_right_form(self, entry: YieldedEntry) -> bool:
         promised = self._contract.form
         sharded = entry.form in ("dtensor", "sharded tensor")
         if promised in ("full", "optimizer"):
@@ -115,7 +115,7 @@ class Verifier:
         """Whether this entry has nothing to be sharded into: a buffer, or anything in a shard group of one."""
         return self._shard_group_of_one or name in self._reference.buffers()
 
-    def _check_place(self, entry: Entry, expected: torch.Tensor) -> None:
+    def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)
         if entry.dtype != dtype:
             self._note("misplaced", f"dtype {_short(entry.dtype)} where {_short(dtype)} was promised", entry.name)
@@ -130,7 +130,7 @@ class Verifier:
             split = f"half-moved, says {entry.device} and has its local shard on {entry.local_device}"
             self._note("misplaced", split, entry.name)
 
-    def _promised_dtype(self, entry: Entry, expected: torch.Tensor) -> torch.dtype:
+    def _promised_dtype(self, entry: YieldedEntry, expected: torch.Tensor) -> torch.dtype:
         match self._contract.dtype:
             case "any":
                 return entry.dtype
@@ -148,7 +148,7 @@ class Verifier:
             case _:
                 return self._compute_device
 
-    def _check_value(self, entry: Entry, expected: torch.Tensor) -> None:
+    def _check_value(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
             self._note("wrong", f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}", entry.name)
             return
@@ -190,7 +190,7 @@ _FORM_IN_WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class YieldedEntry:
     """One yielded entry, read: what it is, where it lies, and its data on the host.
 
     local_device: where the local part of a DTensor lies. slices: where the local part lies in the
@@ -216,14 +216,14 @@ class Entry:
         return f"{self.form} {str(self.dtype).removeprefix('torch.')} {place}"
 
 
-def read(name: str, value: Any) -> Entry:
+def read(name: str, value: Any) -> YieldedEntry:
     """Looks at one entry and brings its data to the host. An exception here is the path's."""
     if isinstance(value, tuple):
         shape, dtype = value
-        return Entry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
+        return YieldedEntry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
     if isinstance(value, DTensor):
         local = fsdp2.local_tensor(value)
-        return Entry(
+        return YieldedEntry(
             name=name,
             form="dtensor",
             shape=value.shape,
@@ -237,7 +237,7 @@ def read(name: str, value: Any) -> Entry:
     if isinstance(value, ShardedTensor):
         return _read_sharded_tensor(name, value)
     if isinstance(value, torch.Tensor):
-        return Entry(
+        return YieldedEntry(
             name=name,
             form="tensor",
             shape=value.shape,
@@ -245,7 +245,7 @@ def read(name: str, value: Any) -> Entry:
             device=value.device,
             data=value.detach().cpu(),
         )
-    return Entry(
+    return YieldedEntry(
         name=name,
         form=type(value).__name__,
         shape=torch.Size(),
@@ -254,7 +254,7 @@ def read(name: str, value: Any) -> Entry:
     )
 
 
-def _read_sharded_tensor(name: str, value: Any) -> Entry:
+def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
     shards = value.local_shards()
     local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
     slices = None
@@ -264,7 +264,7 @@ def _read_sharded_tensor(name: str, value: Any) -> Entry:
             slice(offset, offset + size)
             for offset, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
         )
-    return Entry(
+    return YieldedEntry(
         name=name,
         form="sharded tensor",
         shape=value.size(),
@@ -276,7 +276,7 @@ def _read_sharded_tensor(name: str, value: Any) -> Entry:
     )
 
 
-def _own_part(entry: Entry, full: torch.Tensor) -> torch.Tensor:
+def _own_part(entry: YieldedEntry, full: torch.Tensor) -> torch.Tensor:
     return full[entry.slices] if entry.slices is not None else full.new_empty(0)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from fsdp_doctor.check import common, reading, use
 from fsdp_doctor.check.frameworks import accelerate, hf_trainer, torchtitan, verl
 from fsdp_doctor.check.settings import Unreadable
-from fsdp_doctor.check.use import Finding, Given, Use
+from fsdp_doctor.check.use import ConfigFinding, Given, Use
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.matrix.cases import Case
 
@@ -22,19 +22,21 @@ _FRAMEWORKS: tuple[ModuleType, ...] = (verl, torchtitan, accelerate, hf_trainer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CheckResult:
     """What was read, for ``report`` and for ``--probe``."""
 
     framework: str
     uses: tuple[Use, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ConfigFinding, ...]
 
     @property
     def exit_code(self) -> int:
         return EXIT_BAD_VERDICT if any(finding.bad for finding in self.findings) else EXIT_OK
 
 
-def check(arguments: Sequence[str], *, framework_version: str | None = None, world_size: int | None = None) -> Result:
+def check(
+    arguments: Sequence[str], *, framework_version: str | None = None, world_size: int | None = None
+) -> CheckResult:
     """Reads CONFIG arguments. Raises UsageError for what cannot be read or is of no framework that is known here."""
     given = Given(
         framework_version=use.version_of(framework_version) if framework_version is not None else None,
@@ -50,13 +52,13 @@ def check(arguments: Sequence[str], *, framework_version: str | None = None, wor
     except Unreadable as error:
         raise UsageError(str(error)) from None
     found = (*read.findings, *common.backends(read.uses), *common.known(read.uses))
-    return Result(framework=framework.NAME, uses=read.uses, findings=tuple(sorted(found, key=_order)))
+    return CheckResult(framework=framework.NAME, uses=read.uses, findings=tuple(sorted(found, key=_order)))
 
 
-def cases(result: Result) -> list[Case]:
+def cases(result: CheckResult) -> list[Case]:
     """Every case of every use, once, in their order: what ``--probe`` runs."""
     return list(dict.fromkeys(case for one in result.uses for case in one.cases))
 
 
-def _order(finding: Finding) -> int:
+def _order(finding: ConfigFinding) -> int:
     return ("conflict", "known", "unknown", "note").index(finding.kind)

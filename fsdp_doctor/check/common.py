@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from fsdp_doctor.check.dims import dims_of
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Extraction, Finding, Reason, Use, note
+from fsdp_doctor.check.use import ConfigFinding, ExtractionPoint, Reason, Use, note
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.matrix.cases import Case
 
 
-def known(uses: Sequence[Use]) -> list[Finding]:
+def known(uses: Sequence[Use]) -> list[ConfigFinding]:
     """One finding for each entry of the catalogue that a case of the uses triggers."""
     titles: dict[str, str] = {}
     cases: dict[str, list[str]] = {}
@@ -23,11 +23,12 @@ def known(uses: Sequence[Use]) -> list[Finding]:
             titles[entry.id] = f"{entry.title} ({entry.verdict})"
             cases.setdefault(entry.id, []).append(case.id)
     return [
-        Finding(kind="known", sentence=title, entry=entry, cases=tuple(cases[entry])) for entry, title in titles.items()
+        ConfigFinding(kind="known", sentence=title, entry=entry, cases=tuple(cases[entry]))
+        for entry, title in titles.items()
     ]
 
 
-def backends(uses: Sequence[Use]) -> list[Finding]:
+def backends(uses: Sequence[Use]) -> list[ConfigFinding]:
     """FSDP2 under a policy leaves its shards on the CPU, which the accelerator's backend cannot gather or reduce."""
     hit = [use for use in uses if use.scenario and use.scenario.version == 2 and use.scenario.policy]
     hit = [use for use in hit if use.scenario and use.scenario.backend == "device-only"]
@@ -43,7 +44,7 @@ def backends(uses: Sequence[Use]) -> list[Finding]:
         )
         ids = tuple(dict.fromkeys(case.id for use in mine for case in use.cases))
         settings = tuple(dict.fromkeys(map(str, rows)))
-        found.append(Finding(kind="conflict", sentence=sentence, settings=settings, cases=ids))
+        found.append(ConfigFinding(kind="conflict", sentence=sentence, settings=settings, cases=ids))
     return found
 
 
@@ -55,7 +56,7 @@ class Model:
     ranks: int | None
 
 
-def with_dims(uses: Sequence[Use], model: Model) -> tuple[tuple[Use, ...], list[Finding]]:
+def with_dims(uses: Sequence[Use], model: Model) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
     """The uses with the model and dims of the directory, and what follows; what cannot be known is said once."""
     scenarios = [use.scenario for use in uses if use.scenario is not None]
     if not scenarios:
@@ -63,7 +64,7 @@ def with_dims(uses: Sequence[Use], model: Model) -> tuple[tuple[Use, ...], list[
     dims = dims_of(str(model.path.value)) if model.path else None
     if dims is None or model.ranks is None:
         return tuple(uses), [_cannot_know(model)] if any(map(_races_where_uneven, uses)) else []
-    found: list[Finding] = []
+    found: list[ConfigFinding] = []
     if dims.built_in is None:
         stands = scenarios[0].model
         found.append(note(f"the matrix has no model of type {dims.model_type!r}; {stands} stands for it", model.path))
@@ -77,11 +78,11 @@ def with_dims(uses: Sequence[Use], model: Model) -> tuple[tuple[Use, ...], list[
         )
         rows = tuple(str(reason) for reason in racing[0].reasons if reason.axis in ("offload", "transfer", "dims"))
         ids = tuple(case.id for use in racing for case in use.cases)
-        found.append(Finding(kind="conflict", sentence=sentence, settings=rows, cases=ids))
+        found.append(ConfigFinding(kind="conflict", sentence=sentence, settings=rows, cases=ids))
     return changed, found
 
 
-def unknown_keys(settings: Settings, section: str, known_keys: Iterable[str]) -> list[Finding]:
+def unknown_keys(settings: Settings, section: str, known_keys: Iterable[str]) -> list[ConfigFinding]:
     """The keys of a section that are not in ``known_keys``; a known key may have anything below it."""
     names = list(known_keys)
     found = []
@@ -92,16 +93,16 @@ def unknown_keys(settings: Settings, section: str, known_keys: Iterable[str]) ->
         close = difflib.get_close_matches(name, names, n=3)
         near = f" (near it: {', '.join(close)})" if close else ""
         found.append(
-            Finding(
+            ConfigFinding(
                 kind="unknown", sentence=f"{section} has no key {name!r} that is known here{near}", settings=(str(row),)
             )
         )
     return found
 
 
-def unreadable(role: str, error: Unreadable) -> tuple[Use, Finding]:
+def unreadable(role: str, error: Unreadable) -> tuple[Use, ConfigFinding]:
     """A role that nothing is said of, because a setting which decides it cannot be read."""
-    return Use(role=role, why_not="cannot be said"), Finding(kind="unknown", sentence=f"{role}: {error}")
+    return Use(role=role, why_not="cannot be said"), ConfigFinding(kind="unknown", sentence=f"{role}: {error}")
 
 
 def _races_where_uneven(use: Use) -> bool:
@@ -115,7 +116,7 @@ def _races_where_uneven(use: Use) -> bool:
     )
 
 
-def _cannot_know(model: Model) -> Finding:
+def _cannot_know(model: Model) -> ConfigFinding:
     if model.ranks is None:
         missing = "the number of ranks is not in the configuration; give --world-size"
     elif model.path is None:
@@ -140,12 +141,12 @@ def _with_model(use: Use, built_in: str | None, sizes: str, model: Model) -> Use
     where = f"config.json of {model.path}" + (f": {sizes} over {model.ranks} ranks" if sizes else "")
     return dataclasses.replace(
         use,
-        scenario=dataclasses.replace(scenario, **changes),
+        scenario=scenario.changed(**changes),
         reasons=(*use.reasons, *(Reason(axis=axis, value=value, because=where) for axis, value in changes.items())),
         extractions=tuple(
-            Extraction(
+            ExtractionPoint(
                 purpose=extraction.purpose,
-                case=Case(dataclasses.replace(extraction.case.scenario, **changes), extraction.case.path),
+                case=Case(extraction.case.scenario.changed(**changes), extraction.case.path),
             )
             for extraction in use.extractions
         ),

@@ -7,8 +7,8 @@ import json
 import textwrap
 from collections.abc import Iterator
 
-from fsdp_doctor.check import Result, cases
-from fsdp_doctor.check.use import Finding, Use
+from fsdp_doctor.check import CheckResult, cases
+from fsdp_doctor.check.use import ConfigFinding, Use
 from fsdp_doctor.known import catalogue
 
 _WIDTH = 120
@@ -20,7 +20,7 @@ _HEADINGS = {
 }
 
 
-def as_text(result: Result) -> str:
+def as_text(result: CheckResult) -> str:
     """Role by role what is run and why, then the findings, then the command that tries the cases."""
     lines = [f"{result.framework}: {_summary(result)}"]
     for use in result.uses:
@@ -36,7 +36,7 @@ def as_text(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(result: Result) -> str:
+def as_json(result: CheckResult) -> str:
     """An object of ``framework``, ``exit_code``, ``cases`` (ids), ``uses`` and ``findings``.
 
     A use has ``role``, ``versions``, ``scenario`` (an id or null), ``why_not``, ``reasons`` (``axis``, ``value``,
@@ -53,7 +53,7 @@ def as_json(result: Result) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _summary(result: Result) -> str:
+def _summary(result: CheckResult) -> str:
     count = len(cases(result))
     bad = sum(finding.bad for finding in result.findings)
     if not count and not bad:
@@ -75,7 +75,7 @@ def _of_use(use: Use) -> Iterator[str]:
         yield "  nothing is extracted from it"
 
 
-def _of_finding(finding: Finding) -> Iterator[str]:
+def _of_finding(finding: ConfigFinding) -> Iterator[str]:
     if finding.entry:
         yield from _of_entry(finding)
         return
@@ -86,7 +86,7 @@ def _of_finding(finding: Finding) -> Iterator[str]:
         yield f"    {case}"
 
 
-def _of_entry(finding: Finding) -> Iterator[str]:
+def _of_entry(finding: ConfigFinding) -> Iterator[str]:
     entry = catalogue.known_failure(finding.entry)
     yield from _wrapped(f"- {entry.id}: {finding.sentence}", 2)
     yield from _wrapped(f"cause: {entry.cause}", 4)
@@ -130,7 +130,7 @@ def _use_as_data(use: Use) -> dict[str, object]:
     }
 
 
-def _finding_as_data(finding: Finding) -> dict[str, object]:
+def _finding_as_data(finding: ConfigFinding) -> dict[str, object]:
     data: dict[str, object] = dataclasses.asdict(finding)
     if finding.entry:
         entry = catalogue.known_failure(finding.entry)

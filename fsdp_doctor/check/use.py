@@ -12,12 +12,12 @@ from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import Case, Scenario
 
-Kind = Literal["conflict", "known", "unknown", "note"]
+FindingKind = Literal["conflict", "known", "unknown", "note"]
 _NEWEST = (1 << 20,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extraction:
+class ExtractionPoint:
     """A place where a framework takes the weights out, as the case of the matrix that it is."""
 
     purpose: str
@@ -50,7 +50,7 @@ class Use:
     scenario: Scenario | None = None
     why_not: str = ""
     reasons: tuple[Reason, ...] = ()
-    extractions: tuple[Extraction, ...] = ()
+    extractions: tuple[ExtractionPoint, ...] = ()
 
     @property
     def title(self) -> str:
@@ -62,14 +62,14 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class ConfigFinding:
     """One sentence, what it rests on, and the cases that show it.
 
     ``conflict`` and ``known`` are bad; ``unknown`` says what was not understood, ``note`` what to bear in mind.
     entry: the id of the catalogue's entry, for ``known`` alone.
     """
 
-    kind: Kind
+    kind: FindingKind
     sentence: str
     settings: tuple[str, ...] = ()
     entry: str = ""
@@ -85,7 +85,7 @@ class Reading:
     """What the module of one framework makes of the settings."""
 
     uses: tuple[Use, ...]
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[ConfigFinding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +106,12 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match[1].split("."))
 
 
-def conflict(sentence: str, *settings: Setting | None) -> Finding:
-    return Finding(kind="conflict", sentence=sentence, settings=tuple(str(row) for row in settings if row))
+def conflict(sentence: str, *settings: Setting | None) -> ConfigFinding:
+    return ConfigFinding(kind="conflict", sentence=sentence, settings=tuple(str(row) for row in settings if row))
 
 
-def note(sentence: str, *settings: Setting | None) -> Finding:
-    return Finding(kind="note", sentence=sentence, settings=tuple(str(row) for row in settings if row))
+def note(sentence: str, *settings: Setting | None) -> ConfigFinding:
+    return ConfigFinding(kind="note", sentence=sentence, settings=tuple(str(row) for row in settings if row))
 
 
 def because(row: Setting | None, default: str) -> str:

@@ -30,12 +30,12 @@ from fsdp_doctor.errors import (
     UsageError,
 )
 from fsdp_doctor.machine import devices, launch
-from fsdp_doctor.matrix.cases import AXES
+from fsdp_doctor.matrix.axes import AXES
 from fsdp_doctor.matrix.paths import PATHS
 from fsdp_doctor.matrix.selection import Selection, select
 
 if TYPE_CHECKING:
-    from fsdp_doctor.probe.command import Options
+    from fsdp_doctor.probe.command import ProbeOptions
 
 app = typer.Typer(
     name="fsdp-doctor",
@@ -99,7 +99,7 @@ def probe(
 
     An option that selects can be repeated, or take several values with commas between.
     """
-    from fsdp_doctor.probe.command import Options
+    from fsdp_doctor.probe.command import ProbeOptions
     from fsdp_doctor.report.journal import read_report
 
     files = {"json": json_file, "markdown": markdown, "junit": junit, "svg": svg}
@@ -107,7 +107,7 @@ def probe(
     if resume and json_file is None:
         raise UsageError("--resume goes on with the report that --json names; give --json FILE")
     chosen = choose()
-    run = Options(
+    run = ProbeOptions(
         cases=chosen.cases,
         device=options.device(device, device_memory, late_completion=not no_late_completion),
         model=chosen.model,
@@ -410,7 +410,7 @@ def _follow() -> int:
     return follow()
 
 
-def _conduct(run: Options) -> int:
+def _conduct(run: ProbeOptions) -> int:
     from fsdp_doctor.probe.command import conduct
 
     code = conduct(run)

@@ -17,8 +17,9 @@ import typer
 from fsdp_doctor.bench import request as bench
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices, launch
-from fsdp_doctor.machine.devices import Device
-from fsdp_doctor.matrix.cases import AXIS, Case
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.formats import FORMATS
@@ -184,12 +185,12 @@ def benchmark(
     repeat: int,
     device: str,
     json_file: pathlib.Path | None,
-) -> bench.Options:
+) -> bench.BenchOptions:
     if device not in devices.NAMES:
         raise UsageError(f"--device {device}: use {', '.join(devices.NAMES)}")
     if json_file is not None and launch.is_rank_zero():
         check_writable(json_file)
-    return bench.Options(
+    return bench.BenchOptions(
         model=model,
         directory=None if model in bench.SHAPES else _model_directory(model, tuple(bench.SHAPES)),
         layers=None if layers is None else int(positive("--layers", layers)),
@@ -220,11 +221,11 @@ def _words(option: str, values: list[str] | None, known: tuple[str, ...], defaul
     return tuple(dict.fromkeys(chosen))
 
 
-def device(name: str, memory: str | None, *, late_completion: bool) -> Device:
+def device(name: str, memory: str | None, *, late_completion: bool) -> RunDevice:
     if name not in devices.NAMES:
         raise UsageError(f"--device {name}: use {', '.join(devices.NAMES)}")
     limit = size("--device-memory", memory) if memory is not None else None
-    return Device(type=name, memory=limit, late_completion=late_completion)
+    return RunDevice(type=name, memory=limit, late_completion=late_completion)
 
 
 def output_format(value: str) -> str:

@@ -16,11 +16,11 @@ from torch import nn
 from fsdp_doctor.examination.display import plain_text, render
 from fsdp_doctor.examination.facts import (
     Facts,
+    FsdpUnit,
     Mesh,
     OptimizerFacts,
-    State,
     TensorFacts,
-    Unit,
+    TensorState,
     read,
 )
 from fsdp_doctor.examination.findings import Finding, find
@@ -29,12 +29,12 @@ __all__ = [
     "Examination",
     "Facts",
     "Finding",
+    "FsdpUnit",
     "Mesh",
     "ModelIsBad",
     "OptimizerFacts",
-    "State",
     "TensorFacts",
-    "Unit",
+    "TensorState",
     "examine",
 ]
 

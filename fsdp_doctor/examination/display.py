@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_doctor.examination.facts import Facts, OptimizerFacts, State, TensorFacts, Unit
+from fsdp_doctor.examination.facts import Facts, FsdpUnit, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
 
 _WIDTH = 120
@@ -37,7 +37,7 @@ def _head(facts: Facts) -> Iterator[Text]:
     yield Text(f"{count} parameters{f' and {tied} tied names' if tied else ''}, {len(facts.buffers)} buffers")
 
 
-def _unit(unit: Unit) -> str:
+def _unit(unit: FsdpUnit) -> str:
     pinning = (", pinned" if unit.pins else ", not pinned") if unit.policy else ""
     offload = f"under CPU offload{pinning}" if unit.policy else "no offload policy"
     fresh = "" if unit.initialized else ", before the first forward"
@@ -55,7 +55,7 @@ def _table(facts: Facts) -> Table:
     return table
 
 
-def _cells(state: State, rows: list[TensorFacts]) -> tuple[str, ...]:
+def _cells(state: TensorState, rows: list[TensorFacts]) -> tuple[str, ...]:
     return (
         "fsdp1 flat" if state.kind == "fsdp1" else state.kind,
         str(sum(not row.tied_to for row in rows)),
@@ -75,7 +75,7 @@ def _optimizer_cells(group: OptimizerFacts) -> tuple[str, ...]:
     return f"state {group.entry}", count, "", str(group.device), pinned, "", "", "", "", group.names[0]
 
 
-def _mesh(state: State) -> str:
+def _mesh(state: TensorState) -> str:
     if state.mesh is None:
         return ""
     names = state.mesh.names or [""] * len(state.mesh.shape)

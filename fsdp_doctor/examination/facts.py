@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class FsdpUnit:
     """What is common to the parameters of a ``fully_shard`` module or of an FSDP1 unit.
 
     strategy: ``fsdp2`` or ``fsdp1``.
@@ -59,7 +59,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class TensorState:
     """All that is not a name or a shape; tensors that are alike in it share one object.
 
     kind: ``fsdp2``, ``fsdp1`` (a flat parameter), ``dtensor`` (outside of FSDP), ``plain`` or ``buffer``.
@@ -78,7 +78,7 @@ class State:
     placements: tuple[Placement, ...] = ()
     mesh: Mesh | None = None
     even: bool | None = None
-    unit: Unit | None = None
+    unit: FsdpUnit | None = None
 
     @property
     def policy(self) -> bool:
@@ -99,7 +99,7 @@ class TensorFacts:
     tied_to: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    state: State
+    state: TensorState
     holds: tuple[str, ...] = ()
 
 
@@ -119,7 +119,7 @@ class OptimizerFacts:
     names: tuple[str, ...]
 
 
-ByState: TypeAlias = dict[State, list[TensorFacts]]
+ByState: TypeAlias = dict[TensorState, list[TensorFacts]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Facts:
     optimizer: tuple[OptimizerFacts, ...] = field(repr=False)
     by_state: ByState = field(repr=False)
     buffers_by_state: ByState = field(repr=False)
-    units: tuple[Unit, ...]
+    units: tuple[FsdpUnit, ...]
     compute_device: torch.device | None
     stream_idle: bool | None
 
@@ -204,32 +204,32 @@ class _Units:
     """The different units, in the order in which they are met."""
 
     def __init__(self) -> None:
-        self.known: list[Unit] = []
-        self._by_state: dict[int, Unit | None] = {}
+        self.known: list[FsdpUnit] = []
+        self._by_state: dict[int, FsdpUnit | None] = {}
 
-    def of_fsdp2(self, fsdp_state: Any) -> Unit | None:
+    def of_fsdp2(self, fsdp_state: Any) -> FsdpUnit | None:
         if fsdp_state is None:
             return None
         if id(fsdp_state) not in self._by_state:
             self._by_state[id(fsdp_state)] = self._fsdp2(fsdp_state)
         return self._by_state[id(fsdp_state)]
 
-    def of_fsdp1(self, handle: Any, initialized: bool) -> Unit:
+    def of_fsdp1(self, handle: Any, initialized: bool) -> FsdpUnit:
         policy = private.offloads_parameters(handle)
         device = private.compute_device(handle)
-        unit = Unit(strategy="fsdp1", compute_device=device, policy=policy, pins=policy, initialized=initialized)
+        unit = FsdpUnit(strategy="fsdp1", compute_device=device, policy=policy, pins=policy, initialized=initialized)
         return self._one(unit)
 
-    def _fsdp2(self, fsdp_state: Any) -> Unit | None:
+    def _fsdp2(self, fsdp_state: Any) -> FsdpUnit | None:
         if (found := private.fsdp2_unit(fsdp_state)) is None:
             return None
         device, policy, initialized = found
         offloads = isinstance(policy, CPUOffloadPolicy)
         pins = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
-        unit = Unit(strategy="fsdp2", compute_device=device, policy=offloads, pins=pins, initialized=initialized)
+        unit = FsdpUnit(strategy="fsdp2", compute_device=device, policy=offloads, pins=pins, initialized=initialized)
         return self._one(unit)
 
-    def _one(self, unit: Unit) -> Unit:
+    def _one(self, unit: FsdpUnit) -> FsdpUnit:
         if unit not in self.known:
             self.known.append(unit)
         return self.known[self.known.index(unit)]
@@ -245,7 +245,7 @@ class _Rows:
         self._known: dict[tuple[Any, ...], tuple[TensorFacts, list[TensorFacts]]] = {}
         self._meshes: dict[int, Mesh] = {}
 
-    def add(self, name: str, tensor: torch.Tensor, kind: str, unit: Unit | None) -> None:
+    def add(self, name: str, tensor: torch.Tensor, kind: str, unit: FsdpUnit | None) -> None:
         if (tied := self.first.get(id(tensor))) is not None:
             self._append(self.by_state[tied.state], replace(tied, name=name, tied_to=tied.name))
             return
@@ -275,8 +275,8 @@ class _Rows:
         self.all.append(facts)
         rows.append(facts)
 
-    def _state(self, tensor: torch.Tensor, local: torch.Tensor, kind: str, unit: Unit | None) -> State:
-        plain = State(
+    def _state(self, tensor: torch.Tensor, local: torch.Tensor, kind: str, unit: FsdpUnit | None) -> TensorState:
+        plain = TensorState(
             kind=kind, wrapper_device=tensor.device, device=local.device, pinned=_pinned(local), dtype=tensor.dtype
         )
         if not isinstance(tensor, DTensor):
@@ -335,14 +335,14 @@ def _read_flat(model: nn.Module, units: _Units, rows: _Rows) -> set[int]:
     return ids
 
 
-def _flat_facts(name: str, handle: Any, flat: torch.Tensor, unit: Unit, holds: tuple[str, ...]) -> TensorFacts:
+def _flat_facts(name: str, handle: Any, flat: torch.Tensor, unit: FsdpUnit, holds: tuple[str, ...]) -> TensorFacts:
     is_sharded = private.is_sharded(handle)
     # A unit that torch does not shard uses the flat parameter itself; a policy still keeps the CPU's beside it.
     local = private.flat_shard(handle) if is_sharded or unit.policy else flat
     # While it is unsharded, the flat parameter is another tensor than the shard, and rightly elsewhere.
     is_shown = is_sharded and flat.shape == local.shape
     group = private.shard_group(handle)
-    state = State(
+    state = TensorState(
         kind="fsdp1",
         wrapper_device=flat.device if is_shown else local.device,
         device=local.device,

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from fsdp_doctor.examination.facts import Facts, State, TensorFacts, left_by_copy, same_device
+from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, left_by_copy, same_device
 
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
@@ -217,7 +217,7 @@ def uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
     What it padded is in pageable memory again, so the sign is the pinned memory of the shards beside it.
     """
 
-    def is_by_hand(state: State) -> bool:
+    def is_by_hand(state: TensorState) -> bool:
         return state.kind == "fsdp2" and not state.policy and state.device.type == "cpu"
 
     names, _ = _chosen(facts, lambda state: is_by_hand(state) and state.even is False)
@@ -289,21 +289,21 @@ _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 )
 
 
-def _is_half_moved(state: State) -> bool:
+def _is_half_moved(state: TensorState) -> bool:
     return not same_device(state.wrapper_device, state.device)
 
 
-def _is_away(state: State) -> bool:
+def _is_away(state: TensorState) -> bool:
     """Off its compute device with no policy that wants it so."""
     unit = state.unit
     return unit is not None and not unit.policy and not _is_at(state, unit.compute_device)
 
 
-def _is_at(state: State, device: torch.device) -> bool:
+def _is_at(state: TensorState, device: torch.device) -> bool:
     return state.device.type == "meta" or same_device(state.device, device)
 
 
-def _is_on(state: State, facts: Facts) -> bool:
+def _is_on(state: TensorState, facts: Facts) -> bool:
     """On the model's device; where its units compute on several, on one of their kind."""
     if facts.compute_device is None or state.device.type == "meta":
         return True
@@ -325,7 +325,7 @@ def _buffers_away(facts: Facts) -> list[TensorFacts]:
     return [row for state, rows in facts.buffers_by_state.items() if not _is_on(state, facts) for row in rows]
 
 
-def _chosen(facts: Facts, holds: Callable[[State], bool]) -> tuple[tuple[str, ...], State | None]:
+def _chosen(facts: Facts, holds: Callable[[TensorState], bool]) -> tuple[tuple[str, ...], TensorState | None]:
     """(the first name of each parameter in such a state, the first such state)."""
     states = [state for state in facts.by_state if holds(state)]
     names = tuple(row.name for state in states for row in facts.by_state[state] if not row.tied_to)

@@ -6,10 +6,10 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
 
     sources      what there is in the model: names, shapes, where this rank's part lies
     lora         which of it are adapters, and what is merged into what
-    wire         the dtypes
+    dtypes         the dtypes
     plan         buckets of steps
     agreement    the ranks compare plans, and say when they leave
-    flow         the pipeline: lanes (streams), loader (shards into device memory), steps (gathers)
+    flow         the pipeline: streams (streams), loader (shards into device memory), steps (gathers)
 """
 
 from fsdp_doctor.extract.agreement import PlanMismatch, RankLeft

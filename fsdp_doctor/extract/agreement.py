@@ -44,9 +44,9 @@ class Agreement:
         if self._over:
             return
         self._store = _connection(private.default_store())
-        team = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        shard_group = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         _num_extractions[ranks] += 1
-        self._key = f"fsdp_doctor/{team}/{_num_extractions[ranks]}"
+        self._key = f"fsdp_doctor/{shard_group}/{_num_extractions[ranks]}"
 
     def expect(self, plan: Callable[[], Sequence[str]]) -> None:
         """The plan to compare before the first bucket: made then, while shards are being loaded."""

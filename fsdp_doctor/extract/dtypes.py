@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_doctor.extract.sources import Entry, Source, entries
+from fsdp_doctor.extract.sources import Source, TensorSpec, entries
 
 
 @dataclass(frozen=True)
-class Wire:
+class OutputDtypes:
     """The dtype in which tensors are sent and yielded.
 
     dtype: None for each tensor's own. keep: patterns of names that keep their own all the same.
@@ -21,7 +21,7 @@ class Wire:
     dtype: torch.dtype | None = None
     keep: Collection[str] = ()
 
-    def of(self, entry: Entry) -> torch.dtype:
+    def of(self, entry: TensorSpec) -> torch.dtype:
         if self.dtype is None or any(fnmatch.fnmatchcase(name, p) for name in entry.names for p in self.keep):
             return entry.dtype
         return self.dtype

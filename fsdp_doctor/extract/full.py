@@ -13,13 +13,13 @@ from torch import nn
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.collector import collector_waits
-from fsdp_doctor.extract.dtypes import Wire
+from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.lora import Lora
-from fsdp_doctor.extract.pipeline import Flow, largest
-from fsdp_doctor.extract.plan import buckets, signature, teams
+from fsdp_doctor.extract.pipeline import Pipeline, largest
+from fsdp_doctor.extract.plan import buckets, shard_groups, signature
 from fsdp_doctor.extract.sources import (
-    Entry,
     Source,
+    TensorSpec,
     compute_device,
     entries,
     innermost,
@@ -95,7 +95,7 @@ def weights_info(
     """
     request = request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora)
     return {
-        name: WeightInfo(entry.shape, request.wire.of(entry))
+        name: WeightInfo(entry.shape, request.dtypes.of(entry))
         for source in request.sources
         for entry in entries(source)
         for name in entry.names
@@ -109,7 +109,7 @@ class Request:
     all_sources: list[Source]
     sources: list[Source]
     adapters: dict[str, list[adapters.Adapter]]
-    wire: Wire
+    dtypes: OutputDtypes
     device: torch.device
     bucket_bytes: int
     lora: Lora
@@ -130,11 +130,17 @@ def request_of(
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     everything = read(model)
     sources, to_merge = adapters.select(model, everything, lora)
-    wire = Wire(dtype, (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype))
-    wire.check(sources)
+    dtypes = OutputDtypes(dtype, (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype))
+    dtypes.check(sources)
     computes = compute_device(model, everything)
     return Request(
-        everything, sources, to_merge, wire, _device(device, computes, bool(teams(everything))), bucket_bytes, lora
+        everything,
+        sources,
+        to_merge,
+        dtypes,
+        _device(device, computes, bool(shard_groups(everything))),
+        bucket_bytes,
+        lora,
     )
 
 
@@ -161,14 +167,14 @@ def announced(model: nn.Module) -> Iterator[None]:
 
 
 def _ranks(sources: Sequence[Source]) -> tuple[int, ...]:
-    """All that take part: of the teams of a model the largest has the others in it."""
-    return max((team.ranks for team in teams(sources)), key=len, default=(0,))
+    """All that take part: of the shard_groups of a model the largest has the others in it."""
+    return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
 
 
 _T = TypeVar("_T")
 
 
-class Extraction(Iterator[_T]):
+class TensorStream(Iterator[_T]):
     """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor."""
 
     def __init__(self, items: Generator[_T], agreement: Agreement) -> None:
@@ -192,23 +198,23 @@ class Extraction(Iterator[_T]):
         self.close()
 
 
-def extract(request: Request) -> Extraction[tuple[Entry, torch.Tensor]]:
+def extract(request: Request) -> TensorStream[tuple[TensorSpec, torch.Tensor]]:
     """Every full tensor once, with all of its names."""
-    sources, wire = request.sources, request.wire
+    sources, dtypes = request.sources, request.dtypes
     agreement = Agreement(_ranks(request.all_sources))
     factors = adapters.factors(request.all_sources, request.adapters)
     extra = {
         weight: 2 * sum(e.numel * e.dtype.itemsize for a in many for f in (a.a, a.b) for e in entries(factors[f]))
         for weight, many in request.adapters.items()
     }
-    settings = f"dtype={wire.dtype} bucket_bytes={request.bucket_bytes} lora={request.lora}"
-    agreement.expect(lambda: signature(sources, wire, settings))
-    plan = buckets(sources, wire, request.bucket_bytes, extra)
-    room = request.bucket_bytes + max(request.bucket_bytes, largest(sources, wire))
-    return Extraction(Flow(request.device, agreement, request.adapters, factors).run(plan, room), agreement)
+    settings = f"dtype={dtypes.dtype} bucket_bytes={request.bucket_bytes} lora={request.lora}"
+    agreement.expect(lambda: signature(sources, dtypes, settings))
+    plan = buckets(sources, dtypes, request.bucket_bytes, extra)
+    room = request.bucket_bytes + max(request.bucket_bytes, largest(sources, dtypes))
+    return TensorStream(Pipeline(request.device, agreement, request.adapters, factors).run(plan, room), agreement)
 
 
-def _named(tensors: Extraction[tuple[Entry, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+def _named(tensors: TensorStream[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
     """Each tensor under each of its names."""
     with contextlib.closing(tensors):
         for entry, tensor in tensors:

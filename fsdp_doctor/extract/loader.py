@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_doctor.extract.lora import Delta
-from fsdp_doctor.extract.streams import Lanes
+from fsdp_doctor.extract.streams import Streams
 
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -35,9 +35,9 @@ class Staging:
     There are two halves: one is loaded while the other is cast.
     """
 
-    def __init__(self, device: torch.device, lanes: Lanes) -> None:
+    def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
-        self._lanes = lanes
+        self._streams = streams
         self._halves: list[torch.Tensor] = []
         self._cast: list[Any] = [None, None]
         self._turn = 0
@@ -46,21 +46,23 @@ class Staging:
         """Bytes that may be loaded; what was in them has been cast by then."""
         if not self._halves:
             self._halves = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        self._lanes.load_after(self._cast[self._turn])
+        self._streams.load_after(self._cast[self._turn])
         return self._halves[self._turn]
 
     def done(self) -> None:
         """The half's cast is under way."""
-        self._cast[self._turn] = self._lanes.cast()
+        self._cast[self._turn] = self._streams.cast()
         self._turn = 1 - self._turn
 
 
 class Loader:
     """deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
 
-    def __init__(self, device: torch.device, lanes: Lanes, staging: Staging, deltas: Mapping[str, list[Delta]]) -> None:
+    def __init__(
+        self, device: torch.device, streams: Streams, staging: Staging, deltas: Mapping[str, list[Delta]]
+    ) -> None:
         self._device = device
-        self._lanes = lanes
+        self._streams = streams
         self._staging = staging
         self._deltas = deltas
 
@@ -75,7 +77,7 @@ class Loader:
                 staged.append(piece)
             else:
                 (from_host if on_host else here).append(piece)
-        with self._lanes.loading():
+        with self._streams.loading():
             for batch in (from_host, here):
                 _copy([piece.target for piece in batch], [piece.source for piece in batch])
         self._load_staged(staged)
@@ -101,9 +103,9 @@ class Loader:
             part[: piece.source.nbytes].view(piece.source.dtype)
             for part, piece in zip(memory[: sum(sizes)].split(sizes), pieces, strict=True)
         ]
-        with self._lanes.loading():
+        with self._streams.loading():
             _copy(staged, [piece.source for piece in pieces])
-        with self._lanes.casting():
+        with self._streams.casting():
             merged = [
                 self._merged(values, piece) if piece.name in self._deltas else values
                 for values, piece in zip(staged, pieces, strict=True)

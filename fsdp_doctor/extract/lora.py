@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.sources import Entry, Source, Unit, entries
+from fsdp_doctor.extract.sources import FlatUnit, Source, TensorSpec, entries
 from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 Lora = Literal["merged", "adapter", "base"]
@@ -117,7 +117,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
 def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
     """An FSDP1 unit keeps a weight's strides: of a transposed one the product is transposed too."""
     for source in sources:
-        for span in source.spans if isinstance(source, Unit) else ():
+        for span in source.spans if isinstance(source, FlatUnit) else ():
             name, shape = span.entry.names[0], span.entry.shape
             if name not in adapters or span.stride == (shape[1], 1):
                 continue
@@ -252,7 +252,7 @@ def _refuse_wrappers(layers: Layers) -> None:
 
 
 def _renamed(source: Source, name_of: Callable[[str], str | None]) -> Iterator[Source]:
-    if isinstance(source, Unit):
+    if isinstance(source, FlatUnit):
         spans = tuple(
             replace(span, entry=entry)
             for span in source.spans
@@ -266,7 +266,7 @@ def _renamed(source: Source, name_of: Callable[[str], str | None]) -> Iterator[S
         yield replace(source, entry=entry)
 
 
-def _renamed_entry(entry: Entry, name_of: Callable[[str], str | None]) -> Entry | None:
+def _renamed_entry(entry: TensorSpec, name_of: Callable[[str], str | None]) -> TensorSpec | None:
     names = tuple(name for name in map(name_of, entry.names) if name is not None)
     return replace(entry, names=names) if names else None
 
@@ -276,7 +276,7 @@ def factors(sources: Sequence[Source], adapters: Mapping[str, list[Adapter]]) ->
     wanted = {name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b)}
     found: dict[str, Source] = {}
     for source in sources:
-        if isinstance(source, Unit):
+        if isinstance(source, FlatUnit):
             for span in source.spans:
                 for name in wanted.intersection(span.entry.names):
                     found[name] = replace(source, spans=(span,))

@@ -11,18 +11,18 @@ import torch
 
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.collector import collector_waits
-from fsdp_doctor.extract.dtypes import Wire
+from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import Loader, Staging
 from fsdp_doctor.extract.lora import Adapter, Delta
 from fsdp_doctor.extract.plan import Bucket, buckets
-from fsdp_doctor.extract.sources import Entry, Source, entries
+from fsdp_doctor.extract.sources import Source, TensorSpec, entries
 from fsdp_doctor.extract.steps import Step, all_gather
-from fsdp_doctor.extract.streams import Lanes
+from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
 
 
 @dataclass
-class _Flight:
+class _PendingBucket:
     """A bucket under way. arrival: the event after it. deltas: held until then, for the device reads them."""
 
     bucket: Bucket
@@ -30,7 +30,7 @@ class _Flight:
     deltas: dict[str, list[Delta]]
 
 
-class Flow:
+class Pipeline:
     """adapters, factors: which factors make up what is merged into a weight, and where they are."""
 
     def __init__(
@@ -44,10 +44,10 @@ class Flow:
         self._agreement = agreement
         self._adapters = adapters
         self._factors = factors
-        self._lanes = Lanes(device)
-        self._staging = Staging(device, self._lanes)
+        self._streams = Streams(device)
+        self._staging = Staging(device, self._streams)
 
-    def run(self, plan: Iterable[Bucket], room: int) -> Generator[tuple[Entry, torch.Tensor]]:
+    def run(self, plan: Iterable[Bucket], room: int) -> Generator[tuple[TensorSpec, torch.Tensor]]:
         """Yields every tensor. As many buckets are under way at once as fit into ``room`` bytes.
 
         Each rank gives its word for a bucket before it launches it, and never waits for its caller
@@ -55,7 +55,7 @@ class Flow:
         """
         buckets = iter(plan)
         waiting = next(buckets, None)
-        under_way: collections.deque[_Flight] = collections.deque()
+        under_way: collections.deque[_PendingBucket] = collections.deque()
         landed: collections.deque[Any] = collections.deque([None], maxlen=2)
         try:
             while waiting is not None or under_way:
@@ -66,10 +66,10 @@ class Flow:
                         landed[0].synchronize()
                     under_way.append(self._launch(waiting))
                     waiting = next(buckets, None)
-                flight = under_way.popleft()
-                results = self._land(flight)
-                landed.append(flight.arrival)
-                del flight
+                pending = under_way.popleft()
+                results = self._land(pending)
+                landed.append(pending.arrival)
+                del pending
                 while results:
                     entry, tensor = results.pop()
                     yield entry, tensor
@@ -77,20 +77,20 @@ class Flow:
             self._agreement.end()
         finally:
             # Who leaves early gives memory back that is still being written to.
-            for flight in under_way:
-                self._lanes.wait(flight.arrival)
+            for pending in under_way:
+                self._streams.wait(pending.arrival)
             if self._adapters:
                 private.release_workspaces(self._device)
 
-    def _may_launch(self, under_way: Collection[_Flight], bucket: Bucket, room: int) -> bool:
-        together = [*(flight.bucket for flight in under_way), bucket]
+    def _may_launch(self, under_way: Collection[_PendingBucket], bucket: Bucket, room: int) -> bool:
+        together = [*(pending.bucket for pending in under_way), bucket]
         begun = {assembly for one in together for assembly in one.assemblies}
         held = sum(one.nbytes for one in together) + sum(assembly.held_bytes() for assembly in begun)
         return not under_way or held <= room
 
     @torch.no_grad()
     @collector_waits
-    def _launch(self, bucket: Bucket) -> _Flight:
+    def _launch(self, bucket: Bucket) -> _PendingBucket:
         """This rank's part needs no other rank: only before the first gather do they have to be agreed."""
         agree = self._agreement.proceed if bucket.is_gathered else _nothing
         deltas: dict[str, list[Delta]] = {}
@@ -98,33 +98,33 @@ class Flow:
             agree()
             agree = _nothing
             deltas = self._deltas(wanted)
-        return _Flight(bucket, self._carry(bucket.steps, deltas, agree), deltas)
+        return _PendingBucket(bucket, self._carry(bucket.steps, deltas, agree), deltas)
 
     def _carry(self, steps: list[Step], deltas: dict[str, list[Delta]], agree: Callable[[], None]) -> Any:
         for step in steps:
             step.allocate(self._device)
-        self._lanes.begin_loading()
-        loader = Loader(self._device, self._lanes, self._staging, deltas)
+        self._streams.begin_loading()
+        loader = Loader(self._device, self._streams, self._staging, deltas)
         try:
             loader.load(piece for step in steps for piece in step.pieces())
             agree()
-            with self._lanes.gathering():
+            with self._streams.gathering():
                 all_gather(steps)
                 for step in steps:
                     step.collect(deltas)
         except BaseException:
             # The memory that is being written to goes back to the caller's stream.
-            with self._lanes.gathering():
-                self._lanes.wait(self._lanes.gathered())
+            with self._streams.gathering():
+                self._streams.wait(self._streams.gathered())
             raise
-        return self._lanes.gathered()
+        return self._streams.gathered()
 
     @torch.no_grad()
     @collector_waits
-    def _land(self, flight: _Flight) -> list[tuple[Entry, torch.Tensor]]:
+    def _land(self, pending: _PendingBucket) -> list[tuple[TensorSpec, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
-        self._lanes.wait(flight.arrival)
-        results = [result for step in flight.bucket.steps for result in step.results()]
+        self._streams.wait(pending.arrival)
+        results = [result for step in pending.bucket.steps for result in step.results()]
         results.sort(key=lambda result: result[0], reverse=True)
         return [(entry, tensor) for _, entry, tensor in results]
 
@@ -137,8 +137,10 @@ class Flow:
         """What is to be merged into a bucket's weights, its factors gathered for it."""
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
         gathered: dict[str, torch.Tensor] = {}
-        for part in buckets([self._factors[name] for name in names], Wire(), bucket_bytes=1 << 62, extra_bytes={}):
-            self._lanes.wait(self._carry(part.steps, {}, _nothing))
+        for part in buckets(
+            [self._factors[name] for name in names], OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}
+        ):
+            self._streams.wait(self._carry(part.steps, {}, _nothing))
             for step in part.steps:
                 gathered |= {name: full for _, entry, full in step.results() for name in entry.names}
         return {
@@ -151,6 +153,6 @@ def _nothing() -> None:
     """There is nobody to agree with, or it is done."""
 
 
-def largest(sources: Sequence[Source], wire: Wire) -> int:
+def largest(sources: Sequence[Source], dtypes: OutputDtypes) -> int:
     """Bytes of the largest tensor that is yielded."""
-    return max((e.numel * wire.of(e).itemsize for source in sources for e in entries(source)), default=0)
+    return max((e.numel * dtypes.of(e).itemsize for source in sources for e in entries(source)), default=0)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp_doctor.extract.dtypes import Wire
+from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.sources import (
+    FlatUnit,
     Placed,
     Plain,
     Rows,
+    ShardGroup,
     Source,
-    Team,
-    Unit,
     entries,
 )
 from fsdp_doctor.extract.steps import (
@@ -32,12 +32,12 @@ from fsdp_doctor.extract.steps import (
 _SMALL_BYTES = 1 << 20
 
 
-def signature(sources: Sequence[Source], wire: Wire, settings: str) -> list[str]:
+def signature(sources: Sequence[Source], dtypes: OutputDtypes, settings: str) -> list[str]:
     """A line for each tensor and one for the settings: what all ranks must have alike."""
     lines = [settings]
     for source in sources:
         how = _how(source)
-        lines += [f"{' = '.join(e.names)}: {list(e.shape)} {wire.of(e)} {how}" for e in entries(source)]
+        lines += [f"{' = '.join(e.names)}: {list(e.shape)} {dtypes.of(e)} {how}" for e in entries(source)]
     return lines
 
 
@@ -46,15 +46,15 @@ def _how(source: Source) -> str:
         case Plain():
             return "whole"
         case Rows():
-            return f"in {source.team.size} shards of {source.chunk}"
+            return f"in {source.shard_group.size} shards of {source.chunk}"
         case Placed():
             return str(source.tensor.placements)
-        case Unit():
-            return f"in a flat parameter of {source.team.size} shards of {source.local.numel()}"
+        case FlatUnit():
+            return f"in a flat parameter of {source.shard_group.size} shards of {source.local.numel()}"
 
 
-def teams(sources: Sequence[Source]) -> list[Team]:
-    found = {source.team.ranks: source.team for source in sources if not isinstance(source, Plain)}
+def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
+    found = {source.shard_group.ranks: source.shard_group for source in sources if not isinstance(source, Plain)}
     return list(found.values())
 
 
@@ -72,7 +72,7 @@ class Bucket:
 
     @property
     def is_gathered(self) -> bool:
-        return any(step.team is not None for step in self.steps)
+        return any(step.shard_group is not None for step in self.steps)
 
     def names(self) -> list[str]:
         """The first name of each tensor of which it carries something."""
@@ -80,7 +80,7 @@ class Bucket:
 
 
 def buckets(
-    sources: Sequence[Source], wire: Wire, bucket_bytes: int, extra_bytes: Mapping[str, int]
+    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
 ) -> Iterator[Bucket]:
     """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more.
 
@@ -88,7 +88,7 @@ def buckets(
     """
     bucket = Bucket()
     small: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
-    for order, part, nbytes in _parts(sources, wire, bucket_bytes, extra_bytes):
+    for order, part, nbytes in _parts(sources, dtypes, bucket_bytes, extra_bytes):
         if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
             yield _closed(bucket, small)
             bucket, small = Bucket(), {}
@@ -96,7 +96,7 @@ def buckets(
         if isinstance(part, Step):
             bucket.steps.append(part)
         else:
-            orders, rows = small.setdefault((part.team.ranks, wire.of(part.entry)), ([], []))
+            orders, rows = small.setdefault((part.shard_group.ranks, dtypes.of(part.entry)), ([], []))
             orders.append(order)
             rows.append(part)
     if bucket.steps or small:
@@ -106,20 +106,20 @@ def buckets(
 def _closed(
     bucket: Bucket, small: Mapping[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]]
 ) -> Bucket:
-    """With its small tensors, those of one team and one dtype in one step."""
+    """With its small tensors, those of one shard_group and one dtype in one step."""
     bucket.steps += [Packed(orders, rows, dtype) for (_, dtype), (orders, rows) in small.items()]
     return bucket
 
 
 def _parts(
-    sources: Sequence[Source], wire: Wire, bucket_bytes: int, extra_bytes: Mapping[str, int]
+    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
 ) -> Iterator[tuple[int, Step | Rows, int]]:
     """(order, a step or a tensor that is to share one, device memory that it takes)."""
     order = 0
     for source in sources:
         if isinstance(source, Rows):
-            dtype = wire.of(source.entry)
-            nbytes = source.chunk * source.team.size * dtype.itemsize
+            dtype = dtypes.of(source.entry)
+            nbytes = source.chunk * source.shard_group.size * dtype.itemsize
             extra = extra_bytes.get(source.entry.names[0], 0) if extra_bytes else 0
             if nbytes <= _SMALL_BYTES:
                 yield order, source, 2 * nbytes + extra
@@ -127,16 +127,16 @@ def _parts(
                 yield order, Whole(order, source, dtype), nbytes + extra
             order += 1
             continue
-        for step in _steps(order, source, wire, bucket_bytes):
+        for step in _steps(order, source, dtypes, bucket_bytes):
             yield order, step, step.nbytes + sum(extra_bytes.get(name, 0) for name in step.names())
         order += len(entries(source))
 
 
-def _steps(order: int, source: Plain | Placed | Unit, wire: Wire, bucket_bytes: int) -> Iterator[Step]:
+def _steps(order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int) -> Iterator[Step]:
     match source:
         case Plain():
-            yield Copied(order, source, wire.of(source.entry))
+            yield Copied(order, source, dtypes.of(source.entry))
         case Placed():
-            yield Redistributed(order, source, wire.of(source.entry))
-        case Unit():
-            yield from strips(Assembly(order, source, wire), bucket_bytes)
+            yield Redistributed(order, source, dtypes.of(source.entry))
+        case FlatUnit():
+            yield from strips(Assembly(order, source, dtypes), bucket_bytes)

@@ -21,7 +21,7 @@ from fsdp_doctor.fsdp import fsdp1, fsdp2, private
 
 
 @dataclass(slots=True, eq=False)
-class Team:
+class ShardGroup:
     """The ranks over which tensors are sharded, and this rank's place among them.
 
     device: where the group's collectives run.
@@ -37,7 +37,7 @@ class Team:
 # A model may have tens of thousands of tensors, so none of these costs more to make than it must:
 # they are not frozen, which would double it. Nothing changes them.
 @dataclass(slots=True, eq=False, kw_only=True)
-class Entry:
+class TensorSpec:
     """One full tensor: every name of it, its global shape, its elements, its own dtype."""
 
     names: tuple[str, ...]
@@ -50,26 +50,26 @@ class Entry:
 class Plain:
     """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards."""
 
-    entry: Entry
+    entry: TensorSpec
     local: torch.Tensor
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Rows:
-    """Shard(0) over one team, divided as torch.chunk does.
+    """Shard(0) over one shard_group, divided as torch.chunk does.
 
     Rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened tensor, as far as there are
     any. So the parts joined in rank order are the tensor, and what is padded is its tail.
     """
 
-    entry: Entry
+    entry: TensorSpec
     tensor: DTensor
-    team: Team
+    shard_group: ShardGroup
     chunk: int
 
     def local(self) -> torch.Tensor:
         """This rank's part as it lies, 1-D. Raises RuntimeError where it is not as long as it must be."""
-        held = min(max(self.entry.numel - self.team.rank * self.chunk, 0), self.chunk)
+        held = min(max(self.entry.numel - self.shard_group.rank * self.chunk, 0), self.chunk)
         # Without autograd it is the local tensor itself: no copy, no collective, half-moved or not.
         local = self.tensor.to_local().reshape(-1)
         if local.numel() != held:
@@ -84,34 +84,34 @@ class Rows:
 class Placed:
     """Any other DTensor (other dims, several mesh dims): DTensor's own redistribution gathers it."""
 
-    entry: Entry
+    entry: TensorSpec
     tensor: DTensor
-    team: Team
+    shard_group: ShardGroup
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Span:
     """One parameter in an FSDP1 unit: the elements [offset, offset + numel) of the unit's flat parameter."""
 
-    entry: Entry
+    entry: TensorSpec
     offset: int
     stride: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Unit:
+class FlatUnit:
     """An FSDP1 unit: rank r holds the elements [r * S, (r + 1) * S) of the flat parameter; local is 1-D, S long."""
 
     spans: tuple[Span, ...]
     local: torch.Tensor
-    team: Team
+    shard_group: ShardGroup
 
 
-Source: TypeAlias = Plain | Rows | Placed | Unit
+Source: TypeAlias = Plain | Rows | Placed | FlatUnit
 
 
-def entries(source: Source) -> list[Entry]:
-    return [span.entry for span in source.spans] if isinstance(source, Unit) else [source.entry]
+def entries(source: Source) -> list[TensorSpec]:
+    return [span.entry for span in source.spans] if isinstance(source, FlatUnit) else [source.entry]
 
 
 def innermost(model: nn.Module) -> nn.Module:
@@ -133,8 +133,8 @@ def read(model: nn.Module) -> list[Source]:
     """
     units = list(_units(model))
     in_units = {name for unit in units for entry in entries(unit) for name in entry.names}
-    teams = _Teams()
-    rest = [_source(names, tensor, teams) for names, tensor in _tensors(model, in_units)]
+    shard_groups = _ShardGroups()
+    rest = [_source(names, tensor, shard_groups) for names, tensor in _tensors(model, in_units)]
     return [*units, *rest]
 
 
@@ -142,7 +142,7 @@ def compute_device(model: nn.Module, sources: list[Source]) -> torch.device:
     """Where the model's collectives run; for a model without shards, where its parameters are."""
     for source in sources:
         if not isinstance(source, Plain):
-            return source.team.device
+            return source.shard_group.device
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     if mesh is not None:
         return device_of(mesh.device_type)
@@ -173,8 +173,8 @@ def _tensors(model: nn.Module, in_units: set[str]) -> Iterator[tuple[tuple[str, 
         yield tuple(names[key]), tensor
 
 
-def _source(names: tuple[str, ...], tensor: torch.Tensor, teams: _Teams) -> Source:
-    entry = Entry(names=names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
+def _source(names: tuple[str, ...], tensor: torch.Tensor, shard_groups: _ShardGroups) -> Source:
+    entry = TensorSpec(names=names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Plain(entry=entry, local=tensor.detach())
     _require_process_group()
@@ -184,13 +184,13 @@ def _source(names: tuple[str, ...], tensor: torch.Tensor, teams: _Teams) -> Sour
         return Plain(entry=entry, local=tensor.to_local())
     placement = placements[split[0]]
     if len(split) > 1 or type(placement) is not Shard or placement.dim != 0 or not tensor.is_contiguous():
-        return Placed(entry=entry, tensor=tensor, team=teams.of_mesh(mesh))
-    team = teams.of_dim(mesh, split[0])
-    if team.size == 1:
+        return Placed(entry=entry, tensor=tensor, shard_group=shard_groups.of_mesh(mesh))
+    shard_group = shard_groups.of_dim(mesh, split[0])
+    if shard_group.size == 1:
         return Plain(entry=entry, local=tensor.to_local())
     length = entry.shape[0]
-    chunk = -(-length // team.size) * (entry.numel // length) if length else 0
-    return Rows(entry=entry, tensor=tensor, team=team, chunk=chunk)
+    chunk = -(-length // shard_group.size) * (entry.numel // length) if length else 0
+    return Rows(entry=entry, tensor=tensor, shard_group=shard_group, chunk=chunk)
 
 
 def _require_process_group() -> None:
@@ -198,19 +198,19 @@ def _require_process_group() -> None:
         raise RuntimeError("the model is sharded, and torch.distributed is not initialized, or not any more")
 
 
-class _Teams:
+class _ShardGroups:
     """A model has few meshes and many tensors: each mesh is asked once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], Team] = {}
+        self._known: dict[tuple[int, int], ShardGroup] = {}
 
-    def of_dim(self, mesh: DeviceMesh, dim: int) -> Team:
+    def of_dim(self, mesh: DeviceMesh, dim: int) -> ShardGroup:
         key = id(mesh), dim
         if key not in self._known:
-            self._known[key] = team(mesh.get_group(dim), device_of(mesh.device_type))
+            self._known[key] = shard_group(mesh.get_group(dim), device_of(mesh.device_type))
         return self._known[key]
 
-    def of_mesh(self, mesh: DeviceMesh) -> Team:
+    def of_mesh(self, mesh: DeviceMesh) -> ShardGroup:
         """All ranks of a mesh of several dims; the group, of the first, stands for what it can carry."""
         key = id(mesh), -1
         if key not in self._known:
@@ -221,7 +221,7 @@ class _Teams:
         return self._known[key]
 
 
-def team(group: dist.ProcessGroup, device: torch.device) -> Team:
+def shard_group(group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
     """Raises RuntimeError for a process group that cannot carry the device."""
     if not private.carries(group, device):
         raise RuntimeError(
@@ -229,10 +229,10 @@ def team(group: dist.ProcessGroup, device: torch.device) -> Team:
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Team(group=group, ranks=ranks, size=len(ranks), rank=dist.get_rank(group), device=device)
+    return ShardGroup(group=group, ranks=ranks, size=len(ranks), rank=dist.get_rank(group), device=device)
 
 
-def _units(model: nn.Module) -> Iterator[Unit | Plain]:
+def _units(model: nn.Module) -> Iterator[FlatUnit | Plain]:
     for prefix, handle in fsdp1.units(model):
         names, tied = fsdp1.unit_names(prefix, handle)
         aliases: dict[str, list[str]] = {name: [name] for name in names}
@@ -243,14 +243,18 @@ def _units(model: nn.Module) -> Iterator[Unit | Plain]:
             raise RuntimeError(f"{names[0]} is on the meta device: initialize the model before extracting it")
         spans = tuple(
             Span(
-                entry=Entry(names=tuple(aliases[name]), shape=view.shape, numel=view.numel(), dtype=local.dtype),
+                entry=TensorSpec(names=tuple(aliases[name]), shape=view.shape, numel=view.numel(), dtype=local.dtype),
                 offset=int(view.storage_offset()),
                 stride=view.stride(),
             )
             for name, view in zip(names, private.flat_layout(handle), strict=True)
         )
         if private.is_sharded(handle):
-            yield Unit(spans=spans, local=local, team=team(private.shard_group(handle), private.compute_device(handle)))
+            yield FlatUnit(
+                spans=spans,
+                local=local,
+                shard_group=shard_group(private.shard_group(handle), private.compute_device(handle)),
+            )
             continue
         for span in spans:
             view = local.as_strided(span.entry.shape, span.stride, local.storage_offset() + span.offset)

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_doctor.extract.full import BUCKET_BYTES, announced, extract, request_of
 from fsdp_doctor.extract.lora import Lora
 
-Ranks = Literal["rank0", "all"]
+CollectingRanks = Literal["rank0", "all"]
 
 _CHUNK_BYTES = 32 << 20
 _MOST_THREADS = 8
@@ -25,7 +25,7 @@ _MOST_THREADS = 8
 def full_state_dict(
     model: nn.Module,
     *,
-    ranks: Ranks = "rank0",
+    ranks: CollectingRanks = "rank0",
     dtype: torch.dtype | None = None,
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
@@ -40,8 +40,8 @@ def full_state_dict(
 
     Raises ValueError for another word.
     """
-    if ranks not in get_args(Ranks):
-        raise ValueError(f"ranks must be one of {', '.join(get_args(Ranks))}, not {ranks!r}")
+    if ranks not in get_args(CollectingRanks):
+        raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     with announced(model):
         request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.extract.dtypes import Wire
+from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import Piece
 from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.sources import (
-    Entry,
+    FlatUnit,
     Placed,
     Plain,
     Rows,
-    Team,
-    Unit,
+    ShardGroup,
+    TensorSpec,
 )
 from fsdp_doctor.fsdp import private
 
@@ -40,12 +40,12 @@ class Step(ABC):
     """What one bucket does with some of the model's tensors.
 
     order: where its first tensor comes among all. nbytes: the device memory that it takes at most.
-    team: None where nothing is communicated.
+    shard_group: None where nothing is communicated.
     """
 
     order: int
     nbytes: int
-    team: Team | None
+    shard_group: ShardGroup | None
 
     @abstractmethod
     def names(self) -> Iterable[str]:
@@ -67,7 +67,7 @@ class Step(ABC):
         """On the gathering stream, after the bucket's collective; with collectives of its own."""
 
     @abstractmethod
-    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         """(order, entry, full tensor), on the caller's stream, once it has waited for the gather.
 
         The step holds none of them any more.
@@ -77,7 +77,7 @@ class Step(ABC):
 class Copied(Step):
     """A tensor that is whole on every rank."""
 
-    team = None
+    shard_group = None
 
     def __init__(self, order: int, source: Plain, dtype: torch.dtype) -> None:
         self.order, self._source, self._dtype = order, source, dtype
@@ -93,7 +93,7 @@ class Copied(Step):
         source = self._source
         yield Piece(self._full.view(-1), source.local.reshape(-1), source.entry.names[0], 0)
 
-    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         full = self.__dict__.pop("_full")
         yield self.order, self._source.entry, full
 
@@ -103,25 +103,25 @@ class Whole(Step):
 
     def __init__(self, order: int, source: Rows, dtype: torch.dtype) -> None:
         self.order, self._source, self._dtype = order, source, dtype
-        self.team: Team = source.team
-        self.nbytes = source.chunk * source.team.size * dtype.itemsize
+        self.shard_group: ShardGroup = source.shard_group
+        self.nbytes = source.chunk * source.shard_group.size * dtype.itemsize
 
     def names(self) -> Iterable[str]:
         return self._source.entry.names[:1]
 
     def allocate(self, device: torch.device) -> None:
         source = self._source
-        self._padded = torch.empty(source.chunk * source.team.size, dtype=self._dtype, device=device)
+        self._padded = torch.empty(source.chunk * source.shard_group.size, dtype=self._dtype, device=device)
 
     def pieces(self) -> Iterator[Piece]:
-        local, start = self._source.local(), self.team.rank * self._source.chunk
+        local, start = self._source.local(), self.shard_group.rank * self._source.chunk
         yield Piece(self._padded[start : start + local.numel()], local, self._source.entry.names[0], start)
 
     def gathers(self) -> list[Gather]:
-        start = self.team.rank * self._source.chunk
+        start = self.shard_group.rank * self._source.chunk
         return [Gather(self._padded, self._padded[start : start + self._source.chunk])]
 
-    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         padded = self.__dict__.pop("_padded")
         entry = self._source.entry
         yield self.order, entry, padded[: entry.numel].view(entry.shape)
@@ -132,28 +132,30 @@ class Packed(Step):
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
         self.order, self._orders, self._sources, self._dtype = orders[0], orders, sources, dtype
-        self.team: Team = sources[0].team
+        self.shard_group: ShardGroup = sources[0].shard_group
         self._chunks = [source.chunk for source in sources]
-        self.nbytes = 2 * sum(self._chunks) * self.team.size * dtype.itemsize
+        self.nbytes = 2 * sum(self._chunks) * self.shard_group.size * dtype.itemsize
 
     def names(self) -> Iterable[str]:
         return [source.entry.names[0] for source in self._sources]
 
     def allocate(self, device: torch.device) -> None:
-        self._rows = torch.empty(self.team.size, sum(self._chunks), dtype=self._dtype, device=device)
-        self._outputs = [torch.empty(self.team.size, chunk, dtype=self._dtype, device=device) for chunk in self._chunks]
+        self._rows = torch.empty(self.shard_group.size, sum(self._chunks), dtype=self._dtype, device=device)
+        self._outputs = [
+            torch.empty(self.shard_group.size, chunk, dtype=self._dtype, device=device) for chunk in self._chunks
+        ]
 
     def pieces(self) -> Iterator[Piece]:
-        places = self._rows[self.team.rank].split(self._chunks)
+        places = self._rows[self.shard_group.rank].split(self._chunks)
         for place, source in zip(places, self._sources, strict=True):
             local = source.local()
             target = place if local.numel() == source.chunk else place[: local.numel()]
-            yield Piece(target, local, source.entry.names[0], self.team.rank * source.chunk)
+            yield Piece(target, local, source.entry.names[0], self.shard_group.rank * source.chunk)
 
     def gathers(self) -> list[Gather]:
-        return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
+        return [Gather(self._rows.view(-1), self._rows[self.shard_group.rank])]
 
-    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         outputs = self.__dict__.pop("_outputs")
         torch.split_with_sizes_copy(self.__dict__.pop("_rows"), self._chunks, dim=1, out=outputs)
         for order, source, output in zip(self._orders, self._sources, outputs, strict=True):
@@ -180,9 +182,9 @@ class _Cut:
 class Assembly:
     """The tensors of an FSDP1 unit, which one gather or several fill piece by piece."""
 
-    def __init__(self, order: int, unit: Unit, wire: Wire) -> None:
+    def __init__(self, order: int, unit: FlatUnit, dtypes: OutputDtypes) -> None:
         self.order, self.unit = order, unit
-        self.dtypes = [wire.of(span.entry) for span in unit.spans]
+        self.dtypes = [dtypes.of(span.entry) for span in unit.spans]
         self._missing = [span.entry.numel for span in unit.spans]
         self._flat: dict[int, torch.Tensor] = {}
         self._begun: set[int] = set()
@@ -201,7 +203,7 @@ class Assembly:
             self._flat[index] = torch.empty(numel, dtype=self.dtypes[index], device=device)
         return self._flat[index]
 
-    def add(self, index: int, numel: int) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def add(self, index: int, numel: int) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         """Says that so many elements have landed; yields the tensor once they all have."""
         self._missing[index] -= numel
         self._begun.add(index)
@@ -213,7 +215,7 @@ class Assembly:
     def rows(self, dtype: torch.dtype) -> list[list[_Cut]]:
         """What each rank has of the spans that are sent in that dtype, in the order of its shard."""
         shard = self.unit.local.numel()
-        rows: list[list[_Cut]] = [[] for _ in range(self.unit.team.size)]
+        rows: list[list[_Cut]] = [[] for _ in range(self.unit.shard_group.size)]
         for index, span in enumerate(self.unit.spans):
             if self.dtypes[index] != dtype:
                 continue
@@ -235,7 +237,7 @@ def strips(assembly: Assembly, bucket_bytes: int) -> Iterator[Strip]:
     """
     for dtype in dict.fromkeys(assembly.dtypes):
         rows = assembly.rows(dtype)
-        longest = max(bucket_bytes // (2 * assembly.unit.team.size * dtype.itemsize), 1)
+        longest = max(bucket_bytes // (2 * assembly.unit.shard_group.size * dtype.itemsize), 1)
         missing: dict[int, int] = {}
         while any(rows):
             begun = set(missing)
@@ -282,21 +284,21 @@ class Strip(Step):
         self.assembly = assembly
         self._dtype, self._cuts, self._length = dtype, cuts, length
         self.order = assembly.order
-        self.team: Team = assembly.unit.team
-        self.nbytes = length * self.team.size * dtype.itemsize + opened_bytes
+        self.shard_group: ShardGroup = assembly.unit.shard_group
+        self.nbytes = length * self.shard_group.size * dtype.itemsize + opened_bytes
 
     def names(self) -> Iterable[str]:
         spans = self.assembly.unit.spans
         return dict.fromkeys(spans[cut.index].entry.names[0] for cut in self._cuts)
 
     def allocate(self, device: torch.device) -> None:
-        self._rows = torch.empty(self.team.size, self._length, dtype=self._dtype, device=device)
+        self._rows = torch.empty(self.shard_group.size, self._length, dtype=self._dtype, device=device)
         self._targets = [self.assembly.flat(cut.index, device)[cut.start : cut.start + cut.numel] for cut in self._cuts]
 
     def pieces(self) -> Iterator[Piece]:
-        row, unit = self._rows[self.team.rank], self.assembly.unit
+        row, unit = self._rows[self.shard_group.rank], self.assembly.unit
         for cut in self._cuts:
-            if cut.rank == self.team.rank:
+            if cut.rank == self.shard_group.rank:
                 yield Piece(
                     row[cut.offset : cut.offset + cut.numel],
                     unit.local[cut.source : cut.source + cut.numel],
@@ -305,9 +307,9 @@ class Strip(Step):
                 )
 
     def gathers(self) -> list[Gather]:
-        return [Gather(self._rows.view(-1), self._rows[self.team.rank])]
+        return [Gather(self._rows.view(-1), self._rows[self.shard_group.rank])]
 
-    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         rows, targets = self.__dict__.pop("_rows"), self.__dict__.pop("_targets")
         pieces = [rows[cut.rank, cut.offset : cut.offset + cut.numel] for cut in self._cuts]
         if pieces:
@@ -322,7 +324,7 @@ class Redistributed(Step):
 
     def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
         self.order, self._source, self._dtype = order, source, dtype
-        self.team: Team = source.team
+        self.shard_group: ShardGroup = source.shard_group
         self.nbytes = 4 * source.entry.numel * max(dtype.itemsize, source.entry.dtype.itemsize)
 
     def names(self) -> Iterable[str]:
@@ -352,21 +354,21 @@ class Redistributed(Step):
             full = full + delta.part(0, entry.numel).view(entry.shape)
         self._full.copy_(full)
 
-    def results(self) -> Iterator[tuple[int, Entry, torch.Tensor]]:
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
         del self._local
         yield self.order, self._source.entry, self.__dict__.pop("_full")
 
 
 def all_gather(steps: list[Step]) -> None:
-    """One collective for each team and dtype of the bucket, in the order of the steps.
+    """One collective for each shard_group and dtype of the bucket, in the order of the steps.
 
     gloo joins the tensors of a coalesced all-gather as if they had one dtype.
     """
     gathers: dict[tuple[tuple[int, ...], torch.dtype], tuple[dist.ProcessGroup, list[Gather]]] = {}
     for step in steps:
         for gather in step.gathers():
-            assert step.team is not None
-            key = step.team.ranks, gather.output.dtype
-            gathers.setdefault(key, (step.team.group, []))[1].append(gather)
+            assert step.shard_group is not None
+            key = step.shard_group.ranks, gather.output.dtype
+            gathers.setdefault(key, (step.shard_group.group, []))[1].append(gather)
     for group, batch in gathers.values():
         private.all_gather(group, [g.output for g in batch], [g.input for g in batch]).wait()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-class Lanes:
+class Streams:
     """device: where the extraction computes. An event is None on the CPU."""
 
     def __init__(self, device: torch.device) -> None:

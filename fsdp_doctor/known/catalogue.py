@@ -21,7 +21,7 @@ from packaging.version import Version
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX
-from fsdp_doctor.verdict.classification import Kind
+from fsdp_doctor.verdict.classification import VerdictKind
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,7 +84,7 @@ class KnownFailure:
     id: str
     group: str
     title: str
-    verdict: Kind
+    verdict: VerdictKind
     cause: str
     remedy: str
     evidence: str
@@ -120,7 +120,7 @@ class KnownFailure:
 class Found:
     """What a case that broke says of itself: its verdict's reason, and the ranks' exceptions."""
 
-    kind: Kind
+    kind: VerdictKind
     reasons: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     traceback: str = ""

@@ -16,7 +16,7 @@ NAMES = ("auto", "cuda", "xpu", "cpu", "emulated")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class RunDevice:
     """The device of a run, the same on all ranks.
 
     type: as in ``torch.device``; ``auto`` until :func:`resolve`.
@@ -43,7 +43,7 @@ def resolve(asked: str) -> str:
     return accelerator.type if accelerator is not None else "emulated"
 
 
-def load(device: Device, asked: str) -> None:
+def load(device: RunDevice, asked: str) -> None:
     """Makes the device known to torch, before any process is forked.
 
     asked: what the user said, for the sentence of the refusal. Raises CannotRun where the emulated

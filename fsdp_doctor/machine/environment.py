@@ -44,12 +44,12 @@ VARIABLES = (
     "TORCH_NCCL_BLOCKING_WAIT",
 )
 
-Facts = dict[str, Any]
+EnvironmentFacts = dict[str, Any]
 
 
-def without_torch(host_name: bool = False) -> Facts:
+def without_torch(host_name: bool = False) -> EnvironmentFacts:
     """What can be said of the machine without importing torch."""
-    facts: Facts = {
+    facts: EnvironmentFacts = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
@@ -61,11 +61,11 @@ def without_torch(host_name: bool = False) -> Facts:
     return facts
 
 
-def of_torch() -> Facts:
+def of_torch() -> EnvironmentFacts:
     """What torch says of itself and of the accelerators. Imports torch; makes no context by itself."""
     import torch
 
-    facts: Facts = {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
+    facts: EnvironmentFacts = {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
     if torch.version.hip:
         facts["hip"] = torch.version.hip
     if torch.cuda.is_available():
@@ -77,7 +77,7 @@ def of_torch() -> Facts:
     return facts
 
 
-def collect(host_name: bool = False) -> Facts:
+def collect(host_name: bool = False) -> EnvironmentFacts:
     """Everything, with torch asked in a process of its own: a torch that cannot be imported is a fact."""
     program = "import json; from fsdp_doctor.machine.environment import of_torch; print(json.dumps(of_torch()))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -92,7 +92,7 @@ def collect(host_name: bool = False) -> Facts:
     return without_torch(host_name) | (facts or {"torch": f"cannot be imported: {home_as_tilde(trouble)}"})
 
 
-def lines_of(facts: Facts) -> list[str]:
+def lines_of(facts: EnvironmentFacts) -> list[str]:
     """The facts as text, one a line."""
     lines = []
     for name, value in facts.items():

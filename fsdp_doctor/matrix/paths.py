@@ -1,51 +1,18 @@
 """The extraction paths under test: their names, where they apply, and what each promises.
 
-This table is read without torch. The functions behind the names are in ``fsdp/paths_fsdp2.py``,
-``fsdp/paths_fsdp1.py`` and ``fsdp/paths_lora.py``.
+This table is read without torch. The functions behind the names are in ``case/paths``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING
+
+from fsdp_doctor.matrix.contracts import Contract
 
 if TYPE_CHECKING:
     from fsdp_doctor.matrix.cases import Scenario
-
-Form = Literal["full", "sharded", "flat", "info", "optimizer"]
-Device = Literal["compute", "cpu", "parameter", "any"]
-Dtype = Literal["master", "compute", "any"]
-Ranks = Literal["all", "rank0"]
-Keys = Literal["state_dict", "parameters"]
-Weights = Literal["own", "merged", "adapter"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contract:
-    """What a path promises. ``verify.py`` holds every yielded tensor against it.
-
-    form: ``full`` unsharded tensors; ``sharded`` DTensors or ShardedTensors whose local part is
-        this rank's shard; ``flat`` FSDP1's flat shards; ``info`` (shape, dtype) pairs and no
-        data; ``optimizer`` unsharded optimizer state, named ``<parameter>.<state>``.
-    device: ``compute`` the rank's accelerator; ``cpu``; ``parameter`` the device that the
-        parameter itself reports when the path starts; ``any``.
-    dtype: ``master`` the parameter's own dtype; ``compute`` FSDP's mixed-precision param dtype;
-        ``any``: compared after the reference is cast to whatever dtype came.
-    ranks: which ranks are given data.
-    keys: ``state_dict`` every name of every parameter, tied ones too, and persistent buffers;
-        ``parameters`` each parameter once, under its first name.
-    weights: of a model with LoRA adapters, ``own`` its tensors as they are, under their own names;
-        ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
-        adapter alone, named as in peft's files.
-    """
-
-    form: Form = "full"
-    device: Device = "compute"
-    dtype: Dtype = "master"
-    ranks: Ranks = "all"
-    keys: Keys = "state_dict"
-    weights: Weights = "own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,32 +308,3 @@ def find_path(name: str, fsdp: int) -> Path:
     if is_user_path(name):
         return Path(name=name, fsdp=(1, 2), contract=Contract(), function=name, summary=f"{name}(model)")
     return next(path for path in PATHS if path.name == name and fsdp in path.fsdp)
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def promises(
-    *,
-    device: Device = "compute",
-    dtype: Dtype = "master",
-    ranks: Ranks = "all",
-    keys: Keys = "state_dict",
-    weights: Weights = "own",
-) -> Callable[[_Function], _Function]:
-    """Declares what an extraction function of your own promises; see :class:`Contract`.
-
-    Without it ``--path module:function`` is held to full tensors on the compute device, in the
-    parameters' own dtype, under every name of the state dict, on every rank.
-
-    Raises ValueError for a word that a contract does not have.
-    """
-    for value, words in ((device, Device), (dtype, Dtype), (ranks, Ranks), (keys, Keys), (weights, Weights)):
-        if value not in get_args(words):
-            raise ValueError(f"{value!r} is none of {', '.join(get_args(words))}")
-
-    def mark(function: _Function) -> _Function:
-        function.contract = Contract(device=device, dtype=dtype, ranks=ranks, keys=keys, weights=weights)  # type: ignore[attr-defined]
-        return function
-
-    return mark

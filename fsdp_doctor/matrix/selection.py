@@ -13,14 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.matrix.cases import (
-    AXES,
-    AXIS,
-    Case,
-    Scenario,
-    check_axis_value,
-    parse_case_id,
-)
+from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value
+from fsdp_doctor.matrix.cases import Case, Scenario, parse_case_id, scenario_of
 from fsdp_doctor.matrix.expression import compile_expression
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES, is_user_path, paths_for
 
@@ -141,7 +135,7 @@ def _with_defaults(chosen: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, .
 
 def _product(values: dict[str, tuple[str, ...]]) -> Iterable[Scenario]:
     for combination in itertools.product(*(values[axis.name] for axis in AXES)):
-        yield Scenario(**{axis.name: value for axis, value in zip(AXES, combination, strict=True)})
+        yield scenario_of({axis.name: value for axis, value in zip(AXES, combination, strict=True)})
 
 
 def _cases(scenarios: Iterable[Scenario], selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:

@@ -29,8 +29,8 @@ from fsdp_doctor.errors import (
     UsageError,
 )
 from fsdp_doctor.machine import devices, launch
-from fsdp_doctor.machine.devices import Device
-from fsdp_doctor.machine.environment import Facts, home_as_tilde, without_torch
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde, without_torch
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.report import formats
@@ -58,7 +58,7 @@ _RENDEZVOUS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ProbeOptions:
     """What ``fsdp-doctor probe`` was asked for.
 
     timeout, start_timeout, grace: seconds for a stage of a case, for starting workers and building
@@ -68,7 +68,7 @@ class Options:
     """
 
     cases: tuple[Case, ...]
-    device: Device = dataclasses.field(default_factory=Device)
+    device: RunDevice = dataclasses.field(default_factory=RunDevice)
     model: pathlib.Path | None = None
     timeout: float = 30.0
     start_timeout: float = 300.0
@@ -82,7 +82,7 @@ class Options:
     host_name: bool = False
 
 
-def conduct(options: Options) -> int:
+def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
     from fsdp_doctor.probe import supervisor
     from fsdp_doctor.probe.worker import Job
@@ -90,7 +90,7 @@ def conduct(options: Options) -> int:
     place, store, interruption = _join_the_others()
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
     devices.load(device, asked=options.device.type)
-    keeper = _Keeper(options, place, device)
+    keeper = _ReportWriter(options, place, device)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         rank=0,
@@ -167,7 +167,7 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
-def _run(conductor: Conductor, keeper: _Keeper, options: Options, place: launch.Place) -> int:
+def _run(conductor: Conductor, keeper: _ReportWriter, options: ProbeOptions, place: launch.Place) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
     from fsdp_doctor.probe import session
 
@@ -201,10 +201,10 @@ def _run(conductor: Conductor, keeper: _Keeper, options: Options, place: launch.
     return exit_code(report, options.expect)
 
 
-class _Keeper:
+class _ReportWriter:
     """Holds the report while it grows, and keeps it on disk where the user wants it."""
 
-    def __init__(self, options: Options, place: launch.Place, device: Device) -> None:
+    def __init__(self, options: ProbeOptions, place: launch.Place, device: RunDevice) -> None:
         self._options = options
         self._report = _first_report(options, place, device)
         self._results = list(self._report.results)
@@ -218,7 +218,7 @@ class _Keeper:
         done = {result.case for result in self._results}
         return [number for number, case in enumerate(self._options.cases) if case not in done]
 
-    def open(self, facts: Facts) -> None:
+    def open(self, facts: EnvironmentFacts) -> None:
         """The workers have started and told what they found: from here on results are kept on disk."""
         self.is_open = True
         self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
@@ -270,7 +270,7 @@ def _write(path: pathlib.Path, text: str) -> None:
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _first_report(options: Options, place: launch.Place, device: Device) -> Report:
+def _first_report(options: ProbeOptions, place: launch.Place, device: RunDevice) -> Report:
     """The report before anything ran, or the earlier one that is gone on with."""
     rerun = _rerun_options(options, place)
     report = Report(
@@ -301,7 +301,7 @@ def _first_report(options: Options, place: launch.Place, device: Device) -> Repo
     )
 
 
-def _notes(device: Device) -> tuple[str, ...]:
+def _notes(device: RunDevice) -> tuple[str, ...]:
     if device.type == "cpu":
         return (ON_THE_CPU,)
     if device.type != "emulated":
@@ -309,7 +309,7 @@ def _notes(device: Device) -> tuple[str, ...]:
     return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
 
 
-def _rerun_options(options: Options, place: launch.Place) -> str:
+def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
     """What a command that runs one case alone needs besides the case."""
     words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
     if options.device.type != "auto":
@@ -325,7 +325,7 @@ def _rerun_options(options: Options, place: launch.Place) -> str:
     return shlex.join(words)
 
 
-def _print(report: Report, options: Options) -> None:
+def _print(report: Report, options: ProbeOptions) -> None:
     """The chosen format to stdout; the summary and hints to stderr."""
     tty = sys.stdout.isatty()
     # A report can quote what this terminal or pipe has no characters for.

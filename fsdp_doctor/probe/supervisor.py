@@ -23,9 +23,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, UsageError
-from fsdp_doctor.machine.devices import Device
+from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.cases import Case, scenario_from_dict
+from fsdp_doctor.matrix.cases import Case, scenario_of
 from fsdp_doctor.probe.worker import Job
 from fsdp_doctor.probe.worker_process import Process
 from fsdp_doctor.verdict.records import RankReport, Record, rank_report_from_dict, rank_report_to_dict
@@ -95,8 +95,8 @@ def receive_job(store: dist.Store, place: Place, interruption: Interruption) -> 
         world_size=place.world_size,
         local_rank=place.local_rank,
         num_nodes=place.num_nodes,
-        device=Device(**shared["device"]),
-        cases=tuple(Case(scenario_from_dict(scenario), path) for scenario, path in shared["cases"]),
+        device=RunDevice(**shared["device"]),
+        cases=tuple(Case(scenario_of(scenario), path) for scenario, path in shared["cases"]),
         user_paths=tuple(shared["user_paths"]),
         custom_model=pathlib.Path(shared["custom_model"]) if shared["custom_model"] else None,
         scratch=pathlib.Path(shared["scratch"]),

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_doctor.errors import FsdpDoctorError
-from fsdp_doctor.machine.devices import Device
+from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.verdict.records import Message, Ready, Refused, message_to_dict
 
 if TYPE_CHECKING:
-    from fsdp_doctor.case.runner import Examiner
+    from fsdp_doctor.case.runner import CaseRunner
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,7 +38,7 @@ class Job:
     world_size: int
     local_rank: int
     num_nodes: int
-    device: Device
+    device: RunDevice
     cases: tuple[Case, ...]
     user_paths: tuple[str, ...]
     custom_model: pathlib.Path | None
@@ -71,11 +71,11 @@ def run(job: Job, generation: int, backend: str, channel: socket.socket, stacks:
             examiner.examine(job.cases[int(number)])
 
 
-def _join(job: Job, generation: int, backend: str, send: Callable[[Message], None]) -> Examiner:
+def _join(job: Job, generation: int, backend: str, send: Callable[[Message], None]) -> CaseRunner:
     import torch.distributed as dist
 
     from fsdp_doctor.case import models, runtime
-    from fsdp_doctor.case.runner import Examiner
+    from fsdp_doctor.case.runner import CaseRunner
     from fsdp_doctor.machine import devices
     from fsdp_doctor.machine.environment import of_torch
 
@@ -94,7 +94,7 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
         scratch=job.scratch,
         custom_model=job.custom_model,
     )
-    examiner = Examiner(joined, job.user_paths, report=send)
+    examiner = CaseRunner(joined, job.user_paths, report=send)
     send(Ready(environment=of_torch()))
     return examiner
 

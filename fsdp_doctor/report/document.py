@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
-from fsdp_doctor.matrix.cases import Case, Scenario, scenario_from_dict
-from fsdp_doctor.verdict.classification import Kind, Verdict
+from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
+from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
 
 SCHEMA = "fsdp-doctor/report"
@@ -70,7 +70,7 @@ class Report:
     seconds: float = 0.0
     results: tuple[CaseResult, ...] = ()
 
-    def of_kind(self, kind: Kind) -> int:
+    def of_kind(self, kind: VerdictKind) -> int:
         """How many cases have that verdict."""
         return sum(result.verdict.kind == kind for result in self.results)
 
@@ -144,7 +144,7 @@ def result_to_dict(result: CaseResult) -> dict[str, Any]:
 
 
 def result_from_dict(data: dict[str, Any]) -> CaseResult:
-    scenario: Scenario = scenario_from_dict(data["scenario"])
+    scenario: Scenario = scenario_of(data["scenario"])
     return CaseResult(
         case=Case(scenario, data["path"]),
         verdict=_verdict_from_dict(data["verdict"]),

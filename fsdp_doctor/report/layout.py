@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
-from fsdp_doctor.matrix.cases import AXES, AXIS, Scenario
+from fsdp_doctor.matrix.axes import AXES, AXIS
+from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import NEUTRAL, Kind, fold
+from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind, fold
 
 # XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -23,11 +23,11 @@ _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailureGroup:
     """Bad cases that share verdict, reason and what is known of it, device indices and ranks aside."""
 
     number: int
-    kind: Kind
+    kind: VerdictKind
     reason: str
     results: tuple[CaseResult, ...]
 
@@ -75,7 +75,7 @@ def grids(report: Report) -> list[Grid]:
     grouped: dict[Scenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        group = dataclasses.replace(scenario, offload=AXIS["offload"].default)
+        group = scenario.changed(offload=AXIS["offload"].default)
         grouped.setdefault(group, {})[result.case.path, scenario.offload] = result
     return [
         Grid(
@@ -88,15 +88,15 @@ def grids(report: Report) -> list[Grid]:
     ]
 
 
-def distinct_failures(report: Report) -> list[Failure]:
+def distinct_failures(report: Report) -> list[FailureGroup]:
     """The bad results, grouped, the most frequent first."""
-    groups: dict[tuple[Kind, str, str], list[CaseResult]] = {}
+    groups: dict[tuple[VerdictKind, str, str], list[CaseResult]] = {}
     for result in report.bad:
         sort = (result.verdict.kind, _sort_of(result.verdict.reason), result.known)
         groups.setdefault(sort, []).append(result)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [
-        Failure(number=number, kind=kind, reason=results[0].verdict.reason, results=tuple(results))
+        FailureGroup(number=number, kind=kind, reason=results[0].verdict.reason, results=tuple(results))
         for number, ((kind, _, _), results) in enumerate(ordered, start=1)
     ]
 
@@ -106,7 +106,7 @@ def _sort_of(reason: str) -> str:
     return _NAMES.sub("", _RANKS.sub("", fold(reason)))
 
 
-def numbers(failures: Sequence[Failure]) -> dict[str, int]:
+def numbers(failures: Sequence[FailureGroup]) -> dict[str, int]:
     """The number of the failure that each bad case belongs to, by case id."""
     return {result.id: failure.number for failure in failures for result in failure.results}
 

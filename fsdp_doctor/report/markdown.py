@@ -7,7 +7,7 @@ import re
 from fsdp_doctor.machine.environment import lines_of
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import (
-    Failure,
+    FailureGroup,
     Grid,
     bytes_text,
     distinct_failures,
@@ -120,7 +120,7 @@ def _comparison(report: Report) -> list[str]:
     return [*lines, ""]
 
 
-def _block(report: Report, failure: Failure, *, details: bool) -> list[str]:
+def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]:
     count = len(failure.results)
     lines = ["", f"### [{failure.number}] {failure.kind}: {count} {'case' if count == 1 else 'cases'}", ""]
     lines += _fenced("\n".join([failure.reason, *failure.results[0].verdict.also])[:_REASON_CHARACTERS])

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import (
-    Failure,
+    FailureGroup,
     Grid,
     bytes_text,
     distinct_failures,
@@ -25,9 +25,9 @@ from fsdp_doctor.report.layout import (
     seconds_text,
     summary,
 )
-from fsdp_doctor.verdict.classification import Kind
+from fsdp_doctor.verdict.classification import VerdictKind
 
-_STYLE: dict[Kind, str] = {
+_STYLE: dict[VerdictKind, str] = {
     "ok": "green",
     "unsupported": "dim",
     "skipped": "dim",
@@ -86,7 +86,7 @@ def _machine(report: Report) -> str:
     return str(accelerators[0]) if accelerators and report.device != "cpu" else report.device
 
 
-def _matrix(report: Report, failures: list[Failure], width: int) -> RenderableType:
+def _matrix(report: Report, failures: list[FailureGroup], width: int) -> RenderableType:
     number_of = numbers(failures)
     parts: list[RenderableType] = []
     for grid in grids(report):
@@ -133,7 +133,7 @@ def _cell(result: CaseResult | None, number_of: dict[str, int]) -> Text:
     return text
 
 
-def _verdict(kind: Kind) -> Text:
+def _verdict(kind: VerdictKind) -> Text:
     return Text(kind, style=_STYLE.get(kind, _BAD_STYLE))
 
 
@@ -159,7 +159,7 @@ def _side_by_side(report: Report) -> Table:
     return table
 
 
-def _failures(report: Report, failures: list[Failure]) -> RenderableType:
+def _failures(report: Report, failures: list[FailureGroup]) -> RenderableType:
     text = Text()
     for failure in failures:
         text.append("\n").append(_line(failure)).append("\n")
@@ -179,7 +179,7 @@ def _failures(report: Report, failures: list[Failure]) -> RenderableType:
     return text
 
 
-def _line(failure: Failure) -> Text:
+def _line(failure: FailureGroup) -> Text:
     head = f"{failure.number}  {failure.kind}, {_count(len(failure.results))}: "
     return Text(head, style=_STYLE.get(failure.kind, _BAD_STYLE)).append(printable(failure.reason), style="default")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.paths import Contract, Path
+from fsdp_doctor.matrix.contracts import Contract
+from fsdp_doctor.matrix.paths import Path
 from fsdp_doctor.repro import scenario as of
 from fsdp_doctor.repro.scenario import Block, function
-from fsdp_doctor.verdict.classification import Kind
+from fsdp_doctor.verdict.classification import VerdictKind
 
 _CYCLE = """\
 model, optimizer = build(device)
@@ -43,7 +44,7 @@ _WORST = (
 )
 
 
-def cycle(scenario: Scenario, path: Path, entries: str, kind: Kind, *, compares: bool) -> Block:
+def cycle(scenario: Scenario, path: Path, entries: str, kind: VerdictKind, *, compares: bool) -> Block:
     """``cycle(device)`` returns (verdict, why) on this rank.
 
     entries: the expression that the path's entries come from. kind: the expected verdict; one on the extraction itself

@@ -12,7 +12,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import Kind
+from fsdp_doctor.verdict.classification import VerdictKind
 
 _DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
 # What torch lists at the end of a message: other models and ranks, other lists.
@@ -31,7 +31,7 @@ class Expectation:
     title: in words. references: of the catalogue's entry. source: where it is known from. versions: by package.
     """
 
-    kind: Kind
+    kind: VerdictKind
     message: str = ""
     title: str = ""
     references: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from typing import Literal
 
 from fsdp_doctor.verdict.records import Failure, ProblemKind, RankReport
 
-Kind = Literal[
+VerdictKind = Literal[
     "ok",
     "wrong",
     "incomplete",
@@ -32,7 +32,7 @@ Kind = Literal[
     "lost",
 ]
 
-MEANING: dict[Kind, str] = {
+MEANING: dict[VerdictKind, str] = {
     "ok": "every value as it should be, on every rank; training goes on; memory given back",
     "wrong": "a value, shape or form differs from the reference",
     "incomplete": "names are missing or superfluous, or a rank that was promised data got none",
@@ -48,7 +48,7 @@ MEANING: dict[Kind, str] = {
     "lost": "the doctor's own fault: no result",
 }
 
-NEUTRAL: frozenset[Kind] = frozenset({"ok", "unsupported", "skipped"})
+NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 
 # Where the doctor works, and not the case.
 _OWN_STAGES = ("reference", "fingerprint", "verify")
@@ -72,7 +72,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 class Verdict:
     """What happened to a case. ``ranks`` are the ones that the reason speaks of."""
 
-    kind: Kind
+    kind: VerdictKind
     reason: str = ""
     ranks: tuple[int, ...] = ()
     also: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class _Event:
 
     time: float
     rank: int
-    kind: Kind
+    kind: VerdictKind
     text: str
     cascade: bool = False
 
@@ -142,7 +142,7 @@ def _by_cause(event: _Event) -> tuple[bool, float, int]:
 def _events(report: RankReport) -> list[_Event]:
     events = []
     record = report.record
-    kind: Kind
+    kind: VerdictKind
     if record is not None and record.failure is not None and not record.unsupported:
         failure = record.failure
         cascade = is_cascade(failure) or record.stage == "agree"
@@ -162,7 +162,7 @@ def _events(report: RankReport) -> list[_Event]:
     return events
 
 
-def _kind_of(failure: Failure, stage: str) -> Kind:
+def _kind_of(failure: Failure, stage: str) -> VerdictKind:
     if stage in _OWN_STAGES:
         return "lost"
     if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):

@@ -9,7 +9,8 @@ from typing import Any
 from fsdp_doctor.case.paths.inputs import Subject
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.extract import full_tensors
-from fsdp_doctor.matrix.paths import Contract, Path
+from fsdp_doctor.matrix.contracts import Contract
+from fsdp_doctor.matrix.paths import Path
 
 PathFunction = Callable[[Subject], Any]
 

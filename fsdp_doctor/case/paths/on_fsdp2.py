@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.paths.inputs import Subject, flatten_optimizer_state, to_device_then_gather
-from fsdp_doctor.fsdp import fsdp2
 
 
 def state_dict(subject: Subject) -> Any:
@@ -33,12 +32,12 @@ def state_dict_to_full_tensor(subject: Subject) -> Iterator[tuple[str, Any]]:
 def state_dict_held(subject: Subject) -> Iterator[tuple[str, Any]]:
     """The framework offloads the model while it goes on reading the state dict that it took before."""
     held = subject.model.state_dict()
-    fsdp2.offload(subject.model, non_blocking=False)
+    subject.model.to("cpu")
     try:
         for name, tensor in held.items():
             yield name, to_device_then_gather(tensor, subject.device)
     finally:
-        fsdp2.load(subject.model, subject.device, non_blocking=False)
+        subject.model.to(subject.device)
 
 
 def state_dict_full_tensor_to(subject: Subject) -> Iterator[tuple[str, Any]]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from fsdp_doctor.check import common
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import (
-    Extraction,
-    Finding,
+    ConfigFinding,
+    ExtractionPoint,
     Given,
     Reading,
     Reason,
@@ -22,6 +22,7 @@ from fsdp_doctor.check.use import (
     merged,
 )
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import Backend, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Case, Scenario
 
 NAME = "accelerate"
@@ -92,7 +93,7 @@ def reasons_of(scenario: Scenario, because_of: dict[str, str]) -> tuple[Reason, 
     )
 
 
-def extractions(scenario: Scenario, state_dict_type: str, *, vllm: bool) -> tuple[Extraction, ...]:
+def extractions(scenario: Scenario, state_dict_type: str, *, vllm: bool) -> tuple[ExtractionPoint, ...]:
     """What Accelerator.get_state_dict and save_fsdp_model read, unstaged, and TRL's sync_weights with ``vllm``."""
     checkpoints = {
         (1, "FULL_STATE_DICT"): "full_state_dict.rank0+cpu",
@@ -109,10 +110,10 @@ def extractions(scenario: Scenario, state_dict_type: str, *, vllm: bool) -> tupl
         rows.append(("checkpoint (save_state)", checkpoint))
     if vllm:
         rows.append(("weights for vLLM (TRL)", sync[scenario.version]))
-    return tuple(Extraction(purpose=purpose, case=Case(scenario, path)) for purpose, path in rows)
+    return tuple(ExtractionPoint(purpose=purpose, case=Case(scenario, path)) for purpose, path in rows)
 
 
-def version_conflicts(settings: Settings, version: int) -> list[Finding]:
+def version_conflicts(settings: Settings, version: int) -> list[ConfigFinding]:
     """Keys of the other version: what becomes of them is in FullyShardedDataParallelPlugin.__post_init__."""
     if version == 2:
         rows = [row for name in VERSION_1_ONLY if (row := settings.first(*keys(name)))]
@@ -130,20 +131,21 @@ def version_conflicts(settings: Settings, version: int) -> list[Finding]:
     return []
 
 
-def _backends(settings: Settings, given: Given) -> list[tuple[str, str]]:
+def _backends(settings: Settings, given: Given) -> list[tuple[str, Backend]]:
     """The versions of accelerate, and the backend that each gives."""
     if not settings.flag(*keys("offload_params")):
         whole = settings.word(*keys("state_dict_type")).upper() == "FULL_STATE_DICT"
         return [("", "mixed" if whole else "device-only")]
-    ranges = [("before 1.7.0", "device-only"), ("since 1.7.0", "mixed")]
+    ranges: list[tuple[str, Backend]] = [("before 1.7.0", "device-only"), ("since 1.7.0", "mixed")]
     known = given.framework_version
     return ranges if known is None else [ranges[known >= _MIXED_SINCE]]
 
 
-def _use(settings: Settings, version: int, label: tuple[str, str]) -> Use:
+def _use(settings: Settings, version: int, label: tuple[str, Backend]) -> Use:
     versions, backend = label
     version_row, offload_row = settings.first(*keys("version")), settings.first(*keys("offload_params"))
-    strategy, why = "fsdp2", because(version_row, "")
+    strategy: Strategy = "fsdp2"
+    why = because(version_row, "")
     if version == 1:
         orig = settings.flag(*keys("use_orig_params"), default=True)
         strategy = "fsdp1-orig" if orig else "fsdp1"
@@ -176,9 +178,9 @@ def _use(settings: Settings, version: int, label: tuple[str, str]) -> Use:
     )
 
 
-def _sharding(settings: Settings, version: int) -> tuple[str, Setting | None]:
+def _sharding(settings: Settings, version: int) -> tuple[Sharding, Setting | None]:
     row = settings.first(*keys("sharding_strategy"))
-    names = {"HYBRID": "hsdp", "NO_SHA": "size1", "4": "hsdp", "5": "hsdp", "3": "size1"}
+    names: dict[str, Sharding] = {"HYBRID": "hsdp", "NO_SHA": "size1", "4": "hsdp", "5": "hsdp", "3": "size1"}
     word = str(row.value).upper()[:6] if row and version == 1 else ""
     return names.get(word, "full"), row
 

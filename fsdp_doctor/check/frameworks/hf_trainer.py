@@ -15,7 +15,7 @@ from fsdp_doctor.check.frameworks import accelerate
 from fsdp_doctor.check.reading import read as read_file
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import (
-    Finding,
+    ConfigFinding,
     Given,
     Reading,
     Use,
@@ -25,13 +25,14 @@ from fsdp_doctor.check.use import (
     note,
 )
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 NAME = "Hugging Face Trainer or TRL"
 KNOWN_BY = "fsdp, or fsdp_config beside output_dir"
 
 _OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
-_SHARDING = {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp", "no_shard": "size1"}
+_SHARDING: dict[str, Sharding] = {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp", "no_shard": "size1"}
 _MORE_KEYS = ("cpu_offload", "limit_all_gathers", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 _KEYS = tuple(key for key in (*accelerate.KEYS, *_MORE_KEYS) if key not in ("offload_params", "sharding_strategy"))
 
@@ -127,13 +128,13 @@ def _use(settings: Settings, options: tuple[str, ...], era: Era) -> Use:
     offload_row = fsdp if "offload" in options else None
     if era.reads_cpu_offload and settings.flag(*accelerate.keys("cpu_offload")):
         offload_row = settings.first(*accelerate.keys("cpu_offload"))
-    strategy = "fsdp2"
+    strategy: Strategy = "fsdp2"
     if version == 1:
         orig = settings.flag(*accelerate.keys("use_orig_params"), default=True)
         strategy = "fsdp1-orig" if orig else "fsdp1"
     backend = settings.first("ddp_backend")
     with_cpu = backend is not None and "gloo" in str(backend.value)
-    sharding = next((_SHARDING[word] for word in options if word in _SHARDING and version == 1), "full")
+    sharding: Sharding = next((_SHARDING[word] for word in options if word in _SHARDING and version == 1), "full")
     scenario = Scenario(
         strategy=strategy,
         offload="policy" if offload_row else "none",
@@ -161,7 +162,7 @@ def _use(settings: Settings, options: tuple[str, ...], era: Era) -> Use:
     )
 
 
-def _conflicts(settings: Settings, options: tuple[str, ...], eras: list[Era]) -> list[Finding]:
+def _conflicts(settings: Settings, options: tuple[str, ...], eras: list[Era]) -> list[ConfigFinding]:
     """What some of the versions in question ignore or refuse; where the version is not known it is a note."""
     say = conflict if len(eras) == 1 else note
     found = []

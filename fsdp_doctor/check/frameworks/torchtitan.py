@@ -10,8 +10,8 @@ from fsdp_doctor.check import common
 from fsdp_doctor.check.frameworks.accelerate import reasons_of
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import (
-    Extraction,
-    Finding,
+    ConfigFinding,
+    ExtractionPoint,
     Given,
     Reading,
     Use,
@@ -47,7 +47,7 @@ def recognises(settings: Settings) -> bool:
 def read(settings: Settings, given: Given) -> Reading:
     found = common.unknown_keys(settings, "parallelism", _KEYS)
     found += [
-        Finding(kind="unknown", sentence=f"training has no such key; near it: {_OFFLOAD}", settings=(str(row),))
+        ConfigFinding(kind="unknown", sentence=f"training has no such key; near it: {_OFFLOAD}", settings=(str(row),))
         for row in settings.below("training")
         if row.key != _OFFLOAD and "offload" in row.key
     ]
@@ -59,7 +59,7 @@ def read(settings: Settings, given: Given) -> Reading:
     return Reading(uses=(use,), findings=(*found, *more))
 
 
-def _use(settings: Settings, given: Given) -> tuple[Use, list[Finding]]:
+def _use(settings: Settings, given: Given) -> tuple[Use, list[ConfigFinding]]:
     offload = settings.flag(_OFFLOAD)
     shard = settings.number(_SHARD, default=-1)
     replicate = settings.number(_REPLICATE, default=1) or 1
@@ -88,12 +88,12 @@ def _use(settings: Settings, given: Given) -> tuple[Use, list[Finding]]:
         role="model",
         scenario=scenario,
         reasons=reasons_of(scenario, whys),
-        extractions=tuple(Extraction(purpose="checkpoint", case=Case(scenario, path)) for path in paths),
+        extractions=tuple(ExtractionPoint(purpose="checkpoint", case=Case(scenario, path)) for path in paths),
     )
     return use, _beside(settings)
 
 
-def _beside(settings: Settings) -> list[Finding]:
+def _beside(settings: Settings) -> list[ConfigFinding]:
     """The parallelisms that the matrix does not have."""
     rows = [settings.first(f"parallelism.{degree}") for degree in _DEGREES]
     others = [row for row in rows if row and (settings.number(row.key) or 1) > 1]

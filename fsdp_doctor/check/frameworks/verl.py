@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fsdp_doctor.check import common
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import (
-    Extraction,
-    Finding,
+    ConfigFinding,
+    ExtractionPoint,
     Given,
     Reading,
     Reason,
@@ -26,7 +26,7 @@ from fsdp_doctor.check.use import (
     merged,
     note,
 )
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
 
 NAME = "verl"
 KNOWN_BY = "actor_rollout_ref.*, critic.*, or engine.* of its SFT trainer"
@@ -146,7 +146,7 @@ def read(settings: Settings, given: Given) -> Reading:
     roles, notes = _roles(settings)
     world = given.world_size or _world_size(settings)
     uses: list[Use] = []
-    found: list[Finding] = list(notes)
+    found: list[ConfigFinding] = list(notes)
     for role in roles:
         try:
             read_as, more = _uses(role, settings, given, world)
@@ -164,7 +164,7 @@ def read(settings: Settings, given: Given) -> Reading:
     return Reading(uses=tuple(uses), findings=tuple(dict.fromkeys(found)))
 
 
-def _roles(settings: Settings) -> tuple[list[Role], list[Finding]]:
+def _roles(settings: Settings) -> tuple[list[Role], list[ConfigFinding]]:
     """The models that are built (trainer/ppo/utils.py), and a note on each that is configured and is not."""
     if not any(row.key.startswith(("actor_rollout_ref.", "critic.")) for row in settings):
         return [_SFT], []
@@ -182,7 +182,9 @@ def _roles(settings: Settings) -> tuple[list[Role], list[Finding]]:
     return roles, notes
 
 
-def _uses(role: Role, settings: Settings, given: Given, world: int | None) -> tuple[tuple[Use, ...], list[Finding]]:
+def _uses(
+    role: Role, settings: Settings, given: Given, world: int | None
+) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
     strategy = settings.word(*role.strategies, *_keys(role, "strategy"), default="fsdp")
     if strategy not in _FSDP:
         row = settings.first(*role.strategies, *_keys(role, "strategy"))
@@ -248,12 +250,12 @@ def _scenario(role: Role, era: Era, settings: Settings, world: int | None) -> tu
     backend, why = _backend(role, era)
     if backend != "mixed":
         fields["backend"] = decided("backend", backend, why)
-    draft = Scenario(**fields)
+    draft = scenario_of(fields)
     if _nonblocking(draft, era):
         fields["transfer"] = decided(
             "transfer", "nonblocking", "verl/utils/fsdp_utils.py offloads with non_blocking=True"
         )
-    return Scenario(**fields), tuple(reasons)
+    return scenario_of(fields), tuple(reasons)
 
 
 def _offload(role: Role, settings: Settings, strategy: str) -> tuple[str, str]:
@@ -282,7 +284,7 @@ def _backend(role: Role, era: Era) -> tuple[str, str]:
     return "mixed", ""
 
 
-def _sync(role: Role, era: Era, settings: Settings, scenario: Scenario) -> tuple[Extraction, ...]:
+def _sync(role: Role, era: Era, settings: Settings, scenario: Scenario) -> tuple[ExtractionPoint, ...]:
     """The weights for the rollout: get_per_tensor_param of the engine, rollout_mode of the worker."""
     if not role.synced:
         return ()
@@ -312,7 +314,7 @@ def _sync_path(era: Era, settings: Settings, scenario: Scenario, staged: bool) -
     return "state_dict.held" if era.holds and staged and scenario.param_offload else "state_dict.to.full_tensor"
 
 
-def _checkpoint(role: Role, era: Era, settings: Settings, scenario: Scenario) -> list[Extraction]:
+def _checkpoint(role: Role, era: Era, settings: Settings, scenario: Scenario) -> list[ExtractionPoint]:
     """save_checkpoint: the sharded state dict, and the whole model where ``hf_model`` is asked for."""
     if role.forward_only or not _saves(role, settings):
         return []
@@ -330,12 +332,12 @@ def _saves(role: Role, settings: Settings) -> bool:
     return role is _SFT or (settings.number("trainer.save_freq", default=-1) or -1) > 0
 
 
-def _extraction(purpose: str, scenario: Scenario, staged: bool, path: str) -> Extraction:
+def _extraction(purpose: str, scenario: Scenario, staged: bool, path: str) -> ExtractionPoint:
     staging = "staged" if staged else "unstaged"
-    return Extraction(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), path))
+    return ExtractionPoint(purpose=purpose, case=Case(scenario.changed(staging=staging), path))
 
 
-def _conflicts(role: Role, settings: Settings) -> list[Finding]:
+def _conflicts(role: Role, settings: Settings) -> list[ConfigFinding]:
     rows = {key: _row(role, settings, key) for key in _OFFLOADS}
     on = {key: row for key, row in rows.items() if settings.flag(*_keys(role, key))}
     manual = [row for key, row in on.items() if key != "offload_policy"]
@@ -358,7 +360,7 @@ def _conflicts(role: Role, settings: Settings) -> list[Finding]:
     return found
 
 
-def _misplaced(settings: Settings) -> list[Finding]:
+def _misplaced(settings: Settings) -> list[ConfigFinding]:
     """An offload asked for where verl's FSDP does not read it."""
     sections = [section for role in (_ACTOR, _REF, _CRITIC, _SFT) for section in role.sections]
     found = []
@@ -368,11 +370,11 @@ def _misplaced(settings: Settings) -> list[Finding]:
         if name in _OFFLOADS and section not in sections and not other and section.startswith(_ROOTS):
             near = difflib.get_close_matches(section, sections, n=1, cutoff=0)
             sentence = f"verl's FSDP does not read {name} in {section} (near it: {near[0]})"
-            found.append(Finding(kind="unknown", sentence=sentence, settings=(str(row),)))
+            found.append(ConfigFinding(kind="unknown", sentence=sentence, settings=(str(row),)))
     return found
 
 
-def _engine_strategy(role: Role, settings: Settings) -> list[Finding]:
+def _engine_strategy(role: Role, settings: Settings) -> list[ConfigFinding]:
     """The engine's own setting is ``fsdp`` by default, and until PR 5885 it followed no other."""
     inner = settings.first(*_keys(role, "strategy"))
     outer = settings.first(*role.strategies)
@@ -381,7 +383,7 @@ def _engine_strategy(role: Role, settings: Settings) -> list[Finding]:
     return [note(f"{role.name}: an engine before PR 5885, as in v0.7.1, is FSDP1 without fsdp_config.strategy", outer)]
 
 
-def _two_strategies(role: Role, settings: Settings) -> list[Finding]:
+def _two_strategies(role: Role, settings: Settings) -> list[ConfigFinding]:
     inner = settings.first(*_keys(role, "strategy"))
     outer = settings.first(*role.strategies)
     if not inner or not outer or inner.value == outer.value or inner.key == outer.key:

@@ -1,0 +1,85 @@
+"""Sharding as verl does it: ``fully_shard`` and ``FullyShardedDataParallel``, decoder layer by decoder layer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
+
+from fsdp_doctor.case import models
+
+
+def shard_fsdp2(
+    model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, policy: bool, pin_memory: bool
+) -> nn.Module:
+    """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it."""
+    mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if policy else OffloadPolicy()
+    units = models.decoder_layers(model)
+    embedding = models.input_embedding(model)
+    for unit in (*units, *([embedding] if embedding is not None else []), model):
+        fully_shard(unit, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    return model
+
+
+def shard_fsdp1(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype,
+    policy: bool,
+    use_orig_params: bool,
+) -> FullyShardedDataParallel:
+    """Wraps each decoder layer and the root. Every rank must call it. No mesh: one group of all ranks."""
+    strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=_wrap_policy(model),
+        device_id=device,
+        device_mesh=mesh,
+        sharding_strategy=strategy,
+        mixed_precision=MixedPrecision(
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float32,
+            # peft casts what goes into an adapter to the dtype of its shards.
+            cast_forward_inputs=not _all_train(model),
+        ),
+        cpu_offload=CPUOffload(offload_params=True) if policy else None,
+        use_orig_params=use_orig_params,
+    )
+
+
+def _all_train(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _wrap_policy(model: nn.Module) -> Any:
+    """Each decoder layer; and as verl does for LoRA, each leaf that trains in a model where others are frozen.
+
+    A flat parameter is trained as a whole or not at all.
+    """
+    layer_classes = {type(layer) for layer in models.decoder_layers(model)}
+    if _all_train(model):
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
+
+    def is_unit(module: nn.Module) -> bool:
+        trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        return type(module) in layer_classes or (trains and not any(module.children()))
+
+    return CustomPolicy(is_unit)

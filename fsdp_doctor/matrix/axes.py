@@ -1,0 +1,159 @@
+"""The axes of the matrix: their names, their values, and what each value means.
+
+No value of one axis is also a value of another, so the id of a case can be read back without positions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fsdp_doctor.errors import UsageError
+
+AxisName: TypeAlias = Literal[
+    "strategy", "offload", "staging", "model", "dims", "phase", "backend", "sharding", "pinning", "transfer"
+]
+Strategy: TypeAlias = Literal["fsdp2", "fsdp1", "fsdp1-orig"]
+Offload: TypeAlias = Literal[
+    "none",
+    "param",
+    "optimizer",
+    "param+optimizer",
+    "policy",
+    "policy+param",
+    "policy+optimizer",
+    "policy+param+optimizer",
+]
+Staging: TypeAlias = Literal["unstaged", "staged"]
+Model: TypeAlias = Literal[
+    "qwen3", "qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora", "custom"
+]
+Dims: TypeAlias = Literal["even", "uneven"]
+Phase: TypeAlias = Literal["trained", "fresh"]
+Backend: TypeAlias = Literal["mixed", "device-only"]
+Sharding: TypeAlias = Literal["full", "hsdp", "size1"]
+Pinning: TypeAlias = Literal["pinned", "unpinned"]
+Transfer: TypeAlias = Literal["blocking", "nonblocking"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One dimension of the matrix. The first value is the default; each has its meaning beside it."""
+
+    name: AxisName
+    values: dict[str, str]
+    always_in_id: bool = False
+
+    @property
+    def default(self) -> str:
+        return next(iter(self.values))
+
+
+AXES: tuple[Axis, ...] = (
+    Axis(
+        name="strategy",
+        always_in_id=True,
+        values={
+            "fsdp2": "fully_shard",
+            "fsdp1": "FullyShardedDataParallel(use_orig_params=False), verl's default",
+            "fsdp1-orig": "FullyShardedDataParallel(use_orig_params=True)",
+        },
+    ),
+    Axis(
+        name="offload",
+        always_in_id=True,
+        values={
+            "none": "param_offload=false, optimizer_offload=false, offload_policy=false",
+            "param": "param_offload=true: the framework moves the shards to the CPU by hand",
+            "optimizer": "optimizer_offload=true: the framework moves the optimizer state",
+            "param+optimizer": "param_offload=true, optimizer_offload=true",
+            "policy": "offload_policy=true: CPUOffloadPolicy / CPUOffload(offload_params=True)",
+            "policy+param": "offload_policy=true, param_offload=true: the policy wins, as in verl",
+            "policy+optimizer": "offload_policy=true, optimizer_offload=true: the policy wins",
+            "policy+param+optimizer": "all three true: the policy wins",
+        },
+    ),
+    Axis(
+        name="staging",
+        always_in_id=True,
+        values={
+            "unstaged": "the path meets the shards where the offload left them",
+            "staged": "verl's load_fsdp_model_to_gpu first: model.to(device), or flat_param_to",
+        },
+    ),
+    Axis(
+        name="model",
+        values={
+            "qwen3": "a dense Qwen3 with two layers",
+            "qwen3-tied": "Qwen3 with lm_head tied to the embedding",
+            "qwen3-buffers": "Qwen3 with a persistent buffer in each layer",
+            "qwen2": "a dense Qwen2 (biases in the attention)",
+            "qwen3-moe": "Qwen3-MoE with fused 3-D experts",
+            "qwen3.5": "Qwen3.5 with linear and full attention",
+            "qwen3-lora": "Qwen3 with a LoRA adapter of peft on every linear layer, all else frozen",
+            "custom": "the configuration or checkpoint given with --model DIR",
+        },
+    ),
+    Axis(
+        name="dims",
+        values={
+            "even": "every sharded dimension divides by 2 and 4",
+            "uneven": "odd vocabulary and intermediate sizes: some shards are shorter",
+        },
+    ),
+    Axis(
+        name="phase",
+        values={
+            "trained": "after forward, backward and optimizer step",
+            "fresh": "before the first forward",
+        },
+    ),
+    Axis(
+        name="backend",
+        values={
+            "mixed": "a backend for each device type: cpu:gloo and the accelerator's own",
+            "device-only": "the accelerator's backend alone, as init_process_group('nccl') gives",
+        },
+    ),
+    Axis(
+        name="sharding",
+        values={
+            "full": "one shard group over all ranks",
+            "hsdp": "a (world/2, 2) mesh: replicated, and sharded by two",
+            "size1": "a (world, 1) mesh: verl's fsdp_size=1",
+        },
+    ),
+    Axis(
+        name="pinning",
+        values={
+            "pinned": "CPUOffloadPolicy(pin_memory=True)",
+            "unpinned": "CPUOffloadPolicy(pin_memory=False)",
+        },
+    ),
+    Axis(
+        name="transfer",
+        values={
+            "blocking": "manual offload waits for its copies",
+            "nonblocking": "manual offload copies with non_blocking=True",
+        },
+    ),
+)
+
+AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
+AXIS_OF_VALUE: dict[str, AxisName] = {value: axis.name for axis in AXES for value in axis.values}
+
+
+def check_axis_value(axis: str, value: str) -> str:
+    """Returns ``value`` if the axis has it. Raises UsageError with the nearest ones if not."""
+    if value not in AXIS[axis].values:
+        known = ", ".join(AXIS[axis].values)
+        raise UsageError(f"--{axis} {value}: there is no such value{nearest(value, AXIS[axis].values)}; use {known}")
+    return value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The near ones among ``known``, for the end of a sentence; empty where none is."""
+    close = difflib.get_close_matches(word, list(known), n=3)
+    return f" (near it: {', '.join(close)})" if close else ""
