@@ -8,11 +8,12 @@ import textwrap
 from collections.abc import Iterator
 
 from fsdp_doctor.check import CheckResult, cases
-from fsdp_doctor.check.use import ConfigFinding, Use
+from fsdp_doctor.check.config_findings import ConfigFinding, ConfigFindingKind
+from fsdp_doctor.check.use import Use
 from fsdp_doctor.known import catalogue
 
 _WIDTH = 120
-_HEADINGS = {
+_HEADINGS: dict[ConfigFindingKind, str] = {
     "conflict": "Conflicts",
     "known": "Known failures",
     "unknown": "Not understood",

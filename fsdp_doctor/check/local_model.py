@@ -1,4 +1,4 @@
-"""The dimensions of a model in a local directory, and which of them a shard group does not divide."""
+"""What the config.json of a local model directory says: the sizes that FSDP2 shards, and the type of the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from fsdp_doctor.matrix.axes import Model
 
 _SIZES = (
     "vocab_size",
@@ -17,24 +19,29 @@ _SIZES = (
     "num_local_experts",
 )
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_BUILT_IN = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3-moe", "qwen3_5": "qwen3.5"}
+_BUILT_IN: dict[str, Model] = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3-moe",
+    "qwen3_5": "qwen3.5",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dims:
-    """Where parameters have their first dimension, which FSDP2 shards, and the model of the matrix that is like it."""
+class LocalModel:
+    """sizes: of the first dimension of parameters, which FSDP2 shards. built_in: the matrix's model of that type."""
 
     sizes: Mapping[str, int]
     model_type: str
-    built_in: str | None
+    built_in: Model | None
 
     def uneven(self, ranks: int) -> dict[str, int]:
         """The sizes that ``ranks`` shards do not share equally."""
         return {name: size for name, size in self.sizes.items() if size % ranks}
 
 
-def dims_of(path: str) -> Dims | None:
-    """None where ``path`` is no directory here with a configuration of Hugging Face's form."""
+def local_model(path: str) -> LocalModel | None:
+    """None where ``path`` is not a local directory with a configuration in Hugging Face's form."""
     file = pathlib.Path(path).expanduser() / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -48,7 +55,7 @@ def dims_of(path: str) -> Dims | None:
     built_in = _BUILT_IN.get(model_type)
     if built_in == "qwen3" and inner.get("tie_word_embeddings"):
         built_in = "qwen3-tied"
-    return Dims(sizes=_sizes(inner), model_type=model_type, built_in=built_in)
+    return LocalModel(sizes=_sizes(inner), model_type=model_type, built_in=built_in)
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
