@@ -30,7 +30,7 @@ from fsdp_doctor.matrix.cases import Case
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What a configuration amounts to.
+    """What a configuration amounts to; findings of one kind stand together.
 
     world_size: the number of ranks that it was read for: given, or of the configuration, or the framework's default;
     None where nothing says it.

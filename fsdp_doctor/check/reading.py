@@ -78,7 +78,7 @@ def _bytes(argument: str, name: str) -> bytes:
             return file.read(_MOST_BYTES + 1)
     except (OSError, ValueError, RuntimeError) as error:  # pathlib raises the last for the home of an unknown user.
         said = (error.strerror if isinstance(error, OSError) else None) or error
-        form = "CONFIG must be a file, - for the standard input, or an override like a.b=value"
+        form = "CONFIG must be a file, - for standard input, or an override like a.b=value"
         raise UsageError(f"cannot read {name}: {said}; {form}") from None
 
 

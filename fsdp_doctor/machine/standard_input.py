@@ -1,4 +1,4 @@
-"""The standard input of a command that reads ``-``."""
+"""Standard input, for what reads ``-``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_doctor.errors import UsageError
 
 
 def standard_input() -> BinaryIO:
-    """The bytes of the standard input. Raises UsageError where the command was started without one, as by ``<&-``."""
+    """Its bytes. Raises UsageError where there is none, as after ``<&-``."""
     if sys.stdin is None:
-        raise UsageError("cannot read the standard input: it is closed")
+        raise UsageError("standard input is closed; give a file instead of -")
     return sys.stdin.buffer

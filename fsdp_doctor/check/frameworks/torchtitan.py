@@ -84,7 +84,7 @@ def _other_parallelisms(settings: Settings) -> list[ConfigFinding]:
 def _findings(settings: Settings) -> list[ConfigFinding]:
     """An offload that is asked for by another name."""
     return [
-        unknown(f"{row.key.removeprefix('training.')!r} is not a known key of training (near it: {_OFFLOAD})", row)
+        unknown(f"{row.key.removeprefix('training.')!r} is not a known key of training (did you mean {_OFFLOAD}?)", row)
         for row in settings.below("training")
         if row.key != _OFFLOAD and "offload" in row.key
     ]

@@ -13,10 +13,8 @@ import functools
 from fsdp_doctor.check.config_findings import ConfigFinding, note
 from fsdp_doctor.check.configured_model import ConfiguredModel
 from fsdp_doctor.check.frameworks.framework import Framework, Given, ModelReading, ModelSettings, not_under_fsdp
-from fsdp_doctor.check.frameworks.verl import conflicts, roles
-from fsdp_doctor.check.frameworks.verl.axis_values import scenario_of_model, shard_group
-from fsdp_doctor.check.frameworks.verl.extraction_points import extraction_points
-from fsdp_doctor.check.frameworks.verl.releases import VerlVersions, releases
+from fsdp_doctor.check.frameworks.verl import axis_values, conflicts, extraction_points, releases, roles
+from fsdp_doctor.check.frameworks.verl.releases import VerlVersions
 from fsdp_doctor.check.frameworks.verl.roles import VerlModel
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Use
@@ -42,29 +40,29 @@ def _models(settings: Settings, given: Given) -> list[ModelSettings]:
 
 def _read(model: VerlModel, settings: Settings, given: Given) -> ModelReading:
     strategy = model.strategy(settings)
-    found = list(conflicts.conflicts(model, strategy, settings))
+    found = list(conflicts.of_model(model, strategy, settings))
     if strategy is None:
         return not_under_fsdp(model.role, model.strategy_row(settings), *found)
-    in_question = releases(model, settings, given.framework_version)
+    in_question = releases.of_model(model, settings, given.framework_version)
     if any(versions.own_strategy for versions in in_question):
         found += conflicts.own_strategy_not_set(model, settings)
     return ModelReading(
         uses=[_use(model, strategy, versions, settings, given) for versions in in_question],
         model=ConfiguredModel(
-            path=settings.first(f"{model.model}.path"), ranks=shard_group(model, settings, given.world_size)
+            path=settings.first(f"{model.model}.path"), ranks=axis_values.shard_group(model, settings, given.world_size)
         ),
         findings=found,
     )
 
 
 def _use(model: VerlModel, strategy: Strategy, versions: VerlVersions, settings: Settings, given: Given) -> Use:
-    scenario, reasons = scenario_of_model(model, strategy, versions, settings, given.world_size)
+    scenario, reasons = axis_values.of_model(model, strategy, versions, settings, given.world_size)
     return Use(
         role=model.role,
         versions=versions.label,
         scenario=scenario,
         reasons=reasons,
-        extractions=extraction_points(model, versions, settings, scenario),
+        extractions=extraction_points.of_model(model, versions, settings, scenario),
     )
 
 

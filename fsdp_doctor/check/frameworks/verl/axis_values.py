@@ -14,10 +14,10 @@ _FLAGS = {"policy": "offload_policy", "param": "param_offload", "optimizer": "op
 _FORWARD_ONLY = "verl puts a model that only runs forward under the policy, whatever its flags say"
 
 
-def scenario_of_model(
+def of_model(
     model: VerlModel, strategy: Strategy, versions: VerlVersions, settings: Settings, world_size: int | None
 ) -> tuple[Scenario, tuple[Reason, ...]]:
-    """Unstaged. strategy: without a look at use_orig_params."""
+    """The scenario, unstaged, and its reasons. strategy: without a look at use_orig_params."""
     strategy_why = because(model.strategy_row(settings), "verl's default")
     if strategy == "fsdp1" and settings.flag(*model.keys("use_orig_params")):
         strategy = "fsdp1-orig"

@@ -15,7 +15,7 @@ _ROOTS = ("actor_rollout_ref", "critic", "engine")
 _OTHER_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 
 
-def conflicts(model: VerlModel, strategy: Strategy | None, settings: Settings) -> Iterator[ConfigFinding]:
+def of_model(model: VerlModel, strategy: Strategy | None, settings: Settings) -> Iterator[ConfigFinding]:
     """strategy: None for an engine other than FSDP1 and FSDP2."""
     yield from _two_strategies(model, settings)
     on = {name: settings.first(*model.keys(name)) for name in _OFFLOADS if settings.flag(*model.keys(name))}
@@ -29,9 +29,7 @@ def conflicts(model: VerlModel, strategy: Strategy | None, settings: Settings) -
         sentence = f"{model.role}: offload_policy has no effect with FSDP1; only strategy=fsdp2 reads it"
         yield conflict(sentence, policy, model.strategy_row(settings))
     elif policy and strategy == "fsdp2" and manual:
-        sentence = (
-            f"{model.role}: the policy and a manual offload are both on; the policy wins, the manual one has no effect"
-        )
+        sentence = f"{model.role}: the policy and a manual offload are both on; the policy takes precedence"
         yield conflict(sentence, policy, *manual)
     if strategy == "fsdp2" and settings.flag(*model.keys("use_orig_params")):
         sentence = f"{model.role}: FSDP2 does not read use_orig_params"
@@ -56,7 +54,9 @@ def misplaced(settings: Settings) -> list[ConfigFinding]:
         other = any(word in section for word in _OTHER_ENGINES)
         if name in _OFFLOADS and section not in sections and not other and section.startswith(_ROOTS):
             near = difflib.get_close_matches(section, sections, n=1, cutoff=0)
-            found.append(unknown(f"verl's FSDP does not read {name} in {section} (near it: {near[0]})", row))
+            found.append(
+                unknown(f"verl's FSDP does not read {name} in {section} (did you mean {near[0]}.{name}?)", row)
+            )
     return found
 
 

@@ -9,7 +9,7 @@ from fsdp_doctor.check.use import ExtractionPoint
 from fsdp_doctor.matrix.cases import Case, Scenario
 
 
-def extraction_points(
+def of_model(
     model: VerlModel, versions: VerlVersions, settings: Settings, scenario: Scenario
 ) -> tuple[ExtractionPoint, ...]:
     sync = _sync(versions, settings, scenario) if model.synced else []

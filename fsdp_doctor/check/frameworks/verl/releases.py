@@ -68,7 +68,7 @@ _NEWEST = dataclasses.replace(  # PR 7347
 _RELEASES = (_FSDP_WORKERS, _FIRST_ENGINE, _V0_8, _V0_9, _NEWEST)
 
 
-def releases(model: VerlModel, settings: Settings, version: Version | None) -> list[VerlVersions]:
+def of_model(model: VerlModel, settings: Settings, version: Version | None) -> list[VerlVersions]:
     """The ranges of versions in question, by the version and by the implementation that the settings choose."""
     found = in_question(_RELEASES, version)
     if model is SFT:  # It has the engine alone, and no setting that chooses.
