@@ -15,7 +15,11 @@ def prune(source: str) -> str:
     lines = source.splitlines()
     docstring, *body = ast.parse(source).body
     (main,) = (node for node in body if isinstance(node, ast.If))
-    definitions = {name: node for node in body if (name := _defined(node))}
+    definitions: dict[str, ast.stmt] = {}
+    for node in body:
+        if (name := _defined(node)) in definitions:
+            raise ValueError(f"defined twice: {name}")
+        definitions |= {name: node} if name else {}
     used = _names(main)
     while more := {other for name in used & definitions.keys() for other in _names(definitions[name])} - used:
         used |= more
