@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.bench.request import BenchOptions
 from fsdp_doctor.bench.tables import BenchResult, Measured
 from fsdp_doctor.case.offloading import offload
-from fsdp_doctor.case.paths.lookup import load_user_path
+from fsdp_doctor.case.paths.arguments import PathArguments, called_by_name
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.extract.sources import entries, read
 from fsdp_doctor.fsdp import fsdp2, private
@@ -41,7 +40,7 @@ def run(options: BenchOptions) -> BenchResult:
     """Every rank must call it."""
     here = place()
     for path in filter(is_user_path, options.paths):
-        load_user_path(path)
+        candidates.users_function(path)
     device = _start(options.device, here)
     if device.type == "cpu" and "fsdp1" in options.strategies:
         raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
@@ -88,8 +87,7 @@ def _model(
     yielded_dtype = models.DTYPE[yielded] if yielded else None
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
     model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
-    control = dist.new_group(backend="gloo")
-    subject = candidates.subject_of(model, clock.device, control, pathlib.Path("."))
+    arguments = PathArguments(model=model, device=clock.device)
     held_bytes = clock.highest(_shard_bytes(model))
     full_bytes = sum(entry.numel * (yielded_dtype or entry.dtype).itemsize for s in read(model) for entry in entries(s))
     about = _About(
@@ -98,8 +96,8 @@ def _model(
     for row in candidates.rows(strategy, options.paths, dtype=yielded_dtype, bucket_bytes=options.bucket_bytes):
         if offload not in row.offloads:
             continue
-        yield _measured(row, subject, clock, options.repeat, about)
-    del model, subject
+        yield _measured(row, arguments, clock, options.repeat, about)
+    del model, arguments
     gc.collect()
 
 
@@ -115,15 +113,16 @@ class _About:
     full_bytes: int
 
 
-def _measured(row: candidates.Row, subject: candidates.Subject, clock: Clock, repeat: int, about: _About) -> Measured:
+def _measured(row: candidates.Row, arguments: PathArguments, clock: Clock, repeat: int, about: _About) -> Measured:
     """A run to warm up, one whose memory is taken, then those that are timed."""
+    function = called_by_name(row.function)
 
     def once() -> None:
-        candidates.consume(row.function(subject), about.yielded_dtype)
+        candidates.consume(function(arguments), about.yielded_dtype)
 
     def restored() -> None:
         if row.moves_model:
-            offload(subject.model, non_blocking=False)
+            offload(arguments.model, non_blocking=False)
 
     result = Measured(strategy=about.strategy, offload=about.offload, dtypes=about.dtypes, path=row.name)
     failure = _failure(once)

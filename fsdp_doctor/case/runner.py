@@ -17,8 +17,8 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_doctor.case import reference, training_state, verification
 from fsdp_doctor.case.lora_reference import merged_weights
-from fsdp_doctor.case.paths.inputs import Subject
-from fsdp_doctor.case.paths.lookup import PathFunction, function_of, load_user_path
+from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name
+from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer, Unsupported
 from fsdp_doctor.fsdp.fsdp2 import entries, local_tensor
@@ -65,8 +65,8 @@ class CaseRunner:
         path = find_path(case.path, case.scenario.version)
         if is_user_path(case.path):
             function, contract = self._user_paths[case.path]
-            return dataclasses.replace(path, contract=contract), function
-        return path, function_of(path)
+            return dataclasses.replace(path, contract=contract), called_by_name(function)
+        return path, called_by_name(function_of(path))
 
     def _release(self) -> None:
         """Gives a dropped scenario's memory back, so that it is not counted against the next."""
@@ -179,10 +179,10 @@ class _CaseRun:
         """Runs the path, reads and checks each entry, then looks at what is left behind."""
         allocated = self._runtime.allocated_bytes() if self._watches_state else None
         self._runtime.reset_peak()
-        subject = Subject(
+        arguments = PathArguments(
             model=trainer.model,
-            optimizer=trainer.optimizer,
             device=self._runtime.device,
+            optimizer=trainer.optimizer,
             scratch=self._runtime.scratch / self._case.id.replace("/", "-"),
             control=self._runtime.control,
         )
@@ -191,7 +191,7 @@ class _CaseRun:
         own = trainer.tensor_ids()
         yielded: Counter[str] = Counter()
         shards = _shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0
-        items = timed.over(lambda: self._function(subject))
+        items = timed.over(lambda: self._function(arguments))
         for name, value in items:
             if self._path.offloads and not yielded:
                 self._look_for_kept_shards(allocated, shards, value)
