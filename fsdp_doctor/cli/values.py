@@ -21,7 +21,7 @@ def split(values: Iterable[str] | None) -> list[str]:
 
 def positive(option: str, value: _Number) -> _Number:
     if value <= 0:
-        raise UsageError(f"{option} must be greater than 0, not {value:g}")
+        raise UsageError(f"{option} must be more than 0, not {value:g}")
     return value
 
 
@@ -29,7 +29,7 @@ def size(option: str, text: str) -> int:
     """Bytes of a size like 512MiB, 8GiB or 1000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text, re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
-        raise UsageError(f"{option} {text}: not a size; write it like 8GiB")
+        raise UsageError(f"{option} {text}: not a size; use one like 8GiB")
     unit = (match[2] or "").lower()
     step = 1024 if unit.endswith("i") else 1000
     return int(float(match[1]) * step ** (" kmgt".index(unit[0]) if unit else 0))
