@@ -17,15 +17,18 @@ def prepare() -> None:
 
     A descriptor that was closed gets one that cannot be used, because the next file to be opened would get
     its number, and our output with it. The streams are new ones on the same descriptors; what
-    ``shutil.get_terminal_size`` and others ask ``sys.__stdout__`` stays true.
+    ``shutil.get_terminal_size`` and others ask ``sys.__stdout__`` stays true. A stream that a caller of ``main``
+    has put in the place of Python's own is left as it is.
     """
     _occupy(0, os.O_WRONLY)
     _occupy(1, os.O_RDONLY)
     _occupy(2, os.O_RDONLY)
     if sys.stdin is None:
         sys.stdin = _ClosedInput()
-    sys.stdout = _Output(**_settings(sys.stdout, 1))
-    sys.stderr = _Messages(**_settings(sys.stderr, 2))
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _Output(**_settings(sys.stdout, 1))
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _Messages(**_settings(sys.stderr, 2))
 
 
 class _ClosedInput(io.TextIOBase):
