@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 
 import pytest
 from program import ROOT, doctor, torchrun
-
-from fsdp_doctor.verdict.classification import MEANING
 
 _PROBE = ("probe", "--device", "cpu")
 _ONE_CASE = (*_PROBE, "--case", "fsdp2/none/unstaged/state_dict")
@@ -188,17 +185,3 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert len({row["offload"] for row in rows}) == 8
     assert {row["strategy"] for row in rows} == {"fsdp1", "fsdp2"}
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
-
-
-def test_the_readme_explains_exactly_the_verdicts_that_there_are() -> None:
-    table = (ROOT / "README.md").read_text().split("| verdict | meaning |", 1)[1].split("\n\n", 1)[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(MEANING)
-
-
-def test_the_readme_names_exactly_the_options_of_each_command() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for command in ("probe", "bench", "list", "report", "diff", "env"):
-        usage = doctor(command, "--help").stdout
-        options = set(re.findall(r"^\s+(?:-o, )?(--[a-z-]+|-k)\b", usage, re.MULTILINE)) - {"--help"}
-        section = readme.split(f"### `fsdp-doctor {command}`", 1)[1].split("\n#", 1)[0]
-        assert set(re.findall(r"(?<![\w-])(--[a-z-]+|-k)\b", section)) == options, command

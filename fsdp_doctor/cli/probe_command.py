@@ -115,7 +115,7 @@ def run(
     from fsdp_doctor.report.journal import read_report
 
     if resume and output.json_file is None:
-        raise UsageError("--resume continues the report that --json names; add --json FILE")
+        raise UsageError("--resume continues the report that --json names; give --json FILE")
     selected = selection.select()
     ranks.check()
     earlier = output.json_file if resume else None
