@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from program import Run, doctor, probe, user_paths
 
-from fsdp_doctor.report.comparison import differences
+from fsdp_doctor.report.comparison import differences, on_common_cases
 from fsdp_doctor.report.journal import read_report
 
 _REPORTS = pathlib.Path(__file__).parent.parent / "examples" / "reports"
@@ -181,12 +181,22 @@ def test_a_device_that_cannot_be_told_so_refuses(arguments: tuple[str, ...], sen
 
 
 def test_the_default_matrix_agrees_with_two_h200s(tmp_path: pathlib.Path) -> None:
-    """All 482 cases, in verdict, exception, message, what was yielded, and what training did next."""
+    """In verdict, exception, message, what was yielded, and what training did next, over the cases that both have.
+
+    A path or an axis value that is newer than the committed report is listed and not compared, so adding one
+    needs no GPU.
+    """
     run = probe(tmp_path, "--fix", device="emulated")
     assert run.report is not None
     assert run.report.complete
-    found = differences(run.report, read_report(_REPORTS / "2xh200.json"), frozenset({"device"}))
-    assert found == []
+    committed = read_report(_REPORTS / "2xh200.json")
+    found = differences(run.report, committed, frozenset({"device"}))
+    compared = on_common_cases(found)
+    for difference in found:
+        if difference not in compared:
+            print("only in one report:", difference.case_id)
+    assert {result.id for result in committed.results} & {result.id for result in run.report.results}
+    assert compared == []
 
 
 def test_the_full_matrix_agrees_but_for_the_races_that_the_readme_lists() -> None:

@@ -138,7 +138,7 @@ def known_failure(name: str) -> KnownFailure:
     by_id = {entry.id: entry for entry in known_failures()}
     if name not in by_id:
         close = difflib.get_close_matches(name, by_id, n=3)
-        near = f" (near it: {', '.join(close)})" if close else ""
+        near = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UsageError(f"the catalogue has no entry {name!r}{near}")
     return by_id[name]
 

@@ -67,7 +67,7 @@ def promises(
         (weights, PromisedWeights),
     ):
         if value not in get_args(words):
-            raise ValueError(f"{value!r} is none of {', '.join(get_args(words))}")
+            raise ValueError(f"unknown value {value!r}; use one of {', '.join(get_args(words))}")
 
     def mark(function: _Function) -> _Function:
         function.contract = Contract(device=device, dtype=dtype, ranks=ranks, keys=keys, weights=weights)  # type: ignore[attr-defined]

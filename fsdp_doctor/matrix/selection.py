@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value
+from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value, nearest
 from fsdp_doctor.matrix.cases import Case, Scenario, parse_case_id, scenario_of
 from fsdp_doctor.matrix.expression import compile_expression
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES, is_user_path, paths_for
@@ -83,7 +83,7 @@ def select(selection: Selection) -> list[Case]:
         kept = {case.scenario for case in cases if case.path != FIX or matches(case.id)}
         cases = [case for case in cases if case.scenario in kept]
     if not cases:
-        raise CannotRun("no case is selected; `fsdp-doctor list` shows what the same options select")
+        raise CannotRun("no case is selected; `fsdp-doctor list` prints what the same options select")
     return _by_generation(dict.fromkeys(cases))
 
 
@@ -92,14 +92,14 @@ def _named_case(case_id: str, selection: Selection) -> Case:
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
     beside += ["--path"] * bool(selection.paths) + ["--full"] * selection.full
     if beside:
-        raise UsageError(f"an id says the whole case: leave out {', '.join(beside)} beside --case and --last-failed")
+        raise UsageError(f"--case and --last-failed name whole cases: they cannot be combined with {', '.join(beside)}")
     case = parse_case_id(case_id, PATH_NAMES)
     if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --paths` shows them"
+            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --paths` prints them"
         )
     if case.scenario.model == "custom" and not selection.custom_model:
-        raise UsageError(f"case {case_id!r} is of a model of its own: give it with --model DIR")
+        raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
     return case
 
 
@@ -143,8 +143,8 @@ def _cases(scenarios: Iterable[Scenario], selection: Selection, user_paths: Sequ
     for name in named:
         if name not in PATH_NAMES:
             raise UsageError(
-                f"there is no path {name!r}; `fsdp-doctor list --paths` shows them, "
-                "and module:function adds a path of your own"
+                f"--path: there is no path {name!r}{nearest(name, PATH_NAMES)}; `fsdp-doctor list --paths` prints them, "
+                "and module:function adds one of your own"
             )
     for scenario in scenarios:
         for path in paths_for(scenario):

@@ -55,6 +55,11 @@ def differences(left: Report, right: Report, ignore: frozenset[str] = frozenset(
     return found
 
 
+def on_common_cases(found: list[Difference]) -> list[Difference]:
+    """The differences of cases that both reports have: what a new path or axis value adds is not among them."""
+    return [difference for difference in found if difference.what != "only in one"]
+
+
 def _facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str]:
     """What is compared, the most telling first. Older reports do not say what was yielded."""
     verdict = result.verdict
