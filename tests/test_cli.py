@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+from typing import get_args
 
 import pytest
 from program import ROOT, doctor, torchrun
 
-from fsdp_doctor.verdict.classification import MEANING
+from fsdp_doctor.verdict.classification import VerdictKind
 
 _PROBE = ("probe", "--device", "cpu")
 _ONE_CASE = (*_PROBE, "--case", "fsdp2/none/unstaged/state_dict")
@@ -192,7 +193,7 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
 
 def test_the_readme_explains_exactly_the_verdicts_that_there_are() -> None:
     table = (ROOT / "README.md").read_text().split("| verdict | meaning |", 1)[1].split("\n\n", 1)[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(MEANING)
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(get_args(VerdictKind))
 
 
 def test_the_readme_names_exactly_the_options_of_each_command() -> None:

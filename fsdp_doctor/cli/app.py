@@ -74,7 +74,13 @@ def probe(
         int | None,
         typer.Option(help="Ranks to start where torchrun did not; by default one per accelerator, 2 without."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each stage of a case.")] = 30.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for each stage of a case; by default it follows what the stages of this run have taken, "
+            "5 to 30."
+        ),
+    ] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds for the other ranks once one is in trouble.")] = 5.0,
     host_memory: Annotated[
@@ -111,7 +117,7 @@ def probe(
         cases=chosen.cases,
         device=options.device(device, device_memory, late_completion=not no_late_completion),
         model=chosen.model,
-        timeout=options.positive("--timeout", timeout),
+        timeout=None if timeout is None else options.positive("--timeout", timeout),
         start_timeout=options.positive("--start-timeout", start_timeout),
         grace=options.positive("--grace", grace),
         host_memory=options.size("--host-memory", host_memory) if host_memory is not None else None,
