@@ -284,7 +284,8 @@ class _CaseRun:
 
     def _same_everywhere(self, failed: bool) -> bool:
         changed = any(problem.kind == "poisoned" for problem in self.record.problems)
-        mine = torch.tensor([int(failed), int(changed)])
+        # The path may have left another default device.
+        mine = torch.tensor([int(failed), int(changed)], device="cpu")
         everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
         dist.all_gather(everyone, mine, group=self._runtime.control)
         # All ranks build the scenario anew, or none does.
