@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_doctor.case import reference, training_state, verification
+from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
@@ -43,12 +44,13 @@ class CaseRunner:
         self._runtime = runtime
         self._user_paths = {name: load_user_path(name) for name in user_paths}
         self._report = report
+        self._leftovers = Leftovers(runtime.device)
         self._trainer: Trainer | None = None
 
     def examine(self, case: Case) -> Record:
-        """Runs one case. Every rank must call it with the same case; it does not raise Exception."""
+        """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
         path, function = self._path(case)
-        examination = _CaseRun(case, path, function, self._runtime, self._report)
+        examination = _CaseRun(case, path, function, self._runtime, self._leftovers, self._report)
         self._trainer = examination.run(self._kept_for(case.scenario, path))
         return examination.record
 
@@ -78,11 +80,20 @@ class CaseRunner:
 class _CaseRun:
     """The state of one case while it runs: the record so far, reported at each stage."""
 
-    def __init__(self, case: Case, path: Path, function: PathFunction, runtime: Runtime, report: RecordSink) -> None:
+    def __init__(
+        self,
+        case: Case,
+        path: Path,
+        function: PathFunction,
+        runtime: Runtime,
+        leftovers: Leftovers,
+        report: RecordSink,
+    ) -> None:
         self._case = case
         self._path = path
         self._contract = path.contract
         self._runtime = runtime
+        self._leftovers = leftovers
         self._tell = report
         self._reported_at = 0.0
         self._function = function
@@ -103,7 +114,7 @@ class _CaseRun:
                 trainer.step()
                 self._runtime.synchronize()
             self._agree()
-        self._add(done=True)
+        self._add(retire=self._leftovers.undo(), done=True)
         self._report(self.record)
         reusable = self._unbroken and not self._changed_somewhere and self._case.scenario.phase == "trained"
         return trainer if reusable else None
@@ -154,6 +165,7 @@ class _CaseRun:
             merged_weights=merged_weights(trainer.model, truth.full),
         )
         self._enter("extract")
+        self._leftovers.look_before()
         self._drain(trainer, verifier)
         self._enter("fingerprint")
         self._add(problems=verifier.problems())
@@ -272,7 +284,8 @@ class _CaseRun:
 
     def _same_everywhere(self, failed: bool) -> bool:
         changed = any(problem.kind == "poisoned" for problem in self.record.problems)
-        mine = torch.tensor([int(failed), int(changed)])
+        # The path may have left another default device.
+        mine = torch.tensor([int(failed), int(changed)], device="cpu")
         everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
         dist.all_gather(everyone, mine, group=self._runtime.control)
         # All ranks build the scenario anew, or none does.
@@ -287,12 +300,15 @@ class _CaseRun:
 
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:
-        """The path's exceptions become part of the record. SystemExit is left alone: it ends the worker."""
+        """The path's exceptions become part of the record, KeyboardInterrupt and a user's own kind among them:
+        nobody interrupts a worker. SystemExit is left alone: it ends the worker."""
         try:
             yield
         except Unsupported as reason:
             self._add(unsupported=str(reason))
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
             self._add(failure=failure_from(error))
             self._report(self.record)
 

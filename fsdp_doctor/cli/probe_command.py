@@ -45,7 +45,13 @@ class DeviceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    timeout: Annotated[float, typer.Option(help="Seconds for each stage of a case.")] = 30.0
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for each stage of a case; by default it follows what the stages of this run have taken, "
+            "5 to 30."
+        ),
+    ] = None
     start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0
     grace: Annotated[float, typer.Option(help="Seconds to wait for the other ranks after one has failed.")] = 5.0
     host_memory: Annotated[
@@ -123,7 +129,7 @@ def run(
         cases=selected.cases,
         device=device.of_type(ranks.device),
         model=selected.model,
-        timeout=values.positive("--timeout", limits.timeout),
+        timeout=values.positive("--timeout", limits.timeout) if limits.timeout is not None else None,
         start_timeout=values.positive("--start-timeout", limits.start_timeout),
         grace=values.positive("--grace", limits.grace),
         host_memory=values.size("--host-memory", limits.host_memory) if limits.host_memory is not None else None,

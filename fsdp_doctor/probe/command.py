@@ -42,7 +42,8 @@ from fsdp_doctor.report.progress import Progress
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from fsdp_doctor.probe.supervisor import Conductor, Interruption
+    from fsdp_doctor.probe.conductor import Conductor
+    from fsdp_doctor.probe.supervisor import Interruption
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
@@ -61,8 +62,8 @@ _RENDEZVOUS_SECONDS = 60.0
 class ProbeOptions:
     """What ``fsdp-doctor probe`` was asked for.
 
-    timeout, start_timeout, grace: seconds for a stage of a case, for starting workers and building
-    a model, and for the other ranks once one is in trouble.
+    timeout, start_timeout, grace: seconds for a stage of a case (None follows what the stages of the run
+    have taken), for starting workers and building a model, and for the other ranks once one is in trouble.
     host_memory: bytes that a worker may hold, None for no limit.
     outputs: files to write, by format. expect: a report whose verdicts are the expected ones.
     """
@@ -70,7 +71,7 @@ class ProbeOptions:
     cases: tuple[Case, ...]
     device: RunDevice = dataclasses.field(default_factory=RunDevice)
     model: pathlib.Path | None = None
-    timeout: float = 30.0
+    timeout: float | None = None
     start_timeout: float = 300.0
     grace: float = 5.0
     host_memory: int | None = None
@@ -84,8 +85,9 @@ class ProbeOptions:
 
 def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
-    from fsdp_doctor.probe import supervisor
-    from fsdp_doctor.probe.worker import Job
+    from fsdp_doctor.probe.conductor import Conductor
+    from fsdp_doctor.probe.job import Job, Limits, share_job
+    from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
@@ -93,44 +95,41 @@ def conduct(options: ProbeOptions) -> int:
     keeper = _ReportWriter(options, place, device)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
-        rank=0,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        num_nodes=place.num_nodes,
         device=device,
         cases=options.cases,
         user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
         custom_model=options.model,
         scratch=scratch,
     )
-    limits = supervisor.Limits(
+    limits = Limits(
         start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
     )
-    supervisor.share_job(store, job, limits)
-    member = supervisor.Member(job, store, limits, interruption)
+    share_job(store, job, limits)
+    supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(supervisor.Conductor(member), keeper, options, place)
+        return _run(Conductor(supervisor), keeper, options, place)
     finally:
-        member.close()
+        supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
         _wait_for_the_others(store, place.world_size)
 
 
 def follow() -> int:
     """Every other rank's part: it reads no option and no file, and does what rank 0 says."""
-    from fsdp_doctor.probe import supervisor
+    from fsdp_doctor.probe.job import receive_job
+    from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
-    job, limits = supervisor.receive_job(store, place, interruption)
+    job, limits = receive_job(store, check=interruption.check)
     devices.load(job.device, asked=job.device.type)
     # On another node than rank 0's the directory is one of the same name.
     job.scratch.mkdir(parents=True, exist_ok=True)
-    member = supervisor.Member(job, store, limits, interruption)
+    supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        member.follow()
+        supervisor.follow()
         return EXIT_OK
     finally:
-        member.close()
+        supervisor.close()
         shutil.rmtree(job.scratch, ignore_errors=True)
         with contextlib.suppress(RuntimeError):
             store.set(f"bye/{place.rank}", "")
@@ -138,13 +137,13 @@ def follow() -> int:
 
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
-    from fsdp_doctor.probe import supervisor
-    from fsdp_doctor.probe.worker import die_with_parent
+    from fsdp_doctor.probe import worker
+    from fsdp_doctor.probe.supervisor import Interruption
 
     place = launch.place()
     # Supervisors must not outlive a torchrun that was killed.
-    die_with_parent(signal.SIGTERM)
-    supervisor.prepare()
+    worker.die_with_parent(signal.SIGTERM)
+    worker.import_what_workers_need()
     import torch.distributed as dist
 
     try:
@@ -153,7 +152,7 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().splitlines()[0]
         raise CannotRun(f"rank {place.rank} cannot connect to the other ranks at {address}: {reason}") from None
-    return place, dist.PrefixStore("fsdp-doctor", store), supervisor.Interruption()
+    return place, dist.PrefixStore("fsdp-doctor", store), Interruption()
 
 
 def _wait_for_the_others(store: dist.Store, world_size: int) -> None:

@@ -32,22 +32,6 @@ VerdictKind = Literal[
     "lost",
 ]
 
-MEANING: dict[VerdictKind, str] = {
-    "ok": "every value as it should be, on every rank; training goes on; memory given back",
-    "wrong": "a value, shape or form differs from the reference",
-    "incomplete": "names are missing or superfluous, or a rank that was promised data got none",
-    "misplaced": "another device or dtype than promised",
-    "crash": "raised an exception",
-    "hang": "did not end before the deadline; every rank's stack is in the report",
-    "died": "a process ended in the middle: a signal or an exit",
-    "oom": "ran out of device or host memory",
-    "poisoned": "the extraction worked, the next training step fails or starts from other weights",
-    "leak": "memory was not given back",
-    "unsupported": "cannot be built here; the reason says why",
-    "skipped": "not run, because its scenario already failed before any path could run",
-    "lost": "the doctor's own fault: no result",
-}
-
 NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 
 # Where the doctor works, and not the case.

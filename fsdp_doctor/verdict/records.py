@@ -61,6 +61,8 @@ class Record:
     num_tensors: how many entries the path yielded on this rank so far.
     yielded: once the path is through, how many of each sort: form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
+    retire: what the path left behind in the process that could not be undone, so that no other case
+        may run in it; empty if there is nothing.
     """
 
     case_id: str
@@ -73,6 +75,7 @@ class Record:
     num_tensors: int | None = None
     yielded: dict[str, int] = dataclasses.field(default_factory=dict)
     healthy: bool = True
+    retire: str = ""
     done: bool = False
 
 
@@ -126,12 +129,6 @@ class RankReport:
     output: str = ""
     refused: Refused | None = None
     ready: Ready | None = None
-
-    @property
-    def in_trouble(self) -> bool:
-        """Whether this rank can keep the others from finishing."""
-        failed = self.record is not None and self.record.failure is not None
-        return bool(self.exit or self.garbled or self.stopped or self.refused) or failed
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
