@@ -96,9 +96,10 @@ def _framework_of(settings: Settings, arguments: Sequence[str]) -> Framework:
 def _world_size(framework: Framework, settings: Settings) -> tuple[int | None, list[ConfigFinding]]:
     """Without a number of ranks all else can still be said."""
     try:
-        return framework.world_size(settings), []
+        ranks = framework.world_size(settings)
     except Unreadable as error:
         return None, [unknown(str(error))]
+    return ranks if ranks is not None and ranks > 0 else None, []
 
 
 def _read(model: ModelSettings, settings: Settings) -> tuple[Sequence[Use], list[ConfigFinding]]:
@@ -106,10 +107,7 @@ def _read(model: ModelSettings, settings: Settings) -> tuple[Sequence[Use], list
     unknown_here = [one for section in model.sections for one in unknown_keys(settings, section, model.keys)]
     try:
         read = model.read()
-        uses = merged(read.uses)
-        if read.model is None:
-            return uses, [*read.findings, *unknown_here]
-        uses, of_model = with_model(uses, read.model)
+        uses, of_model = with_model(merged(read.uses), read.model)
     except Unreadable as error:
         unread = Use(role=model.role, why_not="cannot be determined")
         return (unread,), [unknown(f"{model.role}: {error}"), *unknown_here]

@@ -14,10 +14,10 @@ from fsdp_doctor.matrix.axes import AxisName
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredModel:
-    """path: the setting that names the model. ranks: of one shard group, None where that is not known."""
+    """path: the setting that names the model. ranks: of one shard group. None where the configuration has neither."""
 
-    path: Setting | None
-    ranks: int | None
+    path: Setting | None = None
+    ranks: int | None = None
 
 
 def with_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
@@ -48,7 +48,7 @@ def _changes(use: Use, local: LocalModel, *, uneven: bool) -> dict[AxisName, str
     if uneven:
         changes["dims"] = "uneven"
     # An adapter's model stays what it is: the matrix has one model with LoRA.
-    if local.built_in is not None and use.scenario.model == "qwen3" != local.built_in:
+    if local.built_in is not None and local.built_in != "qwen3" and use.scenario.model == "qwen3":
         changes["model"] = local.built_in
     return changes
 

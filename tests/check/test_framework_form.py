@@ -162,6 +162,7 @@ def test_no_framework_reads_another_ones_module() -> None:
         (["engine.strategy=fsdp2"], None, None),
         (["distributed_type=FSDP", "num_processes=6"], None, 6),
         (["distributed_type=FSDP"], 2, 2),
+        (["distributed_type=FSDP", "num_processes=-1"], None, None),
         (["fsdp=full_shard", "output_dir=out"], None, None),
         (["training.enable_cpu_offload=true"], 4, 4),
     ],

@@ -116,7 +116,7 @@ def _world_size(settings: Settings) -> int | None:
 
 
 def _shard_group(settings: Settings, version: FsdpVersion, world_size: int | None) -> int | None:
-    if not world_size or world_size < 1:
+    if world_size is None:
         return None
     machines = settings.number("num_machines", default=1) or 1
     by_sharding: dict[Sharding, int] = {"full": world_size, "size1": 1, "hsdp": max(1, world_size // machines)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from packaging.specifiers import SpecifierSet
@@ -46,7 +46,7 @@ class ModelReading:
     """
 
     uses: Sequence[Use]
-    model: ConfiguredModel | None = None
+    model: ConfiguredModel = field(default_factory=ConfiguredModel)
     findings: Sequence[ConfigFinding] = ()
 
 
