@@ -15,7 +15,7 @@ from fsdp_doctor.check import CheckResult, cases, check, presentation, reading
 from fsdp_doctor.check.use import ConfigFinding, Use
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.catalogue import KnownFailure, Trigger
+from fsdp_doctor.known.failures import KnownFailure, Trigger
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES, paths_for
 

@@ -11,6 +11,7 @@ from fsdp_doctor.check.dims import dims_of
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import ConfigFinding, ExtractionPoint, Reason, Use, note
 from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 
 
@@ -19,7 +20,7 @@ def known(uses: Sequence[Use]) -> list[ConfigFinding]:
     titles: dict[str, str] = {}
     cases: dict[str, list[str]] = {}
     for case in dict.fromkeys(case for use in uses for case in use.cases):
-        for entry in catalogue.of_case(case):
+        for entry in catalogue.of_case(case, RunContext()):
             titles[entry.id] = f"{entry.title} ({entry.verdict})"
             cases.setdefault(entry.id, []).append(case.id)
     return [

@@ -36,6 +36,7 @@ from fsdp_doctor.matrix.selection import Selection, select
 
 if TYPE_CHECKING:
     from fsdp_doctor.probe.command import ProbeOptions
+    from fsdp_doctor.report.formats import Format
 
 app = typer.Typer(
     name="fsdp-doctor",
@@ -90,7 +91,12 @@ def probe(
     junit: Annotated[File, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     svg: Annotated[File, typer.Option(metavar="FILE", help="Write a picture of the matrix.")] = None,
     expect: Annotated[
-        File, typer.Option(metavar="REPORT", help="The expected verdicts: others are exit code 1.")
+        str | None,
+        typer.Option(
+            metavar="known|REPORT",
+            help="Exit code 0 where the verdicts are what the catalogue foretells for this torch, device and "
+            "number of ranks, or those of a report; 1 with the others listed first.",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the partial report of --json.")] = False,
     host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's name into the report.")] = False,
@@ -102,7 +108,7 @@ def probe(
     from fsdp_doctor.probe.command import ProbeOptions
     from fsdp_doctor.report.journal import read_report
 
-    files = {"json": json_file, "markdown": markdown, "junit": junit, "svg": svg}
+    files: dict[Format, File] = {"json": json_file, "markdown": markdown, "junit": junit, "svg": svg}
     outputs = {name: file for name, file in files.items() if file is not None}
     if resume and json_file is None:
         raise UsageError("--resume goes on with the report that --json names; give --json FILE")
@@ -118,7 +124,7 @@ def probe(
         confirm=confirm,
         format=options.output_format(format),
         outputs=outputs,
-        expect=read_report(expect) if expect else None,
+        expect=options.baseline(expect) if expect is not None else None,
         resume_from=read_report(json_file) if resume and json_file and json_file.exists() else None,
         host_name=host_name,
     )

@@ -8,9 +8,9 @@ import inspect
 import json
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +22,8 @@ from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.formats import FORMATS
+from fsdp_doctor.probe.baseline import Baseline
+from fsdp_doctor.report.formats import FORMATS, Format
 from fsdp_doctor.report.journal import journal_of, read_report
 
 _PANEL = "Selection"
@@ -228,10 +229,18 @@ def device(name: str, memory: str | None, *, late_completion: bool) -> RunDevice
     return RunDevice(type=name, memory=limit, late_completion=late_completion)
 
 
-def output_format(value: str) -> str:
-    if value != "auto" and value not in FORMATS:
-        raise UsageError(f"--format {value}: use {', '.join(FORMATS)}")
-    return value
+def output_format(value: str) -> Format | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    for name in FORMATS:
+        if name == value:
+            return name
+    raise UsageError(f"--format {value}: use {', '.join(FORMATS)}")
+
+
+def baseline(value: str) -> Baseline:
+    """What ``--expect`` names: the catalogue, or a report, which is read."""
+    return "known" if value == "known" else read_report(pathlib.Path(value))
 
 
 def positive(option: str, value: float) -> float:
@@ -250,7 +259,7 @@ def size(option: str, text: str) -> int:
     return int(float(match[1]) * step ** (" kmgt".index(unit[0]) if unit else 0))
 
 
-def check_outputs(outputs: dict[str, pathlib.Path]) -> None:
+def check_outputs(outputs: Mapping[Format, pathlib.Path]) -> None:
     """Every file that the run is to write, and that no two are one."""
     if len({file.resolve() for file in outputs.values()}) < len(outputs):
         raise UsageError(f"two of {', '.join(f'--{name}' for name in outputs)} name the same file")

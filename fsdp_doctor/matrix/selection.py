@@ -111,9 +111,9 @@ def _named_case(case_id: str, selection: Selection) -> Case:
 def _scenarios(selection: Selection) -> list[Scenario]:
     """The scenarios that have the values asked for: of the full matrix with ``--full``, else of their product.
 
-    So a filter beside ``--full`` leaves cases out and adds none. Where the full matrix has nothing of what is asked for,
-    because it departs from the default in one axis at a time and two were named, it is as without ``--full``: the
-    values asked for, and the defaults on every other axis.
+    So a filter beside ``--full`` leaves cases out and adds none. Where the full matrix has nothing of what is asked
+    for, because it departs from the default in one axis at a time and two were named, it is as without ``--full``:
+    the values asked for, and the defaults on every other axis.
     """
     for axis, values in selection.axes.items():
         for value in values:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
@@ -91,22 +92,24 @@ def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seco
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
         yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
-        known=_known(case, verdict, reports) if verdict.bad else "",
         ranks=tuple(reports) if verdict.bad else (),
     )
 
 
-def _known(case: Case, verdict: Verdict, reports: list[RankReport]) -> str:
-    """The catalogue's entry for what all ranks say of a case that broke."""
-    failures = [r.record.failure for r in reports if r.record is not None and r.record.failure is not None]
+def recognized(result: CaseResult, context: RunContext) -> CaseResult:
+    """The result with the catalogue's entry for what all ranks say of a case that broke in such a run."""
+    verdict = result.verdict
+    if not verdict.bad:
+        return result
+    failures = [r.record.failure for r in result.ranks if r.record is not None and r.record.failure is not None]
     found = Found(
         kind=verdict.kind,
         reasons=(verdict.reason, *verdict.also),
         messages=tuple(dict.fromkeys(f"{failure.type}: {failure.message}" for failure in failures)),
         traceback="\n".join(failure.traceback for failure in failures[:1]),
     )
-    entry = catalogue.of_finding(case, found)
-    return entry.id if entry is not None else ""
+    entry = catalogue.of_finding(result.case, found, context)
+    return dataclasses.replace(result, known=entry.id if entry is not None else "")
 
 
 def report_to_dict(report: Report) -> dict[str, Any]:

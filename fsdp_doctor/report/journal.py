@@ -39,8 +39,8 @@ class Journal:
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
-        with _writing(path):
-            _replace(path, report)
+        write_report(path, report)
+        with _writing(journal_of(path)):
             self._file: IO[str] = open(journal_of(path), "w", encoding="utf-8")
         for result in report.results:
             self.add(result)
@@ -51,13 +51,23 @@ class Journal:
             self._file.flush()
 
     def close(self, report: Report) -> None:
-        """Writes the whole report; the journal goes only once that is on disk."""
+        """Writes the whole report, which has everything that the journal has."""
         with contextlib.suppress(OSError):
             self._file.close()
-        with _writing(self._path):
-            _replace(self._path, report)
-        with contextlib.suppress(OSError):
-            journal_of(self._path).unlink()
+        write_report(self._path, report)
+
+
+def write_report(path: pathlib.Path, report: Report) -> None:
+    """Writes a report to ``path``; of a journal beside it nothing is left. Raises DoctorFault where the disk is full.
+
+    This run's journal goes only once its results are in the report. An older run's goes first, or its results would be
+    taken for this run's.
+    """
+    with _writing(path):
+        if not report.results:
+            journal_of(path).unlink(missing_ok=True)
+        _replace(path, report)
+        journal_of(path).unlink(missing_ok=True)
 
 
 def read_report(path: pathlib.Path) -> Report:

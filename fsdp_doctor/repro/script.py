@@ -7,7 +7,7 @@ import textwrap
 
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known import catalogue
+from fsdp_doctor.known import signatures
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.repro import scenario as of
@@ -148,7 +148,7 @@ def _wrapped(text: str) -> list[str]:
 
 def _constants(expectation: Expectation, *, scratch: bool) -> str:
     # In a script any word will do for a device.
-    message = expectation.message.replace(catalogue.DEVICE, r"\S+?")
+    message = expectation.message.replace(signatures.DEVICE, r"\S+?")
     lines = [f'EXPECTED = "{expectation.kind}"', f"MESSAGE = {_literal(message)}"]
     # The same on every rank, and nobody else's.
     lines += ["SCRATCH = f\"{tempfile.gettempdir()}/repro-{os.environ['MASTER_PORT']}\""] * scratch
