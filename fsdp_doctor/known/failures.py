@@ -78,7 +78,8 @@ class KnownFailure:
     race: it needs a non-blocking copy that is not done when it is read. So it shows for certain on the emulated device,
         perhaps on an accelerator, and never where such a copy finishes at once.
     torch: the versions that show it, as a version specifier; empty for all that were tried.
-    evidence: the id of a case that reproduces it on two ranks of the emulated device, or ``reported``.
+    evidence: the id of a case that reproduces it on two ranks, or ``reported``.
+    evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
     cause, remedy: sentences. code: the remedy in code.
     references: ``owner/repository#number``, or a file of torch.
     """
@@ -90,6 +91,7 @@ class KnownFailure:
     cause: str
     remedy: str
     evidence: str
+    evidence_device: str = ""
     signatures: tuple[re.Pattern[str], ...] = ()
     frames: tuple[re.Pattern[str], ...] = ()
     check: str = ""

@@ -39,7 +39,7 @@ class Journal:
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
-        write_report(path, report)
+        _begin(path, report)
         with _writing(journal_of(path)):
             self._file: IO[str] = open(journal_of(path), "w", encoding="utf-8")
         for result in report.results:
@@ -58,16 +58,23 @@ class Journal:
 
 
 def write_report(path: pathlib.Path, report: Report) -> None:
-    """Writes a report to ``path``; of a journal beside it nothing is left. Raises DoctorFault where the disk is full.
+    """Writes a report to ``path``, without a journal beside it. Raises DoctorFault where the disk does not take it."""
+    _begin(path, report)
+    with contextlib.suppress(OSError):
+        journal_of(path).unlink()
 
-    This run's journal goes only once its results are in the report. An older run's goes first, or its results would be
-    taken for this run's.
+
+def _begin(path: pathlib.Path, report: Report) -> None:
+    """Puts a report at ``path`` whose results no journal beside it adds to.
+
+    Of a report that has none, what an older run left in the journal would be taken for its results: that goes first.
+    A journal that the report was made from must stay until the report is there.
     """
+    journal = journal_of(path)
     with _writing(path):
-        if not report.results:
-            journal_of(path).unlink(missing_ok=True)
+        if not report.results and journal.exists():
+            journal.write_text("")
         _replace(path, report)
-        journal_of(path).unlink(missing_ok=True)
 
 
 def read_report(path: pathlib.Path) -> Report:
