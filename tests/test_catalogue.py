@@ -26,7 +26,7 @@ from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.layout import distinct_failures
+from fsdp_doctor.report.failure_groups import distinct_failures
 from fsdp_doctor.verdict.classification import MEANING
 
 if sys.version_info >= (3, 11):

@@ -20,8 +20,9 @@ from fsdp_doctor.matrix.paths import FIX
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report import markdown
 from fsdp_doctor.report.document import CaseResult, Report, report_from_dict, report_to_dict, result_of
+from fsdp_doctor.report.failure_groups import distinct_failures, numbers
 from fsdp_doctor.report.formats import FORMATS, render
-from fsdp_doctor.report.layout import bytes_text, distinct_failures, numbers, summary
+from fsdp_doctor.report.layout import bytes_text, summary
 from fsdp_doctor.verdict.classification import MEANING, Verdict
 from fsdp_doctor.verdict.records import (
     Failure,
