@@ -50,9 +50,8 @@ class Trigger:
 
     @property
     def narrowness(self) -> int:
-        """How much it names, the path above all: of two entries that show, the one with the narrower says more."""
-        facts = (self.ranks != _ANY_NUMBER, self.shard_group != _ANY_NUMBER, len(self.shards) == 1)
-        return len(self.values) + 2 * ("path" in self.values) + sum(facts)
+        """How many axes it names, the path above all: of two entries that show, the one with the narrower says more."""
+        return len(self.values) + 2 * ("path" in self.values)
 
 
 def _value(case: Case, axis: str) -> str:

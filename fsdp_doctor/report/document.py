@@ -9,12 +9,15 @@ from typing import Any
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
 from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
 
 SCHEMA = "fsdp-doctor/report"
 SCHEMA_VERSION = 1
+# Keys of a result that reports of the first versions do not have.
+NOT_IN_OLDER_REPORTS = frozenset({"yielded", "known"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,12 @@ class CaseResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole run.
+    """A whole run. While it is not complete, more results may stand in FILE.journal, one in each line.
 
+    version: of fsdp-doctor. created: ISO 8601. device: the device type that was tested. num_selected: of cases.
     rerun_options: what a command that runs one case alone needs besides ``--case``.
     notes: what a reader must know to read the verdicts right.
-    complete: False until every selected case has a result; ``ended`` then says what ended the run.
+    complete: whether every selected case has a result. ended: what ended an incomplete run.
     """
 
     version: str
@@ -63,7 +67,7 @@ class Report:
     device: str
     world_size: int
     num_selected: int
-    environment: dict[str, Any]
+    environment: EnvironmentFacts
     rerun_options: str = ""
     notes: tuple[str, ...] = ()
     complete: bool = False
@@ -154,7 +158,6 @@ def result_from_dict(data: dict[str, Any]) -> CaseResult:
         seconds=data["seconds"],
         peak_extra_bytes=data["peak_extra_bytes"],
         wall_seconds=data["wall_seconds"],
-        # Reports of version 0.1.0 do not have it.
         yielded=tuple(data.get("yielded", ())),
         known=data.get("known", ""),
         confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,

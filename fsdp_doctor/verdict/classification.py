@@ -71,7 +71,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What happened to a case. ``ranks`` are the ones that the reason speaks of."""
+    """What happened to a case.
+
+    ranks: the ones that the reason speaks of. also: what was found or followed besides.
+    """
 
     kind: VerdictKind
     reason: str = ""
