@@ -16,7 +16,7 @@ from fsdp_doctor.check.config_findings import ConfigFinding
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.catalogue import KnownFailure, Trigger
+from fsdp_doctor.known.failures import KnownFailure, Trigger
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES, paths_for
 

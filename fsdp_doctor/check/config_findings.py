@@ -11,6 +11,7 @@ from typing_extensions import assert_never
 from fsdp_doctor.check.settings import Setting, Settings
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.axes import nearest
 
 # In the order in which they are shown.
@@ -69,7 +70,7 @@ def known_failures(uses: Iterable[Use]) -> list[ConfigFinding]:
     titles: dict[str, str] = {}
     cases: dict[str, list[str]] = {}
     for case in dict.fromkeys(case for use in uses for case in use.cases):
-        for entry in catalogue.of_case(case):
+        for entry in catalogue.of_case(case, RunContext()):
             titles[entry.id] = f"{entry.title} ({entry.verdict})"
             cases.setdefault(entry.id, []).append(case.id)
     return [

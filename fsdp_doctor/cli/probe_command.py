@@ -16,7 +16,8 @@ from fsdp_doctor.machine import launch
 from fsdp_doctor.machine.devices import RunDevice
 
 if TYPE_CHECKING:
-    from fsdp_doctor.probe.command import ProbeOptions
+    from fsdp_doctor.probe.probe_options import ProbeOptions
+    from fsdp_doctor.report.formats import Format
 
 NAME = "probe"
 EXIT_CODES = (
@@ -80,9 +81,14 @@ class OutputOptions:
     )
 
     @property
-    def files(self) -> dict[str, pathlib.Path]:
+    def files(self) -> dict[Format, pathlib.Path]:
         """By format, those that were asked for."""
-        named = {"json": self.json_file, "markdown": self.markdown, "junit": self.junit, "svg": self.svg}
+        named: dict[Format, pathlib.Path | None] = {
+            "json": self.json_file,
+            "markdown": self.markdown,
+            "junit": self.junit,
+            "svg": self.svg,
+        }
         return {name: file for name, file in named.items() if file is not None}
 
     def check_writable(self) -> None:
@@ -106,8 +112,12 @@ def run(
     ] = False,
     output: OutputOptions,
     expect: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="REPORT", help="The expected verdicts; any other verdict is exit code 1."),
+        str | None,
+        typer.Option(
+            metavar="known|REPORT",
+            help="Exit code 0 where the verdicts are what the catalogue foretells for this torch, device and "
+            "number of ranks, or those of a report; 1 with the others listed first.",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,
 ) -> None:
@@ -117,7 +127,7 @@ def run(
 
     An option that selects cases can be repeated, or take several values separated by commas.
     """
-    from fsdp_doctor.probe.command import ProbeOptions
+    from fsdp_doctor.probe.probe_options import ProbeOptions
     from fsdp_doctor.report.journal import read_report
 
     if resume and output.json_file is None:
@@ -136,7 +146,7 @@ def run(
         confirm=confirm,
         format=values.output_format(output.format),
         outputs=output.files,
-        expect=read_report(expect) if expect else None,
+        expect=values.baseline(expect) if expect is not None else None,
         resume_from=read_report(earlier) if earlier and earlier.exists() else None,
         host_name=output.host_name,
     )

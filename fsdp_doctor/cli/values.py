@@ -6,10 +6,14 @@ import json
 import pathlib
 import re
 from collections.abc import Collection, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
+
+if TYPE_CHECKING:
+    from fsdp_doctor.probe.baseline import Baseline
+    from fsdp_doctor.report.formats import Format
 
 _Number = TypeVar("_Number", int, float)
 
@@ -50,12 +54,22 @@ def device(name: str) -> str:
     return name
 
 
-def output_format(name: str) -> str:
+def output_format(value: str) -> Format | Literal["auto"]:
     from fsdp_doctor.report.formats import FORMATS
 
-    if name != "auto" and name not in FORMATS:
-        raise UsageError(f"--format: unknown value {name!r}; use one of {', '.join(FORMATS)}")
-    return name
+    if value == "auto":
+        return "auto"
+    for name in FORMATS:
+        if name == value:
+            return name
+    raise UsageError(f"--format: unknown value {value!r}; use one of {', '.join(FORMATS)}")
+
+
+def baseline(value: str) -> Baseline:
+    """What ``--expect`` names: the catalogue, or a report, which is read."""
+    from fsdp_doctor.report.journal import read_report
+
+    return "known" if value == "known" else read_report(pathlib.Path(value))
 
 
 def model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:

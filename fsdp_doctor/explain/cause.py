@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fsdp_doctor.explain.exceptions import Raised, Reader
 from fsdp_doctor.explain.log_lines import chunks, name_of
 from fsdp_doctor.explain.torchrun_summary import FirstFailure, SummaryReader
-from fsdp_doctor.known import catalogue
+from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.verdict.classification import fold
 
@@ -141,7 +141,7 @@ class _Groups:
 @functools.lru_cache(maxsize=4096)
 def _key(text: str) -> str:
     """The first line, without what differs between ranks and attempts."""
-    return _DIGITS.sub("#", fold(catalogue.one_line(text.split("\n", 1)[0])))
+    return _DIGITS.sub("#", fold(signatures.one_line(text.split("\n", 1)[0])))
 
 
 def _consequence(raised: Raised) -> str:

@@ -101,7 +101,10 @@ def reproduction(entry: KnownFailure) -> str:
 
 
 def _command(entry: KnownFailure) -> str:
-    return f"fsdp-doctor probe --case '{entry.evidence}'" if entry.reproduced else ""
+    if not entry.reproduced:
+        return ""
+    device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
+    return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
 
 
 def _cause(found: Explanation) -> list[str]:

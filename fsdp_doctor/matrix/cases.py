@@ -34,7 +34,7 @@ from fsdp_doctor.matrix.axes import (
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Scenario:
-    """A point on every axis but the path. Each field holds a value of the axis of that name."""
+    """A point on every axis but the path; each field holds a value of the axis of that name."""
 
     strategy: Strategy
     offload: Offload
@@ -89,7 +89,10 @@ class Scenario:
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A scenario and the name of an extraction path."""
+    """A scenario and an extraction path.
+
+    path: a name of the table of paths, or the user's ``module:function``.
+    """
 
     scenario: Scenario
     path: str

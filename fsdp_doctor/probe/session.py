@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
@@ -95,12 +96,5 @@ def _failed_before_the_path(reports: Sequence[RankReport]) -> bool:
 
 
 def _confirmed(first: CaseResult, again: CaseResult) -> CaseResult:
-    return CaseResult(
-        case=first.case,
-        verdict=first.verdict,
-        seconds=first.seconds,
-        peak_extra_bytes=first.peak_extra_bytes,
-        wall_seconds=round(first.wall_seconds + again.wall_seconds, 4),
-        confirmation=again.verdict,
-        ranks=first.ranks,
-    )
+    wall_seconds = round(first.wall_seconds + again.wall_seconds, 4)
+    return dataclasses.replace(first, wall_seconds=wall_seconds, confirmation=again.verdict)

@@ -10,7 +10,7 @@ import jinja2
 
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known import catalogue
+from fsdp_doctor.known import signatures
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.repro.expectation import Expectation
@@ -42,7 +42,7 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
         call=_call(path_module, function),
         compares=_compares(case, path, expectation),
         expected=expectation,
-        message=_literal(expectation.message.replace(catalogue.DEVICE, r"\S+?")),
+        message=_literal(expectation.message.replace(signatures.DEVICE, r"\S+?")),
         file_name=name,
         version=__version__,
         versions=", ".join(f"{package} {expectation.versions.get(package, 'any')}" for package in packages),

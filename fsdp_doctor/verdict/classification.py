@@ -32,6 +32,22 @@ VerdictKind = Literal[
     "lost",
 ]
 
+MEANING: dict[VerdictKind, str] = {
+    "ok": "every value as it should be, on every rank; training goes on; memory given back",
+    "wrong": "a value, shape or form differs from the reference",
+    "incomplete": "names are missing or superfluous, or a rank that was promised data got none",
+    "misplaced": "another device or dtype than promised",
+    "crash": "raised an exception",
+    "hang": "did not end before the deadline; every rank's stack is in the report",
+    "died": "a process ended in the middle: a signal or an exit",
+    "oom": "ran out of device or host memory",
+    "poisoned": "the extraction worked, the next training step fails or starts from other weights",
+    "leak": "memory was not given back",
+    "unsupported": "cannot be built here; the reason says why",
+    "skipped": "not run, because its scenario already failed before any path could run",
+    "lost": "the doctor's own fault: no result",
+}
+
 NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 
 # Where the doctor works, and not the case.
@@ -48,13 +64,17 @@ _CASCADE = re.compile(
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
 _DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
+_SECONDS = re.compile(r" for [\d.]+ s\b")
 _IN_TORCH = re.compile(r"(^|/)torch/")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What happened to a case. ``ranks`` are the ones that the reason speaks of."""
+    """What happened to a case.
+
+    ranks: the ones that the reason speaks of. also: what was found or followed besides.
+    """
 
     kind: VerdictKind
     reason: str = ""
@@ -98,6 +118,11 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
 def fold(text: str) -> str:
     """``text`` without the device indices in which equal failures differ from rank to rank."""
     return _DEVICE_INDEX.sub(r"\1", text)
+
+
+def without_seconds(text: str) -> str:
+    """``text`` without how long was waited for what did not come."""
+    return _SECONDS.sub("", text)
 
 
 def is_cascade(failure: Failure) -> bool:

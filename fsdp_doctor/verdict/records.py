@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_doctor.machine.environment import EnvironmentFacts
+
 Stage = Literal[
     "build",  # the model is built, sharded and (phase trained) trained for two steps
     "reference",  # the shards are joined by hand
@@ -36,7 +38,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception, as values. ``time`` is seconds since the epoch on the rank that raised."""
+    """An exception, as values.
+
+    time: seconds since the epoch, on the rank that raised.
+    """
 
     type: str
     message: str
@@ -83,12 +88,15 @@ class Record:
 class Ready:
     """A worker has its device and its process groups, and waits for cases."""
 
-    environment: dict[str, Any]
+    environment: EnvironmentFacts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker cannot start, and the reason is not a fault of ours. ``exit_code`` as in errors.py."""
+    """A worker cannot start, and the reason is not a fault of ours.
+
+    exit_code: as in errors.py.
+    """
 
     reason: str
     exit_code: int
