@@ -143,7 +143,7 @@ def _cases(scenarios: Iterable[Scenario], selection: Selection, user_paths: Sequ
     for name in named:
         if name not in PATH_NAMES:
             raise UsageError(
-                f"--path: there is no path {name!r}{nearest(name, PATH_NAMES)}; `fsdp-doctor list --paths` prints them, "
+                f"--path: there is no path {name!r}{nearest(name, PATH_NAMES)}; `fsdp-doctor list --paths` prints all, "
                 "and module:function adds one of your own"
             )
     for scenario in scenarios:
