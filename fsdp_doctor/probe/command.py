@@ -152,7 +152,9 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().splitlines()[0]
-        raise CannotRun(f"rank {place.rank} cannot connect to the other ranks at {address}: {reason}") from None
+        raise CannotRun(
+            f"rank {place.rank} cannot meet the {place.world_size - 1} other ranks at {address}: {reason}"
+        ) from None
     return place, dist.PrefixStore("fsdp-doctor", store), supervisor.Interruption()
 
 
@@ -188,7 +190,7 @@ def _run(conductor: Conductor, keeper: _ReportWriter, options: ProbeOptions, pla
         trouble = error
     except Exception as error:
         traceback.print_exc()
-        trouble = DoctorFault(f"internal error, {type(error).__name__}: {error}; please report the traceback")
+        trouble = DoctorFault(f"its own fault, {type(error).__name__}: {error}; please report the traceback")
     finally:
         with contextlib.suppress(RuntimeError):
             conductor.end()
@@ -340,15 +342,15 @@ def _print(report: Report, options: ProbeOptions) -> None:
 
 
 def exit_code(report: Report, expected: Report | None) -> int:
-    """0, 1, 3 or 4 as errors.py and docs/verdicts.md say. Raises CannotRun where nothing could be run."""
+    """0, 1, 3 or 4 as errors.py and the README say. Raises CannotRun where nothing could be run."""
     if report.of_kind("lost"):
-        raise DoctorFault(f"{report.of_kind('lost')} cases have no result, which is the doctor's own fault")
+        raise DoctorFault(f"{report.of_kind('lost')} cases have no result through the doctor's own fault")
     if expected is not None:
         return EXIT_BAD_VERDICT if _unexpected(report, expected) else EXIT_OK
     if report.bad:
         return EXIT_BAD_VERDICT
     if not report.of_kind("ok"):
-        raise CannotRun("none of the selected cases could be run here; the reason is given with each case")
+        raise CannotRun("none of the selected cases could be run here; the reasons stand with the cases")
     return EXIT_OK
 
 
