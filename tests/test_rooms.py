@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import pathlib
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -21,7 +19,6 @@ ROOMS = (
 EMULATED = "emulated"
 # What the package's root offers to users: reached by the two entry points and nobody else.
 ROOT = ("__init__", "__main__")
-WITHOUT_TORCH = ("errors", "matrix", "verdict", "known", "report", "explain", "check", "repro", "cli")
 MOST_PARAMETERS = 8
 MOST_LINES = 400
 
@@ -72,24 +69,6 @@ def test_a_module_imports_only_rooms_before_its_own(module: pathlib.Path) -> Non
 
 def test_every_room_has_a_place_in_the_order() -> None:
     assert {_room(_name(module)) for module in MODULES} == {*ROOMS, EMULATED, *ROOT}
-
-
-def test_the_rooms_of_the_command_line_import_without_torch() -> None:
-    modules = [f"fsdp_doctor.{_name(m)}" for m in MODULES if _room(_name(m)) in WITHOUT_TORCH]
-    program = (
-        "import importlib, sys\n"
-        "sys.modules['torch'] = None\n"
-        f"for module in {modules!r}:\n"
-        "    try:\n"
-        "        importlib.import_module(module)\n"
-        "    except ImportError as error:\n"
-        "        print(module, error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
-    )
-    assert done.stderr == ""
-    assert done.stdout == ""
 
 
 def _public_types(module: pathlib.Path) -> Iterator[str]:

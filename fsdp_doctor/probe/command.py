@@ -146,7 +146,7 @@ def _run(conductor: Conductor, writer: ReportWriter, options: ProbeOptions, cont
         trouble = error
     except Exception as error:
         traceback.print_exc()
-        trouble = DoctorFault(f"internal error, {type(error).__name__}: {error}; please report the traceback")
+        trouble = DoctorFault(f"its own fault, {type(error).__name__}: {error}; please report the traceback")
     finally:
         with contextlib.suppress(RuntimeError):
             conductor.end()

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import typer
+from test_rooms import EMULATED, ROOMS
 
 from fsdp_doctor import errors
 from fsdp_doctor.cli.app import app
@@ -140,3 +141,16 @@ def test_the_sizes_of_the_matrix_are_as_they_are_selected(full: bool) -> None:
     cases = select(Selection(full=full))
     size = f"{len(cases):,} cases in {len({case.scenario for case in cases})} scenarios"
     assert size in " ".join((ROOT / "docs" / "matrix.md").read_text().split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/commands/probe.md"])
+def test_the_last_line_of_make_probe_adds_up_to_the_default_matrix(page: str) -> None:
+    [(total, *parts)] = re.findall(
+        r"`(\d+) cases: (\d+) ok, (\d+) as torch [\d.]+ is known to fail, (\d+) unforeseen`", (ROOT / page).read_text()
+    )
+    assert int(total) == sum(map(int, parts)) == len(select(Selection()))
+
+
+def test_contributing_has_a_line_for_every_room_in_their_order() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("| room | what is in it |", 1)[1].split("\n\n", 1)[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [*ROOMS, EMULATED]

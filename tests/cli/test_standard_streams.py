@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from program import ROOT, TESTS
+from program import ROOT, Run, run
 
 from fsdp_doctor.report.journal import read_report
 
@@ -37,10 +37,9 @@ _PRINTING = [
 _PROBE = ("probe", "--device", "cpu", "--nproc", "1", "--case", _CASE)
 
 
-def _run(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(redirection: str, *arguments: str) -> Run:
     """``fsdp-doctor ARGUMENTS REDIRECTION`` in a shell."""
-    command = ["bash", "-c", f'exec "$0" -m fsdp_doctor "$@" {redirection}', sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=_environment())
+    return run("bash", "-c", f'exec "$0" -m fsdp_doctor "$@" {redirection}', sys.executable, *arguments)
 
 
 def _run_into_a_closed_pipe(*arguments: str) -> tuple[int, str]:
@@ -56,15 +55,11 @@ def _run_into_a_closed_pipe(*arguments: str) -> tuple[int, str]:
             text=True,
             timeout=300,
             cwd=ROOT,
-            env=_environment(),
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
     finally:
         os.close(write_end)
     return done.returncode, done.stderr
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
 
 
 def _sentences(stderr: str) -> list[str]:
@@ -77,7 +72,7 @@ def _sentences(stderr: str) -> list[str]:
 def test_a_full_disk_is_one_sentence_and_exit_code_4(arguments: tuple[str, ...]) -> None:
     done = _run(">/dev/full", *arguments)
     assert _sentences(done.stderr) == ["cannot write to standard output: No space left on device"]
-    assert done.returncode == 4
+    assert done.code == 4
 
 
 @pytest.mark.parametrize("arguments", _PRINTING, ids=" ".join)
@@ -91,51 +86,51 @@ def test_the_first_line_of_a_long_list_can_be_taken() -> None:
     done = _run("| head -1; exit ${PIPESTATUS[0]}", "list", "--full", "--json")
     assert done.stdout == "[\n"
     assert _sentences(done.stderr) == []
-    assert done.returncode == 141
+    assert done.code == 141
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("explain", "--list"), ("--help",)], ids=" ".join)
 def test_a_closed_standard_output_is_one_sentence_and_exit_code_4(arguments: tuple[str, ...]) -> None:
     done = _run(">&-", *arguments)
     assert _sentences(done.stderr) == ["cannot write to standard output: Bad file descriptor"]
-    assert done.returncode == 4
+    assert done.code == 4
 
 
 @pytest.mark.parametrize("arguments", [("check", "-"), ("explain",), ("explain", "-")], ids=" ".join)
 def test_a_closed_standard_input_is_a_usage_error(arguments: tuple[str, ...]) -> None:
     done = _run("<&-", *arguments)
     assert _sentences(done.stderr) == ["standard input is closed; give a file instead of -"]
-    assert done.returncode == 2
+    assert done.code == 2
 
 
 def test_what_does_not_read_standard_input_does_without() -> None:
     done = _run("<&-", "list")
-    assert done.returncode == 0
+    assert done.code == 0
     assert done.stdout.startswith("fsdp2/")
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
 def test_messages_that_cannot_be_written_leave_output_and_exit_code_as_they_are(redirection: str) -> None:
     done = _run(redirection, "list")
-    assert done.returncode == 0
+    assert done.code == 0
     assert done.stdout.splitlines()[0].startswith("fsdp2/")
     assert not [line for line in done.stdout.splitlines() if line.endswith("scenarios")]
-    assert _run(redirection, "list", "--offload", "polcy").returncode == 2
+    assert _run(redirection, "list", "--offload", "polcy").code == 2
 
 
 def test_without_any_stream_the_exit_code_is_still_right(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "repro.py"
-    assert _run("<&- >&- 2>&-", "repro", "fsdp2/policy/staged/state_dict", "--out", str(file)).returncode == 0
+    assert _run("<&- >&- 2>&-", "repro", "fsdp2/policy/staged/state_dict", "--out", str(file)).code == 0
     assert file.read_text().startswith('"""')
-    assert _run("<&- >&- 2>&-", "list", "--offload", "polcy").returncode == 2
-    assert _run("<&- >&- 2>&-", "list").returncode == 4
+    assert _run("<&- >&- 2>&-", "list", "--offload", "polcy").code == 2
+    assert _run("<&- >&- 2>&-", "list").code == 4
 
 
 def test_a_probe_that_cannot_print_its_report_keeps_it(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "report.json"
     done = _run(">/dev/full", *_PROBE, "--json", str(file))
     assert _sentences(done.stderr) == ["cannot write to standard output: No space left on device"]
-    assert done.returncode == 4
+    assert done.code == 4
     assert read_report(file).complete
 
 
