@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.paths.inputs import Subject, to_device_then_gather
-from fsdp_doctor.fsdp.fsdp2 import local_tensor
 from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 
@@ -63,7 +62,7 @@ def _merged(model: nn.Module) -> Iterator[None]:
     with _summoned(model), torch.no_grad():
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         bases: list[Any] = [layer.get_base_layer() for layer in layers]
-        weights = [local_tensor(base.weight) for base in bases]
+        weights = [base.weight.to_local() if isinstance(base.weight, DTensor) else base.weight for base in bases]
         kept = [weight.detach().to("cpu", copy=True) for weight in weights]
         for layer in layers:
             layer.merge()
