@@ -143,7 +143,7 @@ class _CaseRun:
             self._check_weights(trainer, truth, "the offload or the staging changed weights")
             before = training_state.state_of(trainer.model, trainer.optimizer)
         verifier = verification.Verifier(
-            verification.Expectation(
+            verification.ExpectedYield(
                 contract=self._contract,
                 reference=truth,
                 rank=self._runtime.rank,

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.launch import Place
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
@@ -77,12 +78,9 @@ def _mesh(device_type: str, sharding: str, world_size: int) -> DeviceMesh:
 
 def start(
     store: dist.Store,
-    *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    num_nodes: int,
+    here: Place,
     kind: RunDevice,
+    *,
     backend: str,
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,
@@ -91,7 +89,7 @@ def start(
 
     backend: a value of the axis of that name.
     """
-    device = torch.device(kind.type, local_rank) if kind.type != "cpu" else torch.device("cpu")
+    device = torch.device(kind.type, here.local_rank) if kind.type != "cpu" else torch.device("cpu")
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     if kind.memory is not None:
@@ -99,19 +97,19 @@ def start(
     if device.type == "emulated":
         torch.get_device_module(device).set_late_completion(kind.late_completion)
     dist.init_process_group(
-        _backend(device.type, backend), store=store, rank=rank, world_size=world_size, timeout=_NEVER
+        _backend(device.type, backend), store=store, rank=here.rank, world_size=here.world_size, timeout=_NEVER
     )
     control = dist.new_group(backend="gloo", timeout=_NEVER)
     assert isinstance(control, dist.ProcessGroup)
     dist.all_reduce(torch.zeros(1, device=device))
     return Runtime(
-        rank=rank,
-        world_size=world_size,
+        rank=here.rank,
+        world_size=here.world_size,
         device=device,
         control=control,
         scratch=scratch,
         custom_model=custom_model,
-        num_nodes=num_nodes,
+        num_nodes=here.num_nodes,
     )
 
 

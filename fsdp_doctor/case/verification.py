@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expectation:
+class ExpectedYield:
     """What one path is to yield on one rank, where, and in which dtype.
 
     parameter_devices: what each parameter and buffer reports when the path starts, by its name.
@@ -50,7 +50,7 @@ class Verifier:
     :meth:`problems` at the end.
     """
 
-    def __init__(self, expectation: Expectation) -> None:
+    def __init__(self, expectation: ExpectedYield) -> None:
         self._asked = expectation
         self._contract = expectation.contract
         self._reference = expectation.reference
@@ -352,10 +352,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
-    """The device that each parameter and buffer reports, under its unwrapped name."""
+    """The device that each parameter, flat parameter and buffer reports, under its unwrapped name."""
     held = reader.read(model)
-    devices = {name: shown.device for unit in held.fsdp1_units for name, shown in unit.shown.items()}
-    return devices | {name: tensor.shown.device for tensor in held.tensors() for name in tensor.names}
+    devices = {name: tensor.shown.device for tensor in held.tensors() for name in tensor.names}
+    for unit in held.fsdp1_units:
+        devices[unit.flat_name] = unit.flat_parameter.device
+        devices |= {name: shown.device for name, shown in unit.shown.items()}
+    return devices
 
 
 def first_names(names: list[str]) -> str:

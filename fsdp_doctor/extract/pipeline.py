@@ -16,7 +16,7 @@ from fsdp_doctor.extract.lora import Adapter, Delta
 from fsdp_doctor.extract.plan import Bucket, buckets
 from fsdp_doctor.extract.sources import Source, TensorSpec, specs
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.extract.transfers import Transfer, all_gather
+from fsdp_doctor.extract.transfers import TensorTransfer, all_gather
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
@@ -100,7 +100,9 @@ class Pipeline:
             deltas = self._deltas(wanted)
         return _PendingBucket(bucket, self._transfer(bucket.transfers, deltas, agree), deltas)
 
-    def _transfer(self, transfers: list[Transfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]) -> Any:
+    def _transfer(
+        self, transfers: list[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]
+    ) -> Any:
         """Launches all of it; the event after it."""
         for transfer in transfers:
             transfer.allocate(self._device)

@@ -17,7 +17,7 @@ from fsdp_doctor.extract.transfers import (
     LocalCopy,
     PackedGather,
     Redistribution,
-    Transfer,
+    TensorTransfer,
     UnitOutputs,
     flat_gathers,
 )
@@ -61,7 +61,7 @@ def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
 class Bucket:
     """What is loaded and gathered together. nbytes: the device memory that it takes at most."""
 
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[TensorTransfer] = field(default_factory=list)
     nbytes: int = 0
 
     @property
@@ -92,7 +92,7 @@ def buckets(
             yield _with_small_tensors(bucket, small)
             bucket, small = Bucket(), {}
         bucket.nbytes += nbytes
-        if isinstance(part, Transfer):
+        if isinstance(part, TensorTransfer):
             bucket.transfers.append(part)
         else:
             orders, rows = small.setdefault((part.shard_group.ranks, dtypes.of(part.spec)), ([], []))
@@ -110,7 +110,7 @@ def _with_small_tensors(bucket: Bucket, small: _SmallTensors) -> Bucket:
 
 def _parts(
     sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
-) -> Iterator[tuple[int, Transfer | Rows, int]]:
+) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
     """(order, a transfer or a tensor that is to share one, device memory that it takes)."""
     order = 0
     for source in sources:
@@ -131,7 +131,7 @@ def _parts(
 
 def _transfers(
     order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int
-) -> Iterator[Transfer]:
+) -> Iterator[TensorTransfer]:
     match source:
         case Plain():
             yield LocalCopy(order, source, dtypes.of(source.spec))

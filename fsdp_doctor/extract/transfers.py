@@ -29,7 +29,7 @@ class Gather:
     input: torch.Tensor
 
 
-class Transfer(ABC):
+class TensorTransfer(ABC):
     """What one bucket does with some of the model's tensors.
 
     order: where its first tensor comes among all. nbytes: the device memory that it takes at most.
@@ -67,7 +67,7 @@ class Transfer(ABC):
         """
 
 
-class LocalCopy(Transfer):
+class LocalCopy(TensorTransfer):
     """A tensor that is whole on every rank."""
 
     shard_group = None
@@ -91,7 +91,7 @@ class LocalCopy(Transfer):
         yield self.order, self._source.spec, full
 
 
-class InPlaceGather(Transfer):
+class InPlaceGather(TensorTransfer):
     """A large tensor sharded by rows: gathered in place, this rank's part being loaded where it belongs."""
 
     def __init__(self, order: int, source: Rows, dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ class InPlaceGather(Transfer):
         yield self.order, spec, padded[: spec.numel].view(spec.shape)
 
 
-class PackedGather(Transfer):
+class PackedGather(TensorTransfer):
     """Many small tensors sharded by rows, in one all-gather, and a copy out of it in one kernel."""
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
@@ -270,7 +270,7 @@ def _take(
     return taken
 
 
-class FlatGather(Transfer):
+class FlatGather(TensorTransfer):
     """A stretch of every rank's shard of an FSDP1 unit, in one all-gather."""
 
     def __init__(
@@ -316,7 +316,7 @@ class FlatGather(Transfer):
             yield from self.unit.add(segment.index, segment.numel)
 
 
-class Redistribution(Transfer):
+class Redistribution(TensorTransfer):
     """Any other DTensor, by DTensor's own redistribution; what is merged into it is added to the full tensor."""
 
     def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
@@ -356,7 +356,7 @@ class Redistribution(Transfer):
         yield self.order, self._source.spec, self.__dict__.pop("_full")
 
 
-def all_gather(transfers: list[Transfer]) -> None:
+def all_gather(transfers: list[TensorTransfer]) -> None:
     """One collective for each shard group and dtype of the bucket, in the order of the transfers.
 
     gloo joins the tensors of a coalesced all-gather as if they had one dtype.

@@ -78,6 +78,7 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
     from fsdp_doctor.case.runner import CaseRunner
     from fsdp_doctor.machine import devices
     from fsdp_doctor.machine.environment import of_torch
+    from fsdp_doctor.machine.launch import Place
 
     devices.check_there_is_one(job.device.type, rank=job.rank, local_rank=job.local_rank)
     if job.custom_model is not None:
@@ -85,11 +86,8 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
     store, _, _ = next(dist.rendezvous("env://"))
     joined = runtime.start(
         dist.PrefixStore(f"generation/{generation}", store),
-        rank=job.rank,
-        world_size=job.world_size,
-        local_rank=job.local_rank,
-        num_nodes=job.num_nodes,
-        kind=job.device,
+        Place(rank=job.rank, world_size=job.world_size, local_rank=job.local_rank, num_nodes=job.num_nodes),
+        job.device,
         backend=backend,
         scratch=job.scratch,
         custom_model=job.custom_model,
