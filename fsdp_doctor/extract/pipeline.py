@@ -50,8 +50,8 @@ class Pipeline:
     def run(self, plan: Iterable[Bucket], most_bytes: int) -> Generator[tuple[TensorSpec, torch.Tensor]]:
         """Yields every tensor. As many buckets are pending at once as fit into ``most_bytes``.
 
-        Each rank gives its word for a bucket before it launches it, and never waits for its caller
-        between the two: what is launched is finished by all.
+        Each rank agrees to a bucket before it launches its collectives, and never waits for its caller
+        between the two: what one rank launches, all finish.
         """
         buckets = iter(plan)
         upcoming = next(buckets, None)

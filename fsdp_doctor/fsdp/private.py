@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, OffloadPolicy
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.weak import TensorWeakRef
+from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
@@ -107,8 +104,8 @@ def num_interleaved(placement: Placement) -> int | None:
     1 for ``Shard``. ``_StridedShard.split_factor``: what ``fully_shard`` makes of a dim that tensor parallelism
     sharded first has no public name, and is a Shard in older versions only.
     """
-    if isinstance(placement, _StridedShard):
-        return int(placement.split_factor)
+    if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
+        return int(_get(placement, "split_factor"))
     return 1 if isinstance(placement, Shard) else None
 
 
@@ -329,8 +326,10 @@ def release_workspaces(device: torch.device) -> None:
 # What paths yield.
 
 
-def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+def is_sharded_tensor(value: object) -> bool:
     """``torch.distributed._shard.sharded_tensor``: FSDP1's sharded state dicts without a device mesh are made of it."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
     return isinstance(value, ShardedTensor)
 
 
@@ -339,5 +338,7 @@ def weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
     ``weakref.ref`` may return a tensor whose memory torch has already taken over without telling Python.
     """
+    from torch.utils.weak import TensorWeakRef
+
     reference: Callable[[], torch.Tensor | None] = TensorWeakRef(tensor)
     return reference
