@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_doctor import Examination, ModelIsBad, examine
 from fsdp_doctor.case import offloading
 from fsdp_doctor.examination import Finding, TensorFacts
-from fsdp_doctor.fsdp import fsdp2
+from fsdp_doctor.fsdp import private
 
 CHECKS: dict[str, Callable[[], None]] = {}
 EVEN, UNEVEN = 6, 7
@@ -450,7 +450,7 @@ def nothing_is_changed() -> None:
 
 def identity(model: nn.Module) -> list[tuple[Any, ...]]:
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tensors = [(name, shown, fsdp2.local_tensor(shown)) for name, shown in own]
+    tensors = [(name, shown, private.local_tensor(shown)) for name, shown in own]
     return [
         (
             name,

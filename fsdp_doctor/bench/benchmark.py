@@ -23,8 +23,8 @@ from fsdp_doctor.bench.tables import BenchResult, Measured
 from fsdp_doctor.case.offloading import offload
 from fsdp_doctor.case.paths.arguments import PathArguments, called_by_name
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.extract.sources import entries, read
-from fsdp_doctor.fsdp import fsdp2, private
+from fsdp_doctor.extract.sources import sources_of, specs
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import Place, place
@@ -89,7 +89,8 @@ def _model(
     model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
     arguments = PathArguments(model=model, device=clock.device)
     held_bytes = clock.highest(_shard_bytes(model))
-    full_bytes = sum(entry.numel * (yielded_dtype or entry.dtype).itemsize for s in read(model) for entry in entries(s))
+    yielded_specs = [spec for source in sources_of(reader.read(model)) for spec in specs(source)]
+    full_bytes = sum(spec.numel * (yielded_dtype or spec.dtype).itemsize for spec in yielded_specs)
     about = _About(
         strategy, offload, dtypes, yielded_dtype, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes
     )
@@ -171,8 +172,6 @@ def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: in
 
 
 def _shard_bytes(model: nn.Module) -> float:
-    units = [private.flat_shard(handle).nbytes for _, handle in private.fsdp1_units(model)]
-    if units:
-        return sum(units)
-    tensors = {id(tensor): tensor for _, tensor in fsdp2.entries(model)}
-    return sum(fsdp2.local_tensor(tensor).nbytes for tensor in tensors.values())
+    held = reader.read(model)
+    units = [unit.shard.nbytes for unit in held.fsdp1_units]
+    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in held.tensors())

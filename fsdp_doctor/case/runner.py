@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
 from fsdp_doctor.case import reference, training_state, verification
 from fsdp_doctor.case.leftovers import Leftovers
@@ -22,7 +21,7 @@ from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer, Unsupported
-from fsdp_doctor.fsdp.fsdp2 import entries, local_tensor
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.verdict.records import Problem, Record, Stage
@@ -155,14 +154,16 @@ class _CaseRun:
             self._check_weights(trainer, truth, "the offload or the staging changed weights")
             before = training_state.state_of(trainer.model, trainer.optimizer)
         verifier = verification.Verifier(
-            self._contract,
-            truth,
-            rank=self._runtime.rank,
-            compute_device=self._runtime.device,
-            compute_dtype=COMPUTE_DTYPE,
-            parameter_devices=verification.parameter_devices(trainer.model),
-            shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
-            merged_weights=merged_weights(trainer.model, truth.full),
+            verification.ExpectedYield(
+                contract=self._contract,
+                reference=truth,
+                rank=self._runtime.rank,
+                compute_device=self._runtime.device,
+                compute_dtype=COMPUTE_DTYPE,
+                parameter_devices=verification.parameter_devices(trainer.model),
+                shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
+                merged_weights=merged_weights(trainer.model, truth.full),
+            )
         )
         self._enter("extract")
         self._leftovers.look_before()
@@ -199,7 +200,7 @@ class _CaseRun:
             control=self._runtime.control,
         )
         timed = _Timed(self._runtime, self._watches_state)
-        alive: list[TensorWeakRef] = []
+        alive: list[Callable[[], torch.Tensor | None]] = []
         own = trainer.tensor_ids()
         yielded: Counter[str] = Counter()
         shards = _shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0
@@ -208,9 +209,9 @@ class _CaseRun:
             if self._path.offloads and not yielded:
                 self._look_for_kept_shards(allocated, shards, value)
             entry = verification.read(name, value)
-            yielded[entry.sort] += 1
+            yielded[entry.kind] += 1
             if isinstance(value, torch.Tensor) and id(value) not in own:
-                alive.append(TensorWeakRef(value))
+                alive.append(private.weak_reference(value))
             del value
             self._stay("verify")
             verifier.check(entry)
@@ -226,7 +227,7 @@ class _CaseRun:
         )
         self._look_for_leak(allocated, alive)
 
-    def _look_for_leak(self, allocated: int | None, alive: list[TensorWeakRef]) -> None:
+    def _look_for_leak(self, allocated: int | None, alive: list[Callable[[], torch.Tensor | None]]) -> None:
         kept, surplus = _kept(alive), self._surplus(allocated)
         if kept or surplus:
             gc.collect()
@@ -363,13 +364,13 @@ class _Timed:
 
 def _shard_bytes(model: nn.Module, device: torch.device) -> int:
     """Bytes of this rank's shards that lie on the device."""
-    shards = {id(tensor): local_tensor(tensor) for _, tensor in entries(model)}
-    return sum(shard.nbytes for shard in shards.values() if shard.device == device)
+    shards = [private.local_tensor(tensor.shown) for tensor in reader.read(model).tensors()]
+    return sum(shard.nbytes for shard in shards if shard.device == device)
 
 
-def _kept(alive: list[TensorWeakRef]) -> list[int]:
+def _kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
     """Bytes of each yielded tensor that somebody still holds and whose memory was not freed."""
-    sizes = [local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
+    sizes = [private.local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
     return [size for size in sizes if size]
 
 

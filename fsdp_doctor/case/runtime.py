@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import assert_never
 
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.axes import Backend
+from fsdp_doctor.matrix.axes import Backend, Sharding
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
@@ -40,13 +41,13 @@ class Runtime:
     scratch: pathlib.Path
     custom_model: pathlib.Path | None
     num_nodes: int = 1
-    _meshes: dict[str, DeviceMesh] = dataclasses.field(default_factory=dict)
+    _meshes: dict[Sharding, DeviceMesh] = dataclasses.field(default_factory=dict)
 
     @property
     def has_accelerator(self) -> bool:
         return self.device.type != "cpu"
 
-    def mesh(self, sharding: str) -> DeviceMesh:
+    def mesh(self, sharding: Sharding) -> DeviceMesh:
         """The mesh of a value of the axis ``sharding``. Every rank must call it."""
         if sharding not in self._meshes:
             self._meshes[sharding] = _mesh(self.device.type, sharding, self.world_size)
@@ -73,11 +74,16 @@ class Runtime:
         return int(torch.get_device_module(self.device).max_memory_allocated())
 
 
-def _mesh(device_type: str, sharding: str, world_size: int) -> DeviceMesh:
-    if sharding == "full":
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
-    shard_size = 2 if sharding == "hsdp" else 1
-    return init_device_mesh(device_type, (world_size // shard_size, shard_size), mesh_dim_names=("ddp", "fsdp"))
+def _mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
+    match sharding:
+        case "full":
+            return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+        case "hsdp":
+            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("ddp", "fsdp"))
+        case "size1":
+            return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("ddp", "fsdp"))
+        case _:
+            assert_never(sharding)
 
 
 def start(

@@ -1,7 +1,7 @@
-"""Python's cyclic collector, kept from going through the whole heap in the midst of planning.
+"""Python's garbage collector, kept from going through the whole heap while a model is read.
 
 Ten thousand tensors make some hundred thousand objects at once, which Python takes for a reason to
-collect, several times over.
+collect, several times over; none of them is garbage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def collector_waits(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def without_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """While ``function`` runs no collection begins; where the collector is off it stays off."""
 
     @functools.wraps(function)
