@@ -98,7 +98,7 @@ def start(
     """Joins the process groups of one generation of workers. Every rank must call it."""
     device = torch.device(run_device.type, place.local_rank) if run_device.type != "cpu" else torch.device("cpu")
     if device.type == "cuda":
-        _wait_without_a_processor(place.local_rank)
+        _wait_for_cuda_without_spinning(place.local_rank)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     if run_device.memory is not None:
@@ -126,7 +126,7 @@ def start(
     )
 
 
-def _wait_without_a_processor(index: int) -> None:
+def _wait_for_cuda_without_spinning(index: int) -> None:
     """Has CUDA block a thread that waits for the device; by default it spins.
 
     So a worker that waits for a collective which never ends can be told from one that works. It is a

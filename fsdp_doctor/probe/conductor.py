@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.matrix.axes import Backend
-from fsdp_doctor.probe.deadlines import Deadlines
+from fsdp_doctor.probe.deadlines import Deadlines, RoundStage
 from fsdp_doctor.probe.instructions import (
     EndRun,
     Instruction,
@@ -23,7 +22,7 @@ from fsdp_doctor.probe.instructions import (
 )
 from fsdp_doctor.probe.round import Round
 from fsdp_doctor.probe.supervisor import Supervisor
-from fsdp_doctor.verdict.records import RankReport, Stage
+from fsdp_doctor.verdict.records import RankReport
 
 _REPORT_SECONDS = 60.0
 _IDLE_POLL = 0.25
@@ -133,7 +132,7 @@ class _Watch:
             self._stop(StopWorker(why="deadline", detail=detail))
 
     @property
-    def _stage(self) -> Stage | Literal["start"]:
+    def _stage(self) -> RoundStage:
         return self._record.stage if self._record is not None else "start"
 
     def _look_for_progress(self) -> None:
@@ -151,7 +150,7 @@ class _Watch:
         if deadline.idle is None or self._still <= deadline.idle or self._still - self._asked_at < _IDLE_POLL:
             return None
         self._asked_at = self._still
-        return round(deadline.idle, 1) if self._round.idle_seconds() >= deadline.idle else None
+        return round(deadline.idle) if self._round.idle_seconds() >= deadline.idle else None
 
     def _stop(self, stop: StopWorker) -> None:
         self._stopped_at = time.monotonic()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fsdp_doctor.probe.job import Limits
 from fsdp_doctor.verdict.records import Stage
 
+# Before the first record of a case, or of a worker that is starting, there is no stage yet.
+RoundStage: TypeAlias = Stage | Literal["start"]
 # What takes long because the model is large, and not because something is stuck.
-GrowingStage = Literal["start", "build", "reference", "fingerprint", "verify"]
-_GROWING_STAGES: tuple[GrowingStage, ...] = ("start", "build", "reference", "fingerprint", "verify")
+_GROWING_STAGES: tuple[RoundStage, ...] = ("start", "build", "reference", "fingerprint", "verify")
 _LEAST, _MOST = 5.0, 30.0
 _TIMES_THE_LONGEST = 4.0
 
@@ -38,7 +39,7 @@ class Deadlines:
         """Some stage of a case made progress after that time."""
         self._longest = max(self._longest, seconds)
 
-    def of(self, stage: Stage | Literal["start"]) -> Deadline:
+    def of(self, stage: RoundStage) -> Deadline:
         if stage in _GROWING_STAGES:
             return Deadline(idle=None, busy=self._limits.start)
         if self._limits.stage is not None:
