@@ -47,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _EXIT_CODES = (
-    "Exit codes: 0 nothing bad; 1 a bad verdict, or one that --expect does not have; 2 usage; "
+    "Exit codes: 0 nothing bad; 1 a bad verdict, with --expect an unexpected one; 2 usage; "
     "3 cannot run here; 4 the doctor's own fault; 130 interrupted."
 )
 _NEEDS = {"torch": (2, 6), "transformers": (4, 56)}
