@@ -47,7 +47,10 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice) 
     if earlier is None:
         return report
     if (was := _conditions(earlier)) != (now := _conditions(report)):
-        raise UsageError(f"--resume: the report is of {was}, this run is of {now}; their results cannot stand together")
+        raise UsageError(
+            f"--resume: the report is of {was}, this run is of {now}; "
+            "their results cannot stand in one report: leave --resume out to begin again"
+        )
     selected = set(options.cases)
     return dataclasses.replace(
         earlier,
