@@ -84,12 +84,11 @@ def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
 def _of_model(model: nn.Module) -> Iterator[_StateTensor]:
     held = reader.read(model)
     for unit in held.fsdp1_units:
-        flat, shard = unit.flat_parameter, unit.shard
+        flat = unit.flat_parameter
         # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
         # keeps its own until the next unshard, an extraction's or a forward's, drops it.
-        yield _StateTensor(unit.flat_name, flat, flat.detach(), keeps_gradient=unit.keeps_originals)
-        if shard.data_ptr() != flat.data_ptr():
-            yield _StateTensor(f"{unit.prefix}_local_shard", shard, shard)
+        local = unit.shard if unit.keeps_originals else flat.detach()
+        yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
         yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
     for tensor in held.tensors():
         local = private.local_tensor(tensor.tensor).detach()
