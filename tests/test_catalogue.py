@@ -6,6 +6,7 @@ import functools
 import pathlib
 import sys
 import tempfile
+from typing import get_args
 
 import pytest
 from program import TESTS, Run, default_matrix, doctor, probe
@@ -26,7 +27,7 @@ from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.layout import distinct_failures
-from fsdp_doctor.verdict.classification import MEANING
+from fsdp_doctor.verdict.classification import VerdictKind
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,7 +65,7 @@ def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
 
 @_ENTRIES
 def test_an_entry_says_cause_remedy_and_where_it_is_from(entry: KnownFailure) -> None:
-    assert entry.verdict in MEANING
+    assert entry.verdict in get_args(VerdictKind)
     assert all((entry.title, entry.cause, entry.remedy, entry.references))
     assert entry.signatures or entry.check, "neither a message nor a way to see it"
     assert not entry.title.endswith(".")

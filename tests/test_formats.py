@@ -22,7 +22,7 @@ from fsdp_doctor.report import markdown
 from fsdp_doctor.report.document import CaseResult, Report, report_from_dict, report_to_dict, result_of
 from fsdp_doctor.report.formats import FORMATS, render
 from fsdp_doctor.report.layout import bytes_text, distinct_failures, numbers, summary
-from fsdp_doctor.verdict.classification import MEANING, Verdict
+from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import (
     Failure,
     Problem,
@@ -35,6 +35,7 @@ from fsdp_doctor.verdict.records import (
     Stop,
 )
 
+VERDICT_KINDS = get_args(VerdictKind)
 SCHEMA = json.loads((pathlib.Path(fsdp_doctor.__file__).parent / "report" / "schema.json").read_text())
 GITHUB_LIMIT = 65_536
 CASES = select(Selection())
@@ -70,7 +71,7 @@ def report(*results, **fields):
 
 def every_kind(**fields):
     """A case for each verdict."""
-    return [result(case, kind, f"reason of {kind}", **fields) for case, kind in zip(CASES, MEANING, strict=False)]
+    return [result(case, kind, f"reason of {kind}", **fields) for case, kind in zip(CASES, VERDICT_KINDS, strict=False)]
 
 
 def everything():
@@ -152,7 +153,7 @@ def test_every_format_of_every_report_ends_in_a_newline(name, made):
 @pytest.mark.parametrize("name", ["table", "lines", "json", "markdown", "junit"])
 def test_every_format_but_the_picture_has_every_verdict_and_reason(name):
     text = squeezed(render(report(*every_kind()), name, width=400))
-    for kind in MEANING:
+    for kind in VERDICT_KINDS:
         assert kind in text or (kind, name) == ("ok", "junit")
         if kind not in ("ok", "unsupported", "skipped"):
             assert squeezed(f"reason of {kind}") in text
@@ -257,7 +258,7 @@ def junit(made):
     return ElementTree.fromstring(render(made, "junit").encode())
 
 
-@pytest.mark.parametrize("kind", MEANING)
+@pytest.mark.parametrize("kind", VERDICT_KINDS)
 def test_junit_has_the_outcome_of_each_verdict(kind):
     [suite] = junit(report(result(kind=kind)))
     [case] = suite
@@ -268,7 +269,8 @@ def test_junit_has_the_outcome_of_each_verdict(kind):
 
 def test_junit_counts_what_its_suites_hold():
     results = [
-        result(case, kind, wall_seconds=0.5) for case, kind in zip(CASES[:300], itertools.cycle(MEANING), strict=False)
+        result(case, kind, wall_seconds=0.5)
+        for case, kind in zip(CASES[:300], itertools.cycle(VERDICT_KINDS), strict=False)
     ]
     root = junit(report(*results))
     assert {suite.get("name") for suite in root} == {one.case.scenario.id for one in results}
@@ -392,7 +394,7 @@ def test_markdown_shows_the_end_of_a_traceback_and_the_main_threads_stack():
 
 
 def test_markdown_rows_have_as_many_cells_as_their_header():
-    kinds = itertools.cycle(MEANING)
+    kinds = itertools.cycle(VERDICT_KINDS)
     text = markdown.render(report(*(result(case, next(kinds)) for case in select(Selection(fix=True)))))
     tables = [list(rows) for is_row, rows in itertools.groupby(text.splitlines(), lambda x: x[:1] == "|") if is_row]
     assert len(tables) == 5
@@ -413,7 +415,7 @@ def test_the_picture_is_well_formed_xml_whatever_a_worker_wrote(text):
 def test_the_picture_has_the_matrix_the_reasons_and_the_summary():
     made = report(*every_kind())
     words = "".join(ElementTree.fromstring(render(made, "svg").encode()).itertext())
-    for part in (*MEANING, "reason of crash", CASES[0].path, summary(made), "2 x An accelerator"):
+    for part in (*VERDICT_KINDS, "reason of crash", CASES[0].path, summary(made), "2 x An accelerator"):
         assert squeezed(part) in squeezed(words)
 
 
@@ -493,7 +495,7 @@ def test_the_schema_misses_a_key_that_we_always_write(place):
 @pytest.mark.parametrize(
     ("enum", "words"),
     [
-        (SCHEMA["$defs"]["verdict_kind"], list(MEANING)),
+        (SCHEMA["$defs"]["verdict_kind"], list(VERDICT_KINDS)),
         (SCHEMA["$defs"]["stage"], get_args(Stage)),
         (SCHEMA["$defs"]["problem"]["properties"]["kind"], get_args(ProblemKind)),
         (SCHEMA["$defs"]["rank"]["properties"]["stopped"], get_args(Stop)),
@@ -551,7 +553,7 @@ def test_a_result_sums_up_the_slowest_and_the_largest_rank_and_keeps_reports_of_
         RankReport(rank=r, record=Record(case_id="x", stage="next step", seconds=s, peak_extra_bytes=p, done=True))
         for r, (s, p) in enumerate([(0.25, 7), (0.75, None), (None, 3)])
     ]
-    for kind in MEANING:
+    for kind in VERDICT_KINDS:
         one = result_of(CASES[0], Verdict(kind=kind), [*ranks, RankReport(rank=3)], 2.0)
         assert (one.seconds, one.peak_extra_bytes, one.wall_seconds) == (0.75, 7, 2.0)
         assert bool(one.ranks) is one.verdict.bad
