@@ -149,11 +149,15 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Fa
     held = reader.read(model)
     units = [*map(_of_fsdp1, held.fsdp1_units), *map(_of_fsdp2, held.fsdp2_units)]
     parameters, buffers = _Rows(), _Rows()
-    for unit in held.fsdp1_units:
-        parameters.add_flat(_flat_facts(unit), unit)
-    parameters.add(held.parameters, "plain")
+    of_units = [parameters.add_flat(_flat_facts(unit), unit) for unit in held.fsdp1_units]
+    of_parameters = parameters.add(held.parameters, "plain")
     buffers.add((*held.buffers, *held.transient_buffers), "buffer")
-    in_state = _optimizer_facts(optimizer, parameters) if optimizer is not None else ()
+    in_state: tuple[OptimizerFacts, ...] = ()
+    if optimizer is not None:
+        facts_of = {id(p.tensor): facts for p, facts in zip(held.parameters, of_parameters, strict=True)}
+        for unit, facts in zip(held.fsdp1_units, of_units, strict=True):
+            facts_of |= {id(tensor): facts for tensor in unit.optimized}
+        in_state = _optimizer_facts(optimizer, facts_of)
     compute_device = units[0].compute_device if units else None
     copied = left_by_copy((parameters.by_state, buffers.by_state), in_state)
     return Facts(
@@ -203,19 +207,17 @@ def _of_fsdp1(unit: Fsdp1Unit) -> FsdpUnit:
 
 
 class _Rows:
-    """Collects tensors. A model may have a hundred thousand, in a few states: a state is made once.
-
-    held: each with its facts; of an FSDP1 unit all by which an optimizer may know its parameters.
-    """
+    """Collects tensors. A model may have a hundred thousand, in a few states: a state is made once."""
 
     def __init__(self) -> None:
         self.all: list[TensorFacts] = []
         self.by_state: ByState = {}
-        self.held: list[tuple[torch.Tensor, TensorFacts]] = []
         self._known: dict[tuple[Any, ...], tuple[TensorFacts, list[TensorFacts]]] = {}
         self._meshes: dict[int, Mesh] = {}
 
-    def add(self, tensors: Iterable[HeldTensor], kind: Literal["plain", "buffer"]) -> None:
+    def add(self, tensors: Iterable[HeldTensor], kind: Literal["plain", "buffer"]) -> list[TensorFacts]:
+        """The facts of each tensor under its first name; its other names get rows too."""
+        added: list[TensorFacts] = []
         for held in tensors:
             tensor, unit = held.tensor, held.unit
             local = private.local_tensor(tensor)
@@ -229,18 +231,19 @@ class _Rows:
             like, rows = alike
             # What is alike is shared: two shapes for each of a hundred thousand rows are work for Python.
             facts = TensorFacts(held.names[0], "", like.shape, like.local_shape, like.state)
+            added.append(facts)
             self.all.append(facts)
             rows.append(facts)
             if len(held.names) > 1:
                 self._add_tied(facts, held.names)
-            self.held.append((tensor, facts))
+        return added
 
-    def add_flat(self, facts: TensorFacts, unit: Fsdp1Unit) -> None:
+    def add_flat(self, facts: TensorFacts, unit: Fsdp1Unit) -> TensorFacts:
         self.all.append(facts)
         self.by_state.setdefault(facts.state, []).append(facts)
-        self.held += [(tensor, facts) for tensor in unit.optimized]
         for names in unit.names:
             self._add_tied(replace(facts, holds=()), names)
+        return facts
 
     def _add_tied(self, facts: TensorFacts, names: tuple[str, ...]) -> None:
         tied = [replace(facts, name=name, tied_to=names[0]) for name in names[1:]]
@@ -322,9 +325,8 @@ def _flat_facts(unit: Fsdp1Unit) -> TensorFacts:
     return TensorFacts(f"{unit.prefix}flat_param", "", (length,), local.shape, state, holds)
 
 
-def _optimizer_facts(optimizer: torch.optim.Optimizer, parameters: _Rows) -> tuple[OptimizerFacts, ...]:
+def _optimizer_facts(optimizer: torch.optim.Optimizer, facts_of: dict[int, TensorFacts]) -> tuple[OptimizerFacts, ...]:
     """State of what is no parameter of the model is left out: an optimizer may have several models."""
-    facts_of = {id(tensor): facts for tensor, facts in parameters.held}
     by_home: dict[torch.device, dict[tuple[str, torch.device, bool, bool], list[str]]] = {}
     for parameter, entries in optimizer.state.items():
         if (facts := facts_of.get(id(parameter))) is None:

@@ -19,7 +19,7 @@ from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrapped
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fsdp2Unit:
     """What ``fully_shard`` made of one module, or list of modules, that owns parameters.
 
@@ -166,39 +166,14 @@ class HeldModel:
 
 def read(model: nn.Module) -> HeldModel:
     """Any rank may call it alone, before the first forward too."""
-    modules = private.own_tensors(innermost(model))
-    units = _fsdp1_units(modules)
-    unit_of = {name: unit for unit in units for names in unit.names for name in names}
-    states = {id(own.fsdp2_state): own.fsdp2_state for own in modules if own.fsdp2_state is not None}
-    fsdp2_units = {key: _fsdp2_unit(state) for key, state in states.items()}
-    sharded = {id(shown): held for state in states.values() for shown, held in private.unsharded_parameters(state)}
-    parameters: dict[int, HeldTensor] = {}
-    buffers: dict[int, HeldTensor] = {}
-    transient_buffers: dict[int, HeldTensor] = {}
-    for own in modules:
-        prefix, unit = unwrapped(own.prefix), fsdp2_units.get(id(own.fsdp2_state))
-        for key, shown in own.parameters.items():
-            if shown is None:
-                continue
-            name = prefix + key
-            tensor = sharded.get(id(shown), shown) if sharded else shown
-            if (known := parameters.get(id(tensor))) is not None:
-                known.names += (name,)
-            elif not units or (name not in unit_of and not private.is_flat_parameter(tensor)):
-                parameters[id(tensor)] = HeldTensor((name,), tensor, shown, unit)
-            elif name in unit_of:
-                unit_of[name].shown[name] = shown
-        for key, buffer in own.buffers.items():
-            if buffer is not None:
-                found = transient_buffers if key in own.non_persistent else buffers
-                held = found.setdefault(id(buffer), HeldTensor((), buffer, buffer, unit))
-                held.names += (prefix + key,)
+    modules = _modules(model)
+    fsdp1_units, fsdp2_units = _fsdp1_units(modules), _fsdp2_units(modules)
     return HeldModel(
-        fsdp1_units=units,
+        fsdp1_units=fsdp1_units,
         fsdp2_units=tuple(unit for unit in fsdp2_units.values() if unit is not None),
-        parameters=tuple(parameters.values()),
-        buffers=tuple(buffers.values()),
-        transient_buffers=tuple(transient_buffers.values()),
+        parameters=_parameters(modules, fsdp1_units, fsdp2_units),
+        buffers=_buffers(modules, fsdp2_units, persistent=True),
+        transient_buffers=_buffers(modules, fsdp2_units, persistent=False),
     )
 
 
@@ -213,11 +188,12 @@ def innermost(model: nn.Module) -> nn.Module:
             return model
 
 
-def _fsdp2_unit(state: Any) -> Fsdp2Unit | None:
-    if (found := private.fsdp2_unit(state)) is None:
-        return None
-    device, policy, is_initialized = found
-    return Fsdp2Unit(compute_device=device, policy=policy, is_initialized=is_initialized)
+def _modules(model: nn.Module) -> list[private.OwnTensors]:
+    """All of them, with unwrapped prefixes."""
+    modules = private.own_tensors(innermost(model))
+    for own in modules:
+        own.prefix = unwrapped(own.prefix)
+    return modules
 
 
 def _fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
@@ -226,14 +202,68 @@ def _fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
     for own in modules:
         handle = private.flat_handle(own.module)
         if handle is not None and id(handle) not in units:
-            prefix = unwrapped(own.prefix)
-            units[id(handle)] = Fsdp1Unit(prefix=prefix, names=_names(prefix, handle), shown={}, _handle=handle)
+            names = _names_in_unit(own.prefix, handle)
+            units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, _handle=handle)
     return tuple(units.values())
 
 
-def _names(prefix: str, handle: Any) -> tuple[tuple[str, ...], ...]:
+def _names_in_unit(prefix: str, handle: Any) -> tuple[tuple[str, ...], ...]:
     own, tied = private.flat_names(handle)
     names = {name: [unwrapped(prefix + name)] for name in own}
     for name, primary in tied:
         names[primary].append(unwrapped(prefix + name))
     return tuple(map(tuple, names.values()))
+
+
+def _fsdp2_units(modules: list[private.OwnTensors]) -> dict[int, Fsdp2Unit | None]:
+    """By the id of its state; None for a module that owns no parameter."""
+    units: dict[int, Fsdp2Unit | None] = {}
+    for own in modules:
+        if own.fsdp2_state is not None and id(own.fsdp2_state) not in units:
+            found = private.fsdp2_unit(own.fsdp2_state)
+            units[id(own.fsdp2_state)] = Fsdp2Unit(*found) if found is not None else None
+    return units
+
+
+def _parameters(
+    modules: list[private.OwnTensors],
+    fsdp1_units: tuple[Fsdp1Unit, ...],
+    fsdp2_units: dict[int, Fsdp2Unit | None],
+) -> tuple[HeldTensor, ...]:
+    """Those that are in no FSDP1 unit; the others that modules have now are added to their units."""
+    unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
+    sharded = _sharded_parameters(modules)
+    found: dict[int, HeldTensor] = {}
+    for own in modules:
+        prefix, unit = own.prefix, fsdp2_units.get(id(own.fsdp2_state))
+        for key, shown in own.parameters.items():
+            if shown is None:
+                continue
+            name = prefix + key
+            tensor = sharded.get(id(shown), shown) if sharded else shown
+            if (known := found.get(id(tensor))) is not None:
+                known.names += (name,)
+            elif unit_of and name in unit_of:
+                unit_of[name].shown[name] = shown
+            elif not unit_of or not private.is_flat_parameter(tensor):
+                found[id(tensor)] = HeldTensor((name,), tensor, shown, unit)
+    return tuple(found.values())
+
+
+def _sharded_parameters(modules: list[private.OwnTensors]) -> dict[int, nn.Parameter]:
+    """The sharded parameter by the id of the one that an FSDP2 module shows in its place."""
+    states = {id(own.fsdp2_state): own.fsdp2_state for own in modules if own.fsdp2_state is not None}
+    return {id(shown): held for state in states.values() for shown, held in private.unsharded_parameters(state)}
+
+
+def _buffers(
+    modules: list[private.OwnTensors], fsdp2_units: dict[int, Fsdp2Unit | None], *, persistent: bool
+) -> tuple[HeldTensor, ...]:
+    found: dict[int, HeldTensor] = {}
+    for own in modules:
+        for key, buffer in own.buffers.items():
+            if buffer is not None and (key not in own.non_persistent) == persistent:
+                unit = fsdp2_units.get(id(own.fsdp2_state))
+                held = found.setdefault(id(buffer), HeldTensor((), buffer, buffer, unit))
+                held.names += (own.prefix + key,)
+    return tuple(found.values())
