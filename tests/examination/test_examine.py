@@ -22,7 +22,9 @@ _VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split("."
 @functools.cache
 def _outcomes() -> dict[str, str]:
     """The line about each check; one for all where the program ended before it could say more."""
-    run = torchrun("--nproc-per-node=2", str(TESTS / "examine_under_torchrun.py"), env={"OMP_NUM_THREADS": "1"})
+    run = torchrun(
+        "--nproc-per-node=2", str(TESTS / "examination" / "examine_under_torchrun.py"), env={"OMP_NUM_THREADS": "1"}
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
     ended = f"FAILED: ended with {run.code}: {run.stderr[-2000:]}"
     return dict.fromkeys(CHECKS, ended) | {line.split()[1].rstrip(":"): line for line in lines}

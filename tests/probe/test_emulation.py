@@ -10,7 +10,7 @@ from program import Run, doctor, probe, user_paths
 from fsdp_doctor.report.comparison import differences
 from fsdp_doctor.report.journal import read_report
 
-_REPORTS = pathlib.Path(__file__).parent.parent / "examples" / "reports"
+_REPORTS = pathlib.Path(__file__).parents[2] / "examples" / "reports"
 _HALF_MOVED = (
     'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
     '"emulated:0".  This is no longer allowed; the devices must match.'

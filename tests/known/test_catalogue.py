@@ -33,7 +33,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_MESSAGES: dict[str, list[str]] = tomllib.loads((TESTS / "messages.toml").read_text())["messages"]
+_MESSAGES: dict[str, list[str]] = tomllib.loads((TESTS / "known" / "messages.toml").read_text())["messages"]
 _ENTRIES = pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: entry.id)
 _REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
 # The first torch for which the emulated device can be built.

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_doctor.machine.environment import PACKAGES, VARIABLES, home_as_tilde, lines_of, without_torch
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", [*VARIABLES, "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])

@@ -56,7 +56,13 @@ def _runs() -> dict[str, tuple[list[int], str]]:
         (directory / _name(result.id)).write_text(script(result.case, reported(result.case, default_matrix())))
     for case_id in _BEYOND:
         (directory / f"beyond--{_name(case_id)}").write_text(script(_case(case_id), expected(_case(case_id))))
-    done = run(sys.executable, str(TESTS / "run_scripts.py"), str(directory), "emulated", env={"OMP_NUM_THREADS": "1"})
+    done = run(
+        sys.executable,
+        str(TESTS / "support" / "run_scripts.py"),
+        str(directory),
+        "emulated",
+        env={"OMP_NUM_THREADS": "1"},
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert rows, done.stderr
     return {row["script"]: (row["codes"], row["output"]) for row in rows}
@@ -100,7 +106,13 @@ def test_a_script_that_expects_something_else_says_so_and_ends_with_1(tmp_path: 
     wrong = Expectation(kind="crash", message="RuntimeError: nothing raises this")
     (tmp_path / "ok.py").write_text(script(case, _OK))
     (tmp_path / "wrong.py").write_text(script(case, wrong))
-    done = run(sys.executable, str(TESTS / "run_scripts.py"), str(tmp_path), "emulated", env={"OMP_NUM_THREADS": "1"})
+    done = run(
+        sys.executable,
+        str(TESTS / "support" / "run_scripts.py"),
+        str(tmp_path),
+        "emulated",
+        env={"OMP_NUM_THREADS": "1"},
+    )
     rows = {row["script"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert (rows["ok.py"]["codes"], rows["wrong.py"]["codes"]) == ([0, 0], [1, 1])
     assert rows["ok.py"]["output"].count("ok: PASS") == 2
@@ -178,7 +190,13 @@ def test_an_exception_before_the_cycle_ends_a_script_that_expects_a_hang_with_1(
     case = _case("fsdp2/none/unstaged/uneven/from_local")
     text = script(case, expected(case))
     (tmp_path / "hang.py").write_text(text.replace("    loss.backward()", '    raise RuntimeError("planted")'))
-    done = run(sys.executable, str(TESTS / "run_scripts.py"), str(tmp_path), "emulated", env={"OMP_NUM_THREADS": "1"})
+    done = run(
+        sys.executable,
+        str(TESTS / "support" / "run_scripts.py"),
+        str(tmp_path),
+        "emulated",
+        env={"OMP_NUM_THREADS": "1"},
+    )
     row = json.loads(done.stdout)
     assert row["codes"] == [1, 1], row
     assert "planted" in row["output"]
@@ -188,7 +206,13 @@ def test_an_exception_before_the_cycle_ends_a_script_that_expects_a_hang_with_1(
 def test_a_scripts_own_check_does_not_hide_the_race_that_it_is_to_show(tmp_path: pathlib.Path) -> None:
     case = _case("fsdp2/param/unstaged/nonblocking/get_model_state_dict.sharded")
     (tmp_path / "race.py").write_text(script(case, expected(case)))
-    done = run(sys.executable, str(TESTS / "run_scripts.py"), str(tmp_path), "emulated", env={"OMP_NUM_THREADS": "1"})
+    done = run(
+        sys.executable,
+        str(TESTS / "support" / "run_scripts.py"),
+        str(tmp_path),
+        "emulated",
+        env={"OMP_NUM_THREADS": "1"},
+    )
     assert json.loads(done.stdout)["codes"] == [0, 0], done.stdout
 
 

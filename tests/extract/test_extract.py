@@ -35,7 +35,7 @@ def test_it_is_ok_on_hsdp_and_shard_groups_of_one(tmp_path: pathlib.Path) -> Non
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_it_agrees_with_the_model_before_sharding(nproc: int) -> None:
-    run = torchrun(f"--nproc-per-node={nproc}", str(TESTS / "extract_everything.py"))
+    run = torchrun(f"--nproc-per-node={nproc}", str(TESTS / "extract" / "extract_everything.py"))
     assert run.code == 0, run.stdout + run.stderr
     assert run.stdout.startswith("7 models, failures:")
 

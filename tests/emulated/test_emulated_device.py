@@ -22,7 +22,7 @@ import fsdp_doctor.emulated  # noqa: F401, which registers the device
 from fsdp_doctor.emulated import EmulationUnavailable, build
 from fsdp_doctor.emulated import device as emulated
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = "emulated"
 OTHER = "emulated:1"
 

@@ -9,7 +9,7 @@ import torch
 from fsdp_on_emulation import CHECKS
 from program import TESTS, Run, torchrun
 
-_PROGRAM = str(TESTS / "fsdp_on_emulation.py")
+_PROGRAM = str(TESTS / "emulated" / "fsdp_on_emulation.py")
 # The first torch for which the device can be built.
 _OLDEST = (2, 10)
 _VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

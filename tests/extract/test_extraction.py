@@ -32,7 +32,7 @@ def _outcomes(device: str, ranks: int) -> dict[str, str]:
     found: dict[str, str] = {}
     names = names_of_checks(device, ranks)
     while names:
-        program = (str(TESTS / "extraction_under_torchrun.py"), device, *names)
+        program = (str(TESTS / "extract" / "extraction_under_torchrun.py"), device, *names)
         run = torchrun(f"--nproc-per-node={ranks}", *program, env={"OMP_NUM_THREADS": "1"})
         lines = [line for line in run.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
         said = {line.split()[1].rstrip(":"): line for line in lines}

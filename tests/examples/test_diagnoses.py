@@ -89,7 +89,7 @@ def test_repro_writes_the_script_that_is_kept_but_for_versions(example: Example,
 @_each
 def test_the_script_reproduces_the_failure(example: Example, tmp_path: pathlib.Path) -> None:
     (tmp_path / "repro.py").write_text(example.text("repro.py"))
-    runner = ROOT / "tests" / "run_scripts.py"
+    runner = ROOT / "tests" / "support" / "run_scripts.py"
     done = run(sys.executable, str(runner), str(tmp_path), "emulated", env={"OMP_NUM_THREADS": "1"})
     assert '"codes": [0, 0]' in done.stdout, done.stderr
     assert example.message.replace('"', '\\"') in done.stdout

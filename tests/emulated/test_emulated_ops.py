@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp_doctor.emulated  # noqa: F401, which registers the device
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = "emulated"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (FP32, BF16, FP16)
