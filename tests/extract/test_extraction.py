@@ -1,66 +1,20 @@
-"""The extraction library, on several ranks (extraction_under_torchrun.py) and in one process."""
+"""The extraction library in one process: what it refuses, and adapters of every kind."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from extraction_under_torchrun import adapted, names_of_checks, qwen, tensors_of
-from program import TESTS, torchrun
+from support.extraction import adapted, qwen, tensors_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import full_state_dict, full_tensors, weights_info
-
-# The first torch for which the emulated device can be built.
-_OLDEST = (2, 10)
-_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-_SETTINGS = [("emulated", 2), ("cpu", 3), ("cpu", 4)]
-
-# On several ranks
-
-
-@functools.cache
-def _outcomes(device: str, ranks: int) -> dict[str, str]:
-    """The line about each check. One that ends its processes does not keep the others from running."""
-    found: dict[str, str] = {}
-    names = names_of_checks(device, ranks)
-    while names:
-        program = (str(TESTS / "extract" / "extraction_under_torchrun.py"), device, *names)
-        run = torchrun(f"--nproc-per-node={ranks}", *program, env={"OMP_NUM_THREADS": "1"})
-        lines = [line for line in run.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
-        said = {line.split()[1].rstrip(":"): line for line in lines}
-        found |= said
-        ended = [index for index, name in enumerate(names) if name in said]
-        last = ended[-1] if ended else -1
-        if last + 1 < len(names) and not (ended and said[names[last]].startswith("FAILED")):
-            last += 1
-            found[names[last]] = f"FAILED {names[last]}: ended with {run.code}: {run.stderr[-2000:]}"
-        names = names[last + 1 :]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "check"),
-    [
-        pytest.param(device, ranks, check, id=f"{device}-{ranks}-{check}")
-        for device, ranks in _SETTINGS
-        for check in names_of_checks(device, ranks)
-    ],
-)
-def test_on_several_ranks(device: str, ranks: int, check: str) -> None:
-    if device == "emulated" and _VERSION < _OLDEST:
-        pytest.skip("the emulated device needs torch 2.10")
-    outcome = _outcomes(device, ranks)[check]
-    if not outcome.startswith("ok "):
-        pytest.fail(outcome, pytrace=False)
-
 
 # Bad input, refused when the function is called
 
