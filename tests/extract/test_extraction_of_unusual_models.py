@@ -1,18 +1,16 @@
-"""Run under torchrun by test_extract.py: full_tensors against the model before it was sharded, on CPU ranks.
+"""full_tensors against the model before it was sharded, where no probe can build it: on one, two and three CPU ranks.
 
-What the probe cannot build on a machine without an accelerator is built here: FSDP1 (which takes a
-CPU when it is told to), parameters that FSDP ignores, a model without any FSDP, a wrapped model.
+FSDP1 (which takes a CPU when it is told to), parameters that FSDP ignores, a model without any FSDP, a wrapped model.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from support.ranks import Setting, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,21 +102,7 @@ def check(build: Callable[[Tied], nn.Module]) -> Iterator[str]:
             yield f"{phase}: training after the extraction changed nothing"
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    failures = []
-    for name, build in CASES.items():
-        failures += [f"{name}, {failure}" for failure in check(build)]
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, failures)
-    if dist.get_rank() == 0:
-        print(f"{len(CASES)} models, failures: {everywhere}")
-    dist.barrier()
-    dist.destroy_process_group()
-    # A thread of gloo that still holds a tensor may abort the interpreter's own exit.
-    sys.stdout.flush()
-    os._exit(any(everywhere))
-
-
-if __name__ == "__main__":
-    main()
+@on_ranks(Setting("cpu", 1), Setting("cpu", 2), Setting("cpu", 3))
+def test_it_agrees_with_the_model_before_sharding() -> None:
+    failures = [f"{name}, {failure}" for name, build in CASES.items() for failure in check(build)]
+    assert failures == [], failures
