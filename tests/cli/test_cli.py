@@ -37,6 +37,7 @@ def _complaint(stderr: str) -> str:
         (["--timeout", "0"], "--timeout must be more than 0"),
         (["--nproc", "0"], "--nproc must be more than 0"),
         (["--host-memory", "much"], "not a size; use one like 8GiB"),
+        (["--device-memory", "much"], "--device-memory much: not a size"),
         (["--device", "tpu"], "use auto, cuda, xpu, cpu"),
         (["--format", "pdf"], "use table, lines, json"),
         (["--resume"], "give --json FILE"),
@@ -101,7 +102,11 @@ def test_an_unknown_option_is_exit_code_2() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
     ],
 )
-def test_a_wrong_world_is_exit_code_3(variables: dict[str, str], sentence: str) -> None:
+def test_a_wrong_world_is_exit_code_3(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sentence: str
+) -> None:
+    # A rank that is not the first gives it two seconds to say what is wrong.
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if len(variables) == 4 else {}
     done = doctor(*_ONE_CASE, env={**variables, **address})
     assert done.code == 3, done.stderr

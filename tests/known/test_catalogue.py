@@ -1,14 +1,11 @@
-"""The catalogue: an entry is whole, is found by the message as reported, and shows in the case that it names."""
+"""The catalogue: an entry is whole, is found by the message as reported, and foretells the case that it names."""
 
 from __future__ import annotations
 
-import functools
-import pathlib
 import sys
-import tempfile
 
 import pytest
-from program import TESTS, Run, default_matrix, doctor, probe
+from support.places import TESTS
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import (
@@ -25,7 +22,6 @@ from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.layout import distinct_failures
 from fsdp_doctor.verdict.classification import MEANING
 
 if sys.version_info >= (3, 11):
@@ -36,20 +32,6 @@ else:
 _MESSAGES: dict[str, list[str]] = tomllib.loads((TESTS / "known" / "messages.toml").read_text())["messages"]
 _ENTRIES = pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: entry.id)
 _REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
-# The first torch for which the emulated device can be built.
-_NEEDS_TORCH = (2, 10)
-
-
-def _torch() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
-
-
-_emulated = pytest.mark.skipif(
-    tuple(int(part) for part in _torch().split("+")[0].split(".")[:2]) < _NEEDS_TORCH,
-    reason="the emulated device needs torch 2.10",
-)
 
 
 def _case(case_id: str) -> Case:
@@ -168,49 +150,3 @@ def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
     entry = of_finding(_case("fsdp2/policy/staged/parameters.full_tensor"), found)
     assert entry is not None
     assert entry.id == "half-moved-gathers-on-the-host"
-
-
-@functools.cache
-def _evidence() -> Run:
-    shown = [entry for entry in _REPRODUCED if entry.shows_on(_torch())]
-    named = [word for entry in shown for word in ("--case", entry.evidence)]
-    directory = pathlib.Path(tempfile.mkdtemp())
-    return probe(directory, "--timeout", "8", *named, device="emulated")
-
-
-@_emulated
-@pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
-def test_the_case_of_an_entry_shows_it(entry: KnownFailure) -> None:
-    if not entry.shows_on(_torch()):
-        assert of_case(_case(entry.evidence), _torch())[:1] != [entry]
-        return
-    result = next(result for result in _evidence().report.results if result.id == entry.evidence)
-    assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
-
-
-@_emulated
-def test_every_finding_of_the_default_matrix_is_known() -> None:
-    report = default_matrix()
-    assert len(report.bad) > 90
-    assert [result.id for result in report.bad if not result.known] == []
-    assert all(failure.known is not None for failure in distinct_failures(report))
-
-
-@_emulated
-def test_the_catalogue_foretells_every_verdict_of_the_default_matrix() -> None:
-    for result in default_matrix().results:
-        known = of_case(result.case, _torch())
-        assert result.verdict.kind in ("unsupported", known[0].verdict if known else "ok"), result.id
-
-
-@_emulated
-def test_every_format_for_people_names_the_entry(tmp_path: pathlib.Path) -> None:
-    run = probe(tmp_path, "--case", "fsdp2/policy/staged/state_dict", device="emulated")
-    for form in ("table", "lines", "markdown", "junit", "json"):
-        shown = doctor("report", str(tmp_path / "report.json"), "--format", form).stdout
-        assert "fsdp2-pinned-policy-half-moved" in shown, form
-    assert (
-        "remedy: Leave a model under CPUOffloadPolicy where it is."
-        in doctor("report", str(tmp_path / "report.json")).stdout
-    )
-    assert run.code == 1

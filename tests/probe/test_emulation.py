@@ -5,12 +5,14 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+import torch
 from program import Run, doctor, probe, user_paths
+from support.emulation import needs_emulation
 
-from fsdp_doctor.report.comparison import differences
-from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.known.catalogue import KnownFailure, known_failures, of_case
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.selection import Selection, select
 
-_REPORTS = pathlib.Path(__file__).parents[2] / "examples" / "reports"
 _HALF_MOVED = (
     'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
     '"emulated:0".  This is no longer allowed; the devices must match.'
@@ -49,6 +51,8 @@ _CASES: dict[str, tuple[str, str]] = {
     "fsdp1-orig/none/unstaged/qwen3-lora/full_tensors": ("ok", ""),
     "fsdp1/none/unstaged/qwen3-lora/lora.merged": ("ok", ""),
     "fsdp2/param/unstaged/qwen3-lora/uneven/full_tensors": ("ok", ""),
+    # Ranks that gather different sizes stand still, as under NCCL; gloo alone would end a process.
+    "fsdp2/none/unstaged/uneven/from_local": ("hang", "no progress in stage extract"),
 }
 # A non-blocking offload, read before it has arrived; the corruption of uneven weights; nothing of it
 # where the doctor's copies are on time.
@@ -60,45 +64,59 @@ _RACES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return _probe_cases(tmp_path_factory.mktemp("matrix"), *_CASES)
+_REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
 
 
 @pytest.fixture(scope="module")
-def races(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return _probe_cases(tmp_path_factory.mktemp("races"), *_RACES)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of all these, and of the case that each entry of the catalogue names as its evidence."""
+    evidence = [entry.evidence for entry in _REPRODUCED if entry.shows_on(torch.__version__)]
+    cases = dict.fromkeys([*_CASES, *_RACES, *evidence])
+    return _probe_cases(tmp_path_factory.mktemp("run"), *cases, options=("--timeout", "8"))
 
 
 def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = ()) -> Run:
     return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device="emulated")
 
 
+def _case(case_id: str) -> Case:
+    return select(Selection(case_ids=(case_id,)))[0]
+
+
 @pytest.mark.parametrize("case", list(_CASES))
-def test_a_case_ends_as_it_does_on_a_gpu(matrix: Run, case: str) -> None:
-    verdict = matrix.result(case).verdict
+def test_a_case_ends_as_it_does_on_a_gpu(run: Run, case: str) -> None:
+    verdict = run.result(case).verdict
     assert verdict.kind == _CASES[case][0], verdict
     assert _CASES[case][1] in verdict.reason
 
 
-def test_the_report_says_emulated_and_never_cuda(matrix: Run) -> None:
-    assert matrix.report is not None
-    assert matrix.report.device == "emulated"
-    assert any("emulated" in note for note in matrix.report.notes)
-    verdicts = [(result.verdict.reason, result.verdict.also, result.yielded) for result in matrix.report.results]
+def test_the_report_says_emulated_and_never_cuda(run: Run) -> None:
+    assert run.report is not None
+    assert run.report.device == "emulated"
+    assert any("emulated" in note for note in run.report.notes)
+    verdicts = [(result.verdict.reason, result.verdict.also, result.yielded) for result in run.report.results]
     assert "cuda" not in str(verdicts)
 
 
 @pytest.mark.parametrize("case", list(_RACES))
-def test_a_race_shows_on_every_run(races: Run, case: str) -> None:
-    verdict = races.result(case).verdict
+def test_a_race_shows_on_every_run(run: Run, case: str) -> None:
+    verdict = run.result(case).verdict
     assert verdict.kind == _RACES[case][0], verdict
     assert _RACES[case][1] in verdict.reason
 
 
-def test_corrupted_training_weights_are_named(races: Run) -> None:
-    also = " ".join(races.result("weights_info").verdict.also)
+def test_corrupted_training_weights_are_named(run: Run) -> None:
+    also = " ".join(run.result("fsdp2/param/staged/uneven/nonblocking/weights_info").verdict.also)
     assert "the next training step would start from other weights" in also
+
+
+@pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
+def test_the_case_of_an_entry_shows_it(run: Run, entry: KnownFailure) -> None:
+    if not entry.shows_on(torch.__version__):
+        assert of_case(_case(entry.evidence), torch.__version__)[:1] != [entry]
+        return
+    result = run.result(entry.evidence)
+    assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
 
 
 def test_without_late_completion_no_race_shows(tmp_path: pathlib.Path) -> None:
@@ -119,39 +137,29 @@ def test_a_path_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> No
     assert {report.record.stage for report in result.ranks if report.record} == {"extract"}
 
 
-def test_a_leak_is_counted_in_bytes_of_the_device(tmp_path: pathlib.Path) -> None:
-    run = probe(
-        tmp_path,
-        *("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", *user_paths("values:keeps_memory")),
-        device="emulated",
-    )
-    verdict = run.result(":keeps_memory").verdict
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+    paths = user_paths("values:keeps_memory", "values:changes_a_weight_on_rank_1")
+    needs_emulation()
+    return probe(tmp_path_factory.mktemp("faults"), *scenario, *paths, device="auto", env=_without_gpus())
+
+
+def test_it_is_the_default_where_there_is_no_accelerator(faults: Run) -> None:
+    assert faults.report is not None
+    assert faults.report.device == "emulated"
+
+
+def test_a_leak_is_counted_in_bytes_of_the_device(faults: Run) -> None:
+    verdict = faults.result(":keeps_memory").verdict
     assert verdict.kind == "leak"
     assert "bytes of device memory not given back" in verdict.reason
 
 
-def test_ranks_that_gather_different_sizes_stand_still(tmp_path: pathlib.Path) -> None:
-    """As under NCCL; gloo alone would end a process."""
-    run = _probe_cases(tmp_path, "fsdp2/none/unstaged/uneven/from_local", options=("--timeout", "4"))
-    assert run.kind("from_local") == "hang"
-
-
-def test_a_change_on_one_rank_alone_has_both_ranks_build_anew(tmp_path: pathlib.Path) -> None:
+def test_a_change_on_one_rank_alone_has_both_ranks_build_anew(faults: Run) -> None:
     """Otherwise one of them would go on with its model while the other builds: the next case would hang."""
-    run = probe(
-        tmp_path,
-        *("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict"),
-        *user_paths("values:changes_a_weight_on_rank_1"),
-        device="emulated",
-    )
-    assert run.kind(":changes_a_weight_on_rank_1") == "poisoned"
-    assert run.kind("/state_dict") == "ok"
-    assert run.report.seconds < 60
-
-
-def test_it_is_the_default_where_there_is_no_accelerator(tmp_path: pathlib.Path) -> None:
-    run = probe(tmp_path, "--case", "fsdp2/none/unstaged/weights_info", device="auto", env=_without_gpus())
-    assert run.report.device == "emulated"
+    assert faults.kind(":changes_a_weight_on_rank_1") == "poisoned"
+    assert faults.kind("/state_dict") == "ok"
 
 
 def test_without_a_compiler_the_refusal_is_one_sentence_and_names_the_cpu(tmp_path: pathlib.Path) -> None:
@@ -163,46 +171,6 @@ def test_without_a_compiler_the_refusal_is_one_sentence_and_names_the_cpu(tmp_pa
     for part in ("no accelerator", "CXX=no-such-compiler", "--device cpu"):
         assert part in said[0]
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--device", "cpu", "--no-late-completion"), "--no-late-completion is for the emulated device"),
-        (("--device", "cpu", "--device-memory", "1GiB"), "--device-memory is for an accelerator"),
-        (("--device-memory", "much"), "--device-memory much: not a size"),
-    ],
-)
-def test_a_device_that_cannot_be_told_so_refuses(arguments: tuple[str, ...], sentence: str) -> None:
-    done = doctor("probe", "--case", "fsdp2/none/unstaged/weights_info", *arguments)
-    assert done.code == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_the_default_matrix_agrees_with_two_h200s(tmp_path: pathlib.Path) -> None:
-    """All 482 cases, in verdict, exception, message, what was yielded, and what training did next."""
-    run = probe(tmp_path, "--fix", device="emulated")
-    assert run.report is not None
-    assert run.report.complete
-    found = differences(run.report, read_report(_REPORTS / "2xh200.json"), frozenset({"device"}))
-    assert found == []
-
-
-def test_the_full_matrix_agrees_but_for_the_races_that_the_readme_lists() -> None:
-    """The reports beside each other were made by the same torch on machines of one kind.
-
-    The message of ``lora.merged.read_late`` quotes weights that were trained, which a GPU rounds otherwise.
-    """
-    for strategy in ("fsdp2", "fsdp1", "fsdp1-orig"):
-        left, right = (read_report(_REPORTS / "full" / f"{name}-{strategy}.json.gz") for name in ("emulated", "2xh200"))
-        found = differences(left, right, frozenset({"device"}))
-        assert len(left.results) == len(right.results) > 1700
-        assert all(
-            "nonblocking" in difference.case_id
-            or (difference.case_id.endswith("lora.merged.read_late") and difference.what == "reason")
-            for difference in found
-        ), found
 
 
 def _without_gpus() -> dict[str, str]:
