@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import signal
 
 import pytest
@@ -27,10 +28,24 @@ def _finished_ids(run: Run) -> list[str]:
     return [result.case.path for result in run.report.results]
 
 
-def test_ctrl_c_is_130_and_keeps_what_was_found(tmp_path: pathlib.Path) -> None:
-    started, _ = _busy_probe(tmp_path, rank=0)
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
+    directory = tmp_path_factory.mktemp("interrupted")
+    started, _ = _busy_probe(directory, rank=0)
     started.interrupt()
-    run = started.wait(tmp_path / "report.json")
+    return started.wait(directory / "report.json"), directory
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The report of a run that was not interrupted."""
+    directory = tmp_path_factory.mktemp("finished")
+    assert probe(directory, *_SCENARIO).code == 0
+    return directory / "report.json"
+
+
+def test_ctrl_c_is_130_and_keeps_what_was_found(interrupted: tuple[Run, pathlib.Path]) -> None:
+    run, _ = interrupted
     assert run.code == 130, run.stderr
     assert run.report is not None
     assert not run.report.complete
@@ -63,10 +78,10 @@ def test_the_death_of_torchrun_takes_everything_along(tmp_path: pathlib.Path) ->
     assert _finished_ids(run) == ["state_dict", "weights_info"]
 
 
-def test_a_partial_report_is_gone_on_with(tmp_path: pathlib.Path) -> None:
-    started, _ = _busy_probe(tmp_path, rank=0)
-    started.interrupt()
-    first = started.wait(tmp_path / "report.json")
+def test_a_partial_report_is_gone_on_with(interrupted: tuple[Run, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    first, directory = interrupted
+    for file in directory.glob("report.json*"):
+        shutil.copy(file, tmp_path)
     assert first.report is not None
     run = probe(tmp_path, *_SCENARIO, *user_paths("processes:healthy"), "--resume")
     assert run.report is not None
@@ -76,8 +91,8 @@ def test_a_partial_report_is_gone_on_with(tmp_path: pathlib.Path) -> None:
     assert run.code == 0, run.stderr
 
 
-def test_a_partial_report_of_other_ranks_is_not_gone_on_with(tmp_path: pathlib.Path) -> None:
-    assert probe(tmp_path, *_SCENARIO).code == 0
+def test_a_partial_report_of_other_ranks_is_not_gone_on_with(finished: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copy(finished, tmp_path)
     run = probe(tmp_path, *_SCENARIO, "--resume", "--nproc", "3")
     assert run.code == 2
     assert "their results cannot stand in one report" in run.stderr
@@ -85,9 +100,11 @@ def test_a_partial_report_of_other_ranks_is_not_gone_on_with(tmp_path: pathlib.P
     assert run.report.world_size == 2
 
 
-def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(
+    finished: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """Interrupted while the workers start: the file says so, and keeps no result of another run."""
-    assert probe(tmp_path, *_SCENARIO).code == 0
+    shutil.copy(finished, tmp_path)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     slow = ("--path", "faults.slow_import:healthy", "-k", "slow_import")

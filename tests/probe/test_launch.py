@@ -8,8 +8,12 @@ import shutil
 import socket
 import sys
 
-from program import ROOT, Run, Started, doctor, probe, run, torchrun
+import pytest
+from program import Run, Started, doctor, probe, run, torchrun
+from support import inside
+from support.places import ROOT
 
+from fsdp_doctor.matrix.paths import FIX
 from fsdp_doctor.report.journal import read_report
 
 _TWO_CASES = (
@@ -24,6 +28,7 @@ _TWO_CASES = (
     "--path",
     "unshard",
 )
+_HALF_BAD = (*_TWO_CASES[:-1], "summon_full_params,unshard")
 _IDS = ["fsdp2/none/staged/unshard", "fsdp2/policy/staged/unshard"]
 
 
@@ -47,10 +52,12 @@ def test_the_launcher_file_alone_from_another_directory(tmp_path: pathlib.Path) 
     assert _ids(done) == _IDS
 
 
-def test_torchrun_with_the_module() -> None:
-    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", *_TWO_CASES)
-    assert done.code == 0, done.stderr
-    assert _ids(done) == _IDS
+def test_torchrun_with_the_module_tells_a_bad_verdict_in_its_summary() -> None:
+    paths = ("unshard,summon_full_params",)
+    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", *_TWO_CASES[:-1], *paths)
+    assert done.code == 1
+    assert set(_IDS) < set(_ids(done))
+    assert "fsdp-doctor: exit code 1: a verdict is bad" in done.stderr
 
 
 def test_torchrun_with_the_installed_command() -> None:
@@ -59,13 +66,6 @@ def test_torchrun_with_the_installed_command() -> None:
     done = torchrun("--no-python", "--nproc-per-node=2", "fsdp-doctor", "probe", *_TWO_CASES, env=path)
     assert done.code == 0, done.stderr
     assert _ids(done) == _IDS
-
-
-def test_the_command_alone_starts_torchrun_on_two_ranks_where_there_is_no_accelerator() -> None:
-    done = run(str(pathlib.Path(sys.executable).parent / "fsdp-doctor"), "probe", *_TWO_CASES)
-    assert done.code == 0, done.stderr
-    assert _ids(done) == _IDS
-    assert "on 2 ranks of cpu" in done.stderr
 
 
 def test_two_nodes_joined_by_one_rendezvous() -> None:
@@ -82,53 +82,67 @@ def test_two_nodes_joined_by_one_rendezvous() -> None:
     assert all(done.left == [] for done in runs)
 
 
-def test_a_bad_verdict_under_torchrun_is_told_in_its_summary() -> None:
-    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", *_TWO_CASES[:-1], "summon_full_params")
+@pytest.fixture(scope="module")
+def half_bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
+    """A run of two ok and two bad cases into a pipe, and its report."""
+    directory = tmp_path_factory.mktemp("half_bad")
+    return probe(directory, *_HALF_BAD[2:], "--confirm"), directory / "report.json"
+
+
+def test_confirm_runs_a_bad_case_again_in_fresh_workers(half_bad: tuple[Run, pathlib.Path]) -> None:
+    done, _ = half_bad
     assert done.code == 1
-    assert "fsdp-doctor: exit code 1: a verdict is bad" in done.stderr
-
-
-def test_confirm_runs_a_bad_case_again_in_fresh_workers(tmp_path: pathlib.Path) -> None:
-    done = probe(tmp_path, *_TWO_CASES[2:-1], "summon_full_params,unshard", "--confirm")
     assert done.report is not None
     confirmed = {result.case.path: result.confirmed for result in done.report.results}
     assert confirmed == {"summon_full_params": True, "unshard": None}
     assert "\tconfirmed\t" in done.stdout
 
 
-def test_expectations_that_are_met_are_exit_code_0_and_surprises_1_in_both_directions(tmp_path: pathlib.Path) -> None:
-    selected = (*_TWO_CASES[:-1], "summon_full_params,unshard")
+def test_a_pipe_gets_lines_and_no_live_line(half_bad: tuple[Run, pathlib.Path]) -> None:
+    done, _ = half_bad
+    assert len(done.stdout.splitlines()) == 4
+    assert "\x1b[" not in done.stdout + done.stderr
+    assert "starting the workers" not in done.stdout + done.stderr
+
+
+def test_expectations_that_are_met_are_exit_code_0_and_surprises_1_in_both_directions(
+    half_bad: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    text = half_bad[1].read_text()
     expected = tmp_path / "report.json"
-    assert probe(tmp_path, *selected[2:]).code == 1
-    assert doctor("probe", *selected, "--expect", str(expected)).code == 0
-    text = expected.read_text()
+    expected.write_text(text)
+    assert doctor("probe", *_HALF_BAD, "--expect", str(expected)).code == 0
     expected.write_text(text.replace('"kind": "wrong"', '"kind": "ok"'))
-    worse = doctor("probe", *selected, "--expect", str(expected))
+    worse = doctor("probe", *_HALF_BAD, "--expect", str(expected))
     assert worse.code == 1
     assert "expected ok, got wrong: fsdp2/none/staged/summon_full_params" in worse.stderr
     expected.write_text(text.replace('"kind": "ok"', '"kind": "crash"'))
-    better = doctor("probe", *selected, "--expect", str(expected))
+    better = doctor("probe", *_HALF_BAD, "--expect", str(expected))
     assert better.code == 1
     assert "expected crash, got ok: fsdp2/none/staged/unshard" in better.stderr
 
 
-def test_last_failed_selects_the_bad_cases_of_a_report(tmp_path: pathlib.Path) -> None:
-    probe(tmp_path, *_TWO_CASES[2:-1], "summon_full_params,unshard")
-    listed = doctor("list", "--last-failed", str(tmp_path / "report.json"))
+def test_last_failed_selects_the_bad_cases_of_a_report(half_bad: tuple[Run, pathlib.Path]) -> None:
+    listed = inside.doctor("list", "--last-failed", str(half_bad[1]))
     assert listed.stdout.split() == ["fsdp2/none/staged/summon_full_params", "fsdp2/policy/staged/summon_full_params"]
 
 
-def test_all_outputs_of_one_run_and_the_same_again_from_the_json(tmp_path: pathlib.Path) -> None:
+def test_the_command_alone_starts_torchrun_on_two_ranks_and_writes_every_output(tmp_path: pathlib.Path) -> None:
+    """On two ranks where there is no accelerator; each output is the same again from the JSON."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "junit", "svg")}
     flags = [word for name, file in files.items() for word in (f"--{name}", str(file))]
-    done = doctor("probe", *_TWO_CASES, "--fix", *flags, "--format", "table")
+    command = str(pathlib.Path(sys.executable).parent / "fsdp-doctor")
+    done = run(command, "probe", *_TWO_CASES, "--fix", *flags, "--format", "table")
     assert done.code == 0, done.stderr
+    assert "on 2 ranks of cpu" in done.stderr
+    assert [result.id for result in read_report(files["json"]).results if result.case.path != FIX] == _IDS
     assert "full_tensors" in done.stdout
     for name in ("markdown", "junit"):
-        again = doctor("report", str(files["json"]), "--format", name)
+        again = inside.doctor("report", str(files["json"]), "--format", name)
         assert again.stdout == files[name].read_text()
-    assert doctor("report", str(files["json"]), "--format", "svg", "-o", str(tmp_path / "again.svg")).code == 0
-    assert "full_tensors" in (tmp_path / "again.svg").read_text()
+    svg = tmp_path / "again.svg"
+    assert inside.doctor("report", str(files["json"]), "--format", "svg", "-o", str(svg)).code == 0
+    assert "full_tensors" in svg.read_text()
 
 
 def test_a_configuration_and_a_checkpoint_of_the_users_own_are_what_is_built(tmp_path: pathlib.Path) -> None:

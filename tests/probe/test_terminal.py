@@ -1,4 +1,4 @@
-"""On a terminal: a live line while it runs, the matrix at the end, and nothing of it anywhere else."""
+"""On a terminal: a live line while it runs, the matrix at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import re
 import subprocess
 import sys
 
-from program import ROOT, doctor
+import pytest
+from support.places import ROOT
+
+pytestmark = pytest.mark.processes
 
 _SELECTED = (
     "probe",
@@ -51,10 +54,3 @@ def test_a_terminal_gets_a_live_line_and_the_matrix() -> None:
     assert re.search(r"1 bad", sent), "bad so far"
     assert "\x1b[" in sent, "colors"
     assert "fsdp2, staged" in sent, "the matrix"
-
-
-def test_a_pipe_gets_lines_and_no_live_line() -> None:
-    done = doctor(*_SELECTED)
-    assert len(done.stdout.splitlines()) == 4
-    assert "\x1b[" not in done.stdout + done.stderr
-    assert "starting the workers" not in done.stdout + done.stderr
