@@ -9,7 +9,10 @@ import sys
 
 import pytest
 import yaml
-from program import ROOT
+from support.emulation import needs_emulation
+from support.places import ROOT
+
+pytestmark = pytest.mark.processes
 
 _WORKFLOW = yaml.safe_load((ROOT / "examples" / "ci" / "fsdp-matrix.yml").read_text())
 _ONE_CASE = "--case fsdp2/policy/staged/state_dict"
@@ -30,6 +33,7 @@ def _bash(script: str, cwd: pathlib.Path, summary: pathlib.Path) -> subprocess.C
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, subprocess.CompletedProcess[str]]:
     """The directory after the step, with one case instead of the matrix."""
+    needs_emulation()
     directory = tmp_path_factory.mktemp("job")
     script = _script("Probe").replace("probe ", f"probe {_ONE_CASE} ", 1)
     return directory, _bash(script, directory, directory / "unused")

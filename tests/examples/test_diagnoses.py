@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pathlib
 import re
-import sys
 from dataclasses import dataclass
 
 import pytest
-import torch
-from program import ROOT, Run, Started, probe, run, torchrun
+from program import default_matrix, probe, torchrun
+from support.forked import run_script
+from support.inside import Done, doctor
+from support.places import ROOT
 
-_emulated = pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 10),
-    reason="the emulated device needs torch 2.10",
-)
+from fsdp_doctor.matrix.selection import Selection, select
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,7 @@ class Example:
     check: tuple[str, ...]
     case: str
     remedy: str
-    report: tuple[str, ...]
+    report: dict[str, tuple[str, ...]]
     message: str
 
     @property
@@ -40,7 +38,7 @@ _EXAMPLES = (
         check=("config.txt",),
         case="fsdp2/policy/staged/state_dict",
         remedy="fsdp2/policy/unstaged/remedy:weights",
-        report=("--strategy", "fsdp2", "--offload", "policy", "--fix"),
+        report={"strategy": ("fsdp2",), "offload": ("policy",)},
         message='RuntimeError: Attempted to set the storage of a tensor on device "cpu"',
     ),
     Example(
@@ -48,16 +46,15 @@ _EXAMPLES = (
         check=("config.txt", "--framework-version", "0.7.0"),
         case="fsdp1/param/unstaged/weights_info",
         remedy="fsdp1/param/unstaged/remedy:weights",
-        report=("--strategy", "fsdp1", "--offload", "param", "--fix"),
+        report={"strategy": ("fsdp1",), "offload": ("param",)},
         message="AssertionError: Expects tensor to be on the compute device",
     ),
 )
 _each = pytest.mark.parametrize("example", _EXAMPLES, ids=lambda example: example.name)
 
 
-def _doctor(example: Example, *arguments: str) -> Run:
-    command = (sys.executable, "-m", "fsdp_doctor", *arguments)
-    return Started(*command, env={"COLUMNS": "120"}, cwd=example.directory).wait()
+def _doctor(example: Example, *arguments: str) -> Done:
+    return doctor(*arguments, env={"COLUMNS": "120"}, cwd=example.directory)
 
 
 @_each
@@ -85,17 +82,15 @@ def test_repro_writes_the_script_that_is_kept_but_for_versions(example: Example,
     assert without_versions((tmp_path / "repro.py").read_text()) == without_versions(example.text("repro.py"))
 
 
-@_emulated
 @_each
 def test_the_script_reproduces_the_failure(example: Example, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "repro.py").write_text(example.text("repro.py"))
-    runner = ROOT / "tests" / "support" / "run_scripts.py"
-    done = run(sys.executable, str(runner), str(tmp_path), "emulated", env={"OMP_NUM_THREADS": "1"})
-    assert '"codes": [0, 0]' in done.stdout, done.stderr
-    assert example.message.replace('"', '\\"') in done.stdout
+    script = tmp_path / "repro.py"
+    script.write_text(example.text("repro.py"))
+    done = run_script(script)
+    assert done.codes == [0, 0], done.output
+    assert example.message in done.output
 
 
-@_emulated
 @_each
 def test_the_remedy_is_ok(example: Example, tmp_path: pathlib.Path) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{example.directory}"}
@@ -103,14 +98,14 @@ def test_the_remedy_is_ok(example: Example, tmp_path: pathlib.Path) -> None:
     assert done.kind("remedy:weights") == "ok", done.stdout
 
 
-@_emulated
 @_each
-def test_the_report_has_the_verdicts_that_the_matrix_gives_here(example: Example, tmp_path: pathlib.Path) -> None:
-    done = probe(tmp_path, *example.report, device="emulated")
-    assert done.report is not None
+def test_the_report_has_the_verdicts_that_the_matrix_gives_here(example: Example) -> None:
+    selected = {case.id for case in select(Selection(axes=example.report, fix=True))}
+    results = [result for result in default_matrix().results if result.id in selected]
+    assert len(results) == len(selected)
     kept = dict(re.findall(r"^\| `(\S+)` \| (?:\*\*)?(\w+)", example.text("report.md"), re.MULTILINE))
     # Of two grids of one report the later one is kept: staged comes after unstaged.
-    here = {result.case.path: result.verdict.kind for result in done.report.results}
+    here = {result.case.path: result.verdict.kind for result in results}
     assert {path: here[path] for path in kept if path in here} == {path: kept[path] for path in kept if path in here}
     assert len(kept) > 10
 

@@ -9,8 +9,9 @@ import re
 
 import pytest
 import torch
-from program import ROOT, Run, torchrun
+from program import Run, torchrun
 from safetensors import safe_open
+from support.places import ROOT
 
 ROLLOUT = ROOT / "examples" / "rollout-sync" / "rollout_sync.py"
 CHECKPOINT = ROOT / "examples" / "checkpoint" / "save_checkpoint.py"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import random
-import re
-import subprocess
-import sys
-from typing import Any
 
 import pytest
-from program import Run, doctor, torchrun
+from support.inside import doctor
 
 from fsdp_doctor.explain import Explanation, explain
 
@@ -269,16 +264,6 @@ def test_a_match_prints_cause_remedy_code_references_and_the_case(tmp_path: path
     assert "Reproduce: fsdp-doctor probe --case 'fsdp2/policy/staged/state_dict'" in run.stdout
 
 
-def test_json_has_the_same_and_reads_stdin(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "fsdp_doctor", "explain", "-", "--json"]
-    text = "\n".join(_traceback(_STORAGE.format(0)))
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    data: dict[str, Any] = json.loads(done.stdout)
-    assert (done.returncode, data["matched"], data["entry"]["id"]) == (0, True, "fsdp2-pinned-policy-half-moved")
-    assert data["entry"]["command"] == "fsdp-doctor probe --case 'fsdp2/policy/staged/state_dict'"
-    assert data["cause"]["line"] == 6
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [(b"", "is empty"), (b"  \n\n", "is empty"), (b"\x7fELF\x00\x01\x02", "is not a text file"), (None, "cannot read")],
@@ -302,53 +287,7 @@ def test_an_entry_can_be_printed_and_all_listed() -> None:
     assert (refused.code, "near it" in refused.stderr) == (2, True)
 
 
-def test_explain_imports_no_torch() -> None:
-    program = (
-        "import sys; from fsdp_doctor.explain import explain, text; import fsdp_doctor.cli; "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_memory_does_not_grow_with_the_log(tmp_path: pathlib.Path) -> None:
-    line = "[rank{}]: 2026-11-20 10:00:00,000 INFO trainer step={} loss=0.1 lr=1e-5 " + "x" * 100 + "\n"
-    file = tmp_path / "log.txt"
-
-    def peak(megabytes: int) -> int:
-        block = "".join(line.format(rank, rank) for rank in range(1000)) + "[rank1]: ValueError: not this one\n"
-        with open(file, "w") as out:
-            for _ in range(megabytes * 1_000_000 // len(block)):
-                out.write(block)
-            out.write("\n".join(_traceback(_UNSHARD.format(0))) + "\n")
-        program = (
-            "import resource, pathlib, sys; from fsdp_doctor.explain import explain; "
-            "found = explain([pathlib.Path(sys.argv[1])]); assert found.entry is not None; "
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        )
-        done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
-    assert peak(60) < 1.2 * peak(6)
-
-
 def test_a_line_without_an_end_is_read_too(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "log.txt"
     file.write_text("." * 3_000_000 + "\n" + "\n".join(_traceback(_UNSHARD.format(0))))
     assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"
-
-
-def test_the_log_of_a_real_torchrun_is_explained(tmp_path: pathlib.Path) -> None:
-    """Two ranks really fail, torchrun really writes the log."""
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    raise AssertionError('Expects tensor to be on the compute device cuda:1, was on cpu')\n"
-        "time.sleep(60)\n"
-    )
-    run: Run = torchrun("--nproc-per-node=2", str(script))
-    found = _explained(tmp_path, run.stdout + run.stderr)
-    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
-    assert found.summary is not None
-    assert found.summary.rank == 1
-    assert re.search("torchrun's summary", " ".join(found.consequences))

@@ -8,14 +8,15 @@ import json
 import pathlib
 
 import pytest
-from program import doctor
+from support.inside import doctor
+from support.places import ROOT
 
 from fsdp_doctor.report.comparison import Difference, differences, sentence
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.classification import Verdict
 
-_FILE = pathlib.Path(__file__).parents[2] / "examples" / "reports" / "full" / "2xh200-fsdp2.json.gz"
+_FILE = ROOT / "examples" / "reports" / "full" / "2xh200-fsdp2.json.gz"
 _CRASH, _OK, _HANG = "fsdp2/policy/staged/state_dict", "fsdp2/none/unstaged/state_dict", "uneven/from_local"
 _DEVICE = frozenset({"device"})
 
