@@ -1,7 +1,7 @@
 """Which tests start processes, and what all tests share of those that cost much.
 
-A test whose file imports ``program``, or that runs on ranks, is marked ``processes``. Any other one belongs to
-``make check`` and fails if it starts a process.
+A test whose file imports what starts them (``program``, ``support.ranks``, ``support.forked``) is marked ``processes``. Any
+other one belongs to ``make check`` and fails if it starts a process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 if TYPE_CHECKING:
     from support.ranks import Groups
 
-_STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
+_START_PROCESSES = ("program", "support.ranks", "support.forked")
+_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
 
 
@@ -29,12 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _starts_processes(item: pytest.Function) -> bool:
-    of_program = {getattr(value, "__module__", "") for value in vars(item.module).values()}
-    return "program" in of_program or "groups" in item.fixturenames
+    return any(getattr(value, "__module__", "") in _START_PROCESSES for value in vars(item.module).values())
 
 
 def _note_a_started_process(event: str, arguments: tuple[Any, ...]) -> None:
-    if _started is not None and event in _STARTS_A_PROCESS:
+    if _started is not None and event in _EVENTS:
         _started.append(f"{event} {arguments[:2]}")
         raise RuntimeError(f"a test that is not marked `processes` starts one: {_started[-1]}")
 

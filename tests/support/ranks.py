@@ -78,12 +78,13 @@ def on_ranks(*settings: Setting, last_of_its_ranks: bool = False) -> Callable[[C
 class Groups:
     """The ranks that are running, by setting."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds_of_a_check: int = SECONDS_OF_A_CHECK) -> None:
+        self._seconds = seconds_of_a_check
         self._running: dict[Setting, _Group] = {}
 
-    def run(self, setting: Setting, check: Check, *, last: bool) -> None:
+    def run(self, setting: Setting, check: Check, *, last: bool = False) -> None:
         if setting not in self._running:
-            self._running[setting] = _Group(setting)
+            self._running[setting] = _Group(setting, self._seconds)
         outcomes = self._running[setting].run(check)
         failed = [f"rank {rank}: {one.text}" for rank, one in enumerate(outcomes) if one.kind == "failed"]
         if failed or last:
@@ -104,11 +105,12 @@ class Groups:
 class _Group:
     """Ranks that wait for a check, run it, and say how it ended."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, seconds_of_a_check: int) -> None:
+        self._seconds = seconds_of_a_check
         pipes = [multiprocessing.Pipe() for _ in range(setting.ranks)]
         self._ours = [ours for ours, _ in pipes]
         self._stack = contextlib.ExitStack()
-        arguments = [(setting.device, theirs) for _, theirs in pipes]
+        arguments = [(setting.device, self._seconds, theirs) for _, theirs in pipes]
         self._job = self._stack.enter_context(forked.job(setting.device, _serve, arguments))
 
     def end(self) -> str:
@@ -122,7 +124,7 @@ class _Group:
             with contextlib.suppress(BrokenPipeError):
                 rank.send((check.__code__.co_filename, check.__name__))
         found: dict[int, Outcome] = {}
-        end = time.monotonic() + SECONDS_OF_A_CHECK + _GRACE
+        end = time.monotonic() + self._seconds + _GRACE
         while len(found) < len(self._ours):
             waiting = [rank for rank in range(len(self._ours)) if rank not in found]
             sources = [source for rank in waiting for source in (self._ours[rank], self._job.ranks[rank].sentinel)]
@@ -186,7 +188,7 @@ def of_all_ranks(said: Any) -> list[Any]:
     return everyone
 
 
-def _serve(device: str, commands: Connection) -> None:
+def _serve(device: str, seconds_of_a_check: int, commands: Connection) -> None:
     os.environ["FSDP_DOCTOR_TEST_DEVICE"] = device
     backend = "gloo" if device == "cpu" else "cpu:gloo,emulated:emulated"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=SECONDS_OF_A_COLLECTIVE))
@@ -194,14 +196,14 @@ def _serve(device: str, commands: Connection) -> None:
         accelerator().set_device(this_rank())
     with contextlib.suppress(EOFError):
         while True:
-            commands.send(_run(*commands.recv()))
+            commands.send(_run(*commands.recv(), seconds_of_a_check))
     # Not the interpreter's own end, which waits for groups that are stuck.
     os._exit(0)
 
 
-def _run(file: str, name: str) -> Outcome:
-    # Ends the process with the stacks of all threads.
-    faulthandler.dump_traceback_later(SECONDS_OF_A_CHECK, exit=True)
+def _run(file: str, name: str, seconds: int) -> Outcome:
+    # Prints the stacks of all threads and ends the process.
+    faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         getattr(_module(file), name).on_rank()
     except pytest.skip.Exception as skipped:
