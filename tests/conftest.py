@@ -1,7 +1,7 @@
 """Which tests start processes, and what all tests share of those that cost much.
 
-A test whose file imports what starts them (``program``, ``support.ranks``, ``support.forked``) is marked ``processes``. Any
-other one belongs to ``make check`` and fails if it starts a process.
+A test whose file imports what starts them (``program``, ``support.ranks``, ``support.forked``) is marked ``processes``.
+Any other one belongs to ``make check`` and fails if it starts a process.
 """
 
 from __future__ import annotations
