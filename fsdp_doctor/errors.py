@@ -5,8 +5,9 @@
     +-- CannotRun       exit 3    the command is fine, this machine or this job cannot do it
     +-- DoctorFault     exit 4    the doctor itself broke or lost results
     +-- Interrupted     exit 130  a signal asked the program to stop
+    +-- OutputClosed    exit 141  the program that read standard output has ended
 
-A case that breaks is none of these: it is a verdict (``verdict.py``). Every message is one
+A case that breaks is none of these: it is a verdict (``verdict/``). Every message is one
 sentence or two for the user: what is wrong, and what to do.
 """
 
@@ -36,3 +37,9 @@ class DoctorFault(FsdpDoctorError):
 
 class Interrupted(FsdpDoctorError):
     exit_code = 130
+
+
+class OutputClosed(FsdpDoctorError):
+    """Nothing is said of it: ``fsdp-doctor list | head -1`` is no mistake. The code is a shell's for SIGPIPE."""
+
+    exit_code = 141

@@ -11,6 +11,8 @@ import faulthandler
 import os
 import re
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,25 +25,28 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 EXPECTED = "crash"
 MESSAGE = r"Expects tensor to be on the compute device \S+?, was on \S+?"
 
-def weights_info(model, optimizer, device):
+def weights_info(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, tensor in model.state_dict().items():
         yield name, (tensor.size(), tensor.dtype)
 
-def build(device):
+def plain():
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, head_dim=16,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    return model
+
+def build(model, device):
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("fsdp",))
+    is_unit = lambda m: type(m).__name__.endswith("DecoderLayer")
     precision = MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32, cast_forward_inputs=False
     )
     model = FullyShardedDataParallel(
-        model, auto_wrap_policy=CustomPolicy(lambda m: type(m).__name__.endswith("DecoderLayer")),
-        device_id=device, mixed_precision=precision, use_orig_params=False,
-        device_mesh=mesh,
+        model, auto_wrap_policy=CustomPolicy(is_unit), device_id=device, mixed_precision=precision,
+        use_orig_params=False, device_mesh=mesh,
     )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -61,13 +66,16 @@ def move_units(model, device):
             handle.flat_param_to(torch.device(device), non_blocking=False)
             handle.flat_param._local_shard = handle.flat_param.data
 
+def move(model, optimizer, device):
+    move_units(model, device)
+
 def cycle(device):
-    model, optimizer = build(device)
+    model, optimizer = build(plain(), device)
     for _ in range(2):
         step(model, optimizer, device)
-    move_units(model, "cpu")
+    move(model, optimizer, "cpu")
     try:
-        for _ in weights_info(model, optimizer, device):
+        for name, value in weights_info(model):
             pass
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"
@@ -88,7 +96,7 @@ if __name__ == "__main__":
     store, rank, world = next(dist.rendezvous("env://"))
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator and world == 2, "start it on 2 accelerators"
-    device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
+    device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"])) if accelerator else torch.device("cpu")
     torch.get_device_module(device).set_device(device)
     backend = dist.get_default_backend_for_device(device.type)
     backend = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"

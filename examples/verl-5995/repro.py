@@ -11,6 +11,7 @@ import faulthandler
 import os
 import re
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,22 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 EXPECTED = "crash"
 MESSAGE = r'Attempted to set the storage of a tensor on device "\S+?" to a storage on different device "\S+?"'
 
-def state_dict(model, optimizer, device):
+def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     return model.state_dict()
 
-def build(device):
+def plain():
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, head_dim=16,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    how = dict(mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu"))
+    return model
+
+def build(model, device):
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("fsdp",))
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
     for module in (*layers, model.get_input_embeddings(), model):
         fully_shard(module, **how)
@@ -47,12 +51,12 @@ def step(model, optimizer, device):
     optimizer.zero_grad()
 
 def cycle(device):
-    model, optimizer = build(device)
+    model, optimizer = build(plain(), device)
     for _ in range(2):
         step(model, optimizer, device)
     model.to(device)
     try:
-        for _ in state_dict(model, optimizer, device).items():
+        for name, value in state_dict(model).items():
             pass
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"
@@ -73,7 +77,7 @@ if __name__ == "__main__":
     store, rank, world = next(dist.rendezvous("env://"))
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator and world == 2, "start it on 2 accelerators"
-    device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
+    device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"])) if accelerator else torch.device("cpu")
     torch.get_device_module(device).set_device(device)
     backend = dist.get_default_backend_for_device(device.type)
     backend = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +21,10 @@ from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.bench.request import BenchOptions
 from fsdp_doctor.bench.tables import BenchResult, Measured
 from fsdp_doctor.case.offloading import offload
-from fsdp_doctor.case.paths.lookup import load_user_path
+from fsdp_doctor.case.paths.arguments import PathArguments, called_by_name
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.extract.sources import entries, read
-from fsdp_doctor.fsdp import fsdp2, private
+from fsdp_doctor.extract.sources import sources_of, specs
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import Place, place
@@ -41,7 +40,7 @@ def run(options: BenchOptions) -> BenchResult:
     """Every rank must call it."""
     here = place()
     for path in filter(is_user_path, options.paths):
-        load_user_path(path)
+        candidates.users_function(path)
     device = _start(options.device, here)
     if device.type == "cpu" and "fsdp1" in options.strategies:
         raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
@@ -88,18 +87,18 @@ def _model(
     yielded_dtype = models.DTYPE[yielded] if yielded else None
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
     model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
-    control = dist.new_group(backend="gloo")
-    subject = candidates.subject_of(model, clock.device, control, pathlib.Path("."))
+    arguments = PathArguments(model=model, device=clock.device)
     held_bytes = clock.highest(_shard_bytes(model))
-    full_bytes = sum(entry.numel * (yielded_dtype or entry.dtype).itemsize for s in read(model) for entry in entries(s))
+    yielded_specs = [spec for source in sources_of(reader.read(model)) for spec in specs(source)]
+    full_bytes = sum(spec.numel * (yielded_dtype or spec.dtype).itemsize for spec in yielded_specs)
     about = _About(
         strategy, offload, dtypes, yielded_dtype, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes
     )
     for row in candidates.rows(strategy, options.paths, dtype=yielded_dtype, bucket_bytes=options.bucket_bytes):
         if offload not in row.offloads:
             continue
-        yield _measured(row, subject, clock, options.repeat, about)
-    del model, subject
+        yield _measured(row, arguments, clock, options.repeat, about)
+    del model, arguments
     gc.collect()
 
 
@@ -115,15 +114,16 @@ class _About:
     full_bytes: int
 
 
-def _measured(row: candidates.Row, subject: candidates.Subject, clock: Clock, repeat: int, about: _About) -> Measured:
+def _measured(row: candidates.Row, arguments: PathArguments, clock: Clock, repeat: int, about: _About) -> Measured:
     """A run to warm up, one whose memory is taken, then those that are timed."""
+    function = called_by_name(row.function)
 
     def once() -> None:
-        candidates.consume(row.function(subject), about.yielded_dtype)
+        candidates.consume(function(arguments), about.yielded_dtype)
 
     def restored() -> None:
         if row.moves_model:
-            offload(subject.model, non_blocking=False)
+            offload(arguments.model, non_blocking=False)
 
     result = Measured(strategy=about.strategy, offload=about.offload, dtypes=about.dtypes, path=row.name)
     failure = _failure(once)
@@ -172,8 +172,6 @@ def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: in
 
 
 def _shard_bytes(model: nn.Module) -> float:
-    units = [private.flat_shard(handle).nbytes for _, handle in private.fsdp1_units(model)]
-    if units:
-        return sum(units)
-    tensors = {id(tensor): tensor for _, tensor in fsdp2.entries(model)}
-    return sum(fsdp2.local_tensor(tensor).nbytes for tensor in tensors.values())
+    held = reader.read(model)
+    units = [unit.shard.nbytes for unit in held.fsdp1_units]
+    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in held.tensors())

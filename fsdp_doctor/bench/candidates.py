@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import pathlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_doctor.bench.request import PATHS
 from fsdp_doctor.case.offloading import load
 from fsdp_doctor.case.paths import on_fsdp1, on_fsdp2
-from fsdp_doctor.case.paths.inputs import Subject
 from fsdp_doctor.case.paths.lookup import load_user_path
 from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
 from fsdp_doctor.matrix.paths import is_user_path
 
-Function = Callable[[Subject], Any]
+# The arguments that a path can ask for: nothing is trained here.
+_GIVEN = ("model", "device")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Row:
     """
 
     name: str
-    function: Function
+    function: Callable[..., Any]
     offloads: tuple[str, ...] = ("none", "param", "policy", "policy-unpinned")
     to_host: bool = False
     moves_model: bool = False
@@ -39,16 +40,17 @@ def rows(strategy: str, chosen: Sequence[str], *, dtype: torch.dtype | None, buc
     """Those of the named ones that the strategy has, or all of them."""
     nbytes = bucket_bytes or BUCKET_BYTES
     ours = [
-        Row("full_tensors", lambda subject: full_tensors(subject.model, dtype=dtype, bucket_bytes=nbytes)),
-        Row(
-            "full_state_dict",
-            lambda subject: full_state_dict(subject.model, dtype=dtype, bucket_bytes=nbytes),
-            to_host=True,
-        ),
+        Row("full_tensors", functools.partial(full_tensors, dtype=dtype, bucket_bytes=nbytes)),
+        Row("full_state_dict", functools.partial(full_state_dict, dtype=dtype, bucket_bytes=nbytes), to_host=True),
     ]
     known = {row.name: row for row in (*ours, *(_FSDP2 if strategy == "fsdp2" else _FSDP1))}
     names = [name for name in chosen or PATHS[strategy] if is_user_path(name) or name in known]
-    return [Row(name, load_user_path(name)[0]) if is_user_path(name) else known[name] for name in names]
+    return [Row(name, users_function(name)) if is_user_path(name) else known[name] for name in names]
+
+
+def users_function(name: str) -> Callable[..., Any]:
+    """``module:function`` of the user. Raises UsageError if it cannot be called with the model and the device."""
+    return load_user_path(name, _GIVEN)[0]
 
 
 def consume(result: Any, dtype: torch.dtype | None) -> None:
@@ -59,15 +61,10 @@ def consume(result: Any, dtype: torch.dtype | None) -> None:
         del value
 
 
-def subject_of(model: torch.nn.Module, device: torch.device, control: Any, scratch: pathlib.Path) -> Subject:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-    return Subject(model=model, optimizer=optimizer, device=device, scratch=scratch, control=control)
-
-
-def _staged(subject: Subject) -> Iterator[tuple[str, Any]]:
+def _staged(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """The whole model on the device, then every tensor; the way back is the caller's."""
-    load(subject.model, subject.device, non_blocking=False)
-    yield from on_fsdp2.state_dict_to_full_tensor(subject)
+    load(model, device, non_blocking=False)
+    yield from on_fsdp2.state_dict_to_full_tensor(model, device)
 
 
 _FSDP2 = (

@@ -46,12 +46,6 @@ class Clock:
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._control)
         return float(number.item())
 
-    def total(self, value: float) -> float:
-        """Over all ranks."""
-        number = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(number, group=self._control)
-        return float(number.item())
-
     def _synchronize(self) -> None:
         if self._module is not None:
             self._module.synchronize()

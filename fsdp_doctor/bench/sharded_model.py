@@ -12,7 +12,7 @@ from fsdp_doctor.bench.request import SHAPES, BenchOptions
 from fsdp_doctor.case import offloading
 from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
 from fsdp_doctor.extract.sources import device_of
-from fsdp_doctor.fsdp import fsdp2, private
+from fsdp_doctor.fsdp import private, reader
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -54,8 +54,8 @@ def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
     )
     model.to_empty(device="cpu" if policy else device)
     whole.tie_weights()
-    for _, tensor in fsdp2.entries(model):
-        _fill(fsdp2.local_tensor(tensor), device)
+    for tensor in reader.read(model).tensors():
+        _fill(private.local_tensor(tensor.tensor), device)
     return model
 
 
@@ -72,8 +72,8 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
         use_orig_params=False,
     )
     private.fsdp1_lazy_init(model)
-    for _, handle in private.fsdp1_units(model):
-        _fill(private.flat_shard(handle), device)
+    for unit in reader.read(model).fsdp1_units:
+        _fill(unit.shard, device)
     return model
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from fsdp_doctor import __version__
 from fsdp_doctor.bench.links import Links
+from fsdp_doctor.machine.environment import EnvironmentFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class BenchResult:
     command: str
     device: str
     world_size: int
-    environment: dict[str, Any]
+    environment: EnvironmentFacts
     links: Links
     measured: list[Measured] = field(default_factory=list)
 

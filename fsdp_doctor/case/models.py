@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import assert_never
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import Dims, Model
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -26,19 +28,19 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-_VOCABULARY = {"even": 256, "uneven": 257}
-_INTERMEDIATE = {"even": 128, "uneven": 131}
-_EXPERTS = {"even": 4, "uneven": 5}
+_VOCABULARY: dict[Dims, int] = {"even": 256, "uneven": 257}
+_INTERMEDIATE: dict[Dims, int] = {"even": 128, "uneven": 131}
+_EXPERTS: dict[Dims, int] = {"even": 4, "uneven": 5}
 
 
-def build(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
+def build(name: Model, dims: Dims, custom: pathlib.Path | None) -> nn.Module:
     """A causal language model on the CPU, float32, the same on every rank."""
     template = _template(name, dims, custom)
     return copy.deepcopy(template)
 
 
 @functools.cache
-def _template(name: str, dims: str, custom: pathlib.Path | None) -> nn.Module:
+def _template(name: Model, dims: Dims, custom: pathlib.Path | None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -83,7 +85,7 @@ def _has_weights(directory: pathlib.Path) -> bool:
     return any(directory.glob("*.safetensors")) or any(directory.glob("pytorch_model*.bin"))
 
 
-def _config(name: str, dims: str) -> Any:
+def _config(name: Model, dims: Dims) -> Any:
     import transformers
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
@@ -113,10 +115,13 @@ def _config(name: str, dims: str) -> Any:
                 linear_value_head_dim=16,
                 layer_types=["linear_attention", "full_attention"],
             )
-    raise AssertionError(name)
+        case "custom":
+            raise AssertionError("a model of the user's own has a configuration of its own")
+        case _:
+            assert_never(name)
 
 
-def unsupported(name: str) -> str:
+def unsupported(name: Model) -> str:
     """Why the installed transformers cannot build the model; empty if it can."""
     import transformers
 

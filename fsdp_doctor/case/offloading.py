@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp import private, reader
 
 
 @torch.no_grad()
@@ -29,8 +29,8 @@ def _move(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None
         model.to(device, non_blocking=non_blocking)
         return
     private.fsdp1_lazy_init(model)
-    for _, handle in private.fsdp1_units(model):
-        private.flat_param_to(handle, device, non_blocking=non_blocking)
+    for unit in reader.read(model).fsdp1_units:
+        unit.move_to(device, non_blocking=non_blocking)
 
 
 @torch.no_grad()

@@ -10,27 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
+from fsdp_doctor.fsdp.shards import HeldPart, LayoutError, held_part
 
 _BATCH_BYTES = 256 << 20
 # The optimizer under test is AdamW. A rank without a piece of a parameter cannot tell its state's names.
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-
-Slices = tuple[slice, ...]
-
-
-class LayoutError(RuntimeError):
-    """Shards that do not fit together as their placements say: the reference cannot be trusted."""
 
 
 @dataclass(kw_only=True)
@@ -39,17 +32,18 @@ class Reference:
 
     full: every name of the state dict, tied names sharing one tensor.
     parameters: the names of the parameters, each once, under its first name.
-    local: this rank's shard of each FSDP2 entry.
-    flat: this rank's shard of each FSDP1 unit without its padding, under the unit's prefix.
+    buffer_names: of the persistent buffers.
+    local: this rank's shard of each tensor that is in no FSDP1 unit, under its first name.
+    flat: this rank's shard of each FSDP1 unit without its padding, under the flat parameter's name.
     optimizer: ``<parameter>.<state>`` for every state of every parameter, unsharded.
     """
 
     full: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
+    buffer_names: frozenset[str] = frozenset()
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     flat: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffer_names: frozenset[str] = frozenset()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers alone."""
@@ -70,53 +64,27 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     Every rank must call it. Raises LayoutError where the shards do not fit together.
     """
     runtime.synchronize()
-    reference = Reference(buffer_names=frozenset(name for name, _ in fsdp1.buffers(model)))
-    parts = list(_unit_parts(reference, model, optimizer))
-    parts += _entry_parts(reference, model, optimizer)
+    held = reader.read(model)
+    reference = Reference(buffer_names=frozenset(name for buffer in held.buffers for name in buffer.names))
+    parts = [*_unit_parts(reference, held, optimizer), *_tensor_parts(reference, held, optimizer)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
-    _add_tied_names(reference, model)
+    _add_tied_names(reference, held)
     return reference
 
 
-def shard_slices(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> Slices:
-    """Which part of a tensor of ``shape`` a rank holds, with torch.chunk's division.
-
-    Mesh dimensions are applied from the first to the last; each cuts what the ones before left.
-    """
-    where = (mesh.mesh == rank).nonzero()[0].tolist()
-    begin, end = [0] * len(shape), list(shape)
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:
-            raise LayoutError(f"the doctor cannot join shards placed as {placement}")
-        dim = placement.dim
-        length = end[dim] - begin[dim]
-        chunk = -(-length // mesh.size(mesh_dim))
-        first = min(begin[dim] + chunk * where[mesh_dim], end[dim])
-        begin[dim], end[dim] = first, min(first + chunk, end[dim])
-    return tuple(slice(b, e) for b, e in zip(begin, end, strict=True))
-
-
-def _entry_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
-    """FSDP2's parameters, plain parameters and buffers, each tensor once."""
-    # With use_orig_params the modules show the units' parameters too, tied ones under each of their names.
-    tied = {name for prefix, handle in fsdp1.units(model) for name, _ in fsdp1.unit_names(prefix, handle)[1]}
-    in_units = set(reference.parameters) | tied
-    seen: set[int] = set()
-    for name, tensor in fsdp2.entries(model):
-        if id(tensor) in seen or name in in_units or isinstance(tensor, FlatParameter):
-            continue
-        seen.add(id(tensor))
-        local = _to_host(fsdp2.local_tensor(tensor))
-        reference.local[name] = local
-        yield _Part(local, _joiner(reference.full, name, tensor))
-        if name in reference.buffer_names:
-            continue
+def _tensor_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
+    """What is in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
+    for tensor in held.tensors():
+        name = tensor.names[0]
+        local = reference.local[name] = _to_host(private.local_tensor(tensor.tensor))
+        yield _Part(local, _joiner(reference.full, name, tensor.tensor))
+    for parameter in held.parameters:
+        name = parameter.names[0]
         reference.parameters.append(name)
-        for key, state in (optimizer.state.get(tensor, {}) if optimizer else {}).items():
-            yield _Part(_to_host(fsdp2.local_tensor(state)), _joiner(reference.optimizer, f"{name}.{key}", state))
+        for key, state in (optimizer.state.get(parameter.tensor, {}) if optimizer else {}).items():
+            local = _to_host(private.local_tensor(state))
+            yield _Part(local, _joiner(reference.optimizer, f"{name}.{key}", state))
 
 
 def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], None]:
@@ -127,52 +95,52 @@ def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> C
             into[name] = pieces[dist.get_rank()].view(tensor.shape)
             return
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        replicas: dict[str, torch.Tensor] = {}
+        replicas: dict[HeldPart, torch.Tensor] = {}
         for rank, piece in enumerate(pieces):
-            slices = shard_slices(tensor.shape, tensor.device_mesh, tensor.placements, rank)
-            target = full[slices]
-            if target.numel() != piece.numel():
+            part = held_part(rank, tensor.shape, tensor.device_mesh.mesh, tensor.placements)
+            if part.shape.numel() != piece.numel():
                 raise LayoutError(
                     f"rank {rank} holds {piece.numel()} elements of {name}, {tuple(tensor.shape)}, "
-                    f"where {tensor.placements} gives it {target.numel()}"
+                    f"where {tensor.placements} gives it {part.shape.numel()}"
                 )
-            if not torch.equal(replicas.setdefault(str(slices), piece).view(torch.uint8), piece.view(torch.uint8)):
+            if not torch.equal(replicas.setdefault(part, piece).view(torch.uint8), piece.view(torch.uint8)):
                 raise LayoutError(f"the replicas of {name} differ, the one of rank {rank} from one before it")
-            target.copy_(piece.view(target.shape))
+            part.write(full, piece)
         into[name] = full
 
     return join
 
 
-def _unit_parts(reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
+def _unit_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
     """FSDP1's units: flat shards, joined in rank order and cut along the unit's metadata."""
-    for prefix, handle in fsdp1.units(model):
-        names, _ = fsdp1.unit_names(prefix, handle)
+    for unit in held.fsdp1_units:
+        names = [names[0] for names in unit.names]
         reference.parameters += names
-        local = _to_host(private.flat_shard(handle))
-        reference.flat[prefix] = local[: local.numel() - private.shard_padding(handle)]
-        yield _Part(local, _cutter(reference.full, names, "", handle))
-        if optimizer is None:
+        local = _to_host(unit.shard)
+        reference.flat[unit.flat_name] = local[: local.numel() - unit.padding]
+        yield _Part(local, _cutter(reference.full, names, "", unit))
+        if optimizer is None or not unit.flat_parameter.requires_grad:
             continue
-        if not handle.flat_param.requires_grad:
-            continue
-        flat_state = optimizer.state.get(handle.flat_param)
+        flat_state = optimizer.state.get(unit.flat_parameter)
         if flat_state is None:
-            yield from _original_state_parts(reference, names, handle, optimizer)
+            yield from _original_state_parts(reference, names, unit, optimizer)
             continue
         for key, state in flat_state.items():
-            yield _Part(_to_host(state), _cutter(reference.optimizer, names, f".{key}", handle))
+            yield _Part(_to_host(state), _cutter(reference.optimizer, names, f".{key}", unit))
 
 
 def _cutter(
-    into: dict[str, torch.Tensor], names: list[str], suffix: str, handle: Any
+    into: dict[str, torch.Tensor], names: list[str], suffix: str, unit: Fsdp1Unit
 ) -> Callable[[list[torch.Tensor]], None]:
     """Cuts the joined flat parameter, or a flat state of it, into the parameters' own."""
 
     def cut(pieces: list[torch.Tensor]) -> None:
-        held = _of_shard_group(pieces, handle)
-        scalar = held[0].numel() == 1 and suffix == ".step"
-        views = [held[0].view(())] * len(names) if scalar else private.unflatten(handle, torch.cat(held))
+        shards = _of_shard_group(pieces, unit)
+        if shards[0].numel() == 1 and suffix == ".step":
+            views = [shards[0].view(())] * len(names)
+        else:
+            flat = torch.cat(shards)
+            views = [flat.as_strided(place.shape, place.stride, place.offset) for place in unit.layout()]
         for name, view in zip(names, views, strict=True):
             into[name + suffix] = view.clone()
 
@@ -180,23 +148,21 @@ def _cutter(
 
 
 def _original_state_parts(
-    reference: Reference, names: list[str], handle: Any, optimizer: torch.optim.Optimizer
+    reference: Reference, names: list[str], unit: Fsdp1Unit, optimizer: torch.optim.Optimizer
 ) -> Iterator[_Part]:
     """With use_orig_params each rank's state holds the piece of the parameter that is in its shard, or nothing."""
-    for name, shape, parameter in zip(
-        names, private.original_shapes(handle), private.original_parameters(handle), strict=True
-    ):
+    for name, shape, parameter in zip(names, unit.shapes, unit.originals, strict=True):
         own = dict(optimizer.state.get(parameter, {}))
         for key in _ADAM_STATE:
             local = _to_host(own[key]) if key in own else torch.empty(0)
-            yield _Part(local, _stitcher(reference.optimizer, f"{name}.{key}", shape, handle))
+            yield _Part(local, _stitcher(reference.optimizer, f"{name}.{key}", shape, unit))
 
 
 def _stitcher(
-    into: dict[str, torch.Tensor], name: str, shape: torch.Size, handle: Any
+    into: dict[str, torch.Tensor], name: str, shape: torch.Size, unit: Fsdp1Unit
 ) -> Callable[[list[torch.Tensor]], None]:
     def stitch(pieces: list[torch.Tensor]) -> None:
-        held = [piece for piece in _of_shard_group(pieces, handle) if piece.numel()]
+        held = [piece for piece in _of_shard_group(pieces, unit) if piece.numel()]
         if not held:
             # A frozen parameter has no state.
             return
@@ -205,26 +171,17 @@ def _stitcher(
     return stitch
 
 
-def _of_shard_group(pieces: list[torch.Tensor], handle: Any) -> list[torch.Tensor]:
+def _of_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
     """The pieces of the ranks over which this rank's unit is sharded; its own where it is not."""
-    if not private.is_sharded(handle):
+    if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
-    return [pieces[rank] for rank in dist.get_process_group_ranks(private.shard_group(handle))]
+    return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
 
 
-def _add_tied_names(reference: Reference, model: nn.Module) -> None:
+def _add_tied_names(reference: Reference, held: HeldModel) -> None:
     """Tied names share the tensor of the name that was joined."""
-    for prefix, handle in fsdp1.units(model):
-        for name, primary in fsdp1.unit_names(prefix, handle)[1]:
-            reference.full[name] = reference.full[primary]
-    first_name: dict[int, str] = {}
-    for name, tensor in fsdp2.entries(model):
-        if isinstance(tensor, FlatParameter):
-            continue
-        primary = first_name.setdefault(id(tensor), name)
-        if name not in reference.full:
-            reference.full[name] = reference.full[primary]
-            reference.local[name] = reference.local[primary]
+    for names in (*(names for unit in held.fsdp1_units for names in unit.names), *(t.names for t in held.tensors())):
+        reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
 from fsdp_doctor.case import reference, training_state, verification
+from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.lora_reference import merged_weights
-from fsdp_doctor.case.paths.inputs import Subject
-from fsdp_doctor.case.paths.lookup import PathFunction, function_of, load_user_path
+from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name
+from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer, Unsupported
-from fsdp_doctor.fsdp.fsdp2 import entries, local_tensor
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.verdict.records import Problem, Record, Stage
@@ -43,12 +43,13 @@ class CaseRunner:
         self._runtime = runtime
         self._user_paths = {name: load_user_path(name) for name in user_paths}
         self._report = report
+        self._leftovers = Leftovers(runtime.device)
         self._trainer: Trainer | None = None
 
     def examine(self, case: Case) -> Record:
-        """Runs one case. Every rank must call it with the same case; it does not raise Exception."""
+        """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
         path, function = self._path(case)
-        examination = _CaseRun(case, path, function, self._runtime, self._report)
+        examination = _CaseRun(case, path, function, self._runtime, self._leftovers, self._report)
         self._trainer = examination.run(self._kept_for(case.scenario, path))
         return examination.record
 
@@ -65,8 +66,8 @@ class CaseRunner:
         path = find_path(case.path, case.scenario.version)
         if is_user_path(case.path):
             function, contract = self._user_paths[case.path]
-            return dataclasses.replace(path, contract=contract), function
-        return path, function_of(path)
+            return dataclasses.replace(path, contract=contract), called_by_name(function)
+        return path, called_by_name(function_of(path))
 
     def _release(self) -> None:
         """Gives a dropped scenario's memory back, so that it is not counted against the next."""
@@ -78,11 +79,20 @@ class CaseRunner:
 class _CaseRun:
     """The state of one case while it runs: the record so far, reported at each stage."""
 
-    def __init__(self, case: Case, path: Path, function: PathFunction, runtime: Runtime, report: RecordSink) -> None:
+    def __init__(
+        self,
+        case: Case,
+        path: Path,
+        function: PathFunction,
+        runtime: Runtime,
+        leftovers: Leftovers,
+        report: RecordSink,
+    ) -> None:
         self._case = case
         self._path = path
         self._contract = path.contract
         self._runtime = runtime
+        self._leftovers = leftovers
         self._tell = report
         self._reported_at = 0.0
         self._function = function
@@ -103,7 +113,7 @@ class _CaseRun:
                 trainer.step()
                 self._runtime.synchronize()
             self._agree()
-        self._add(done=True)
+        self._add(retire=self._leftovers.undo(), done=True)
         self._report(self.record)
         reusable = self._unbroken and not self._changed_somewhere and self._case.scenario.phase == "trained"
         return trainer if reusable else None
@@ -144,16 +154,19 @@ class _CaseRun:
             self._check_weights(trainer, truth, "the offload or the staging changed weights")
             before = training_state.state_of(trainer.model, trainer.optimizer)
         verifier = verification.Verifier(
-            self._contract,
-            truth,
-            rank=self._runtime.rank,
-            compute_device=self._runtime.device,
-            compute_dtype=COMPUTE_DTYPE,
-            parameter_devices=verification.parameter_devices(trainer.model),
-            shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
-            merged_weights=merged_weights(trainer.model, truth.full),
+            verification.ExpectedYield(
+                contract=self._contract,
+                reference=truth,
+                rank=self._runtime.rank,
+                compute_device=self._runtime.device,
+                compute_dtype=COMPUTE_DTYPE,
+                parameter_devices=verification.parameter_devices(trainer.model),
+                shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
+                merged_weights=merged_weights(trainer.model, truth.full),
+            )
         )
         self._enter("extract")
+        self._leftovers.look_before()
         self._drain(trainer, verifier)
         self._enter("fingerprint")
         self._add(problems=verifier.problems())
@@ -179,26 +192,26 @@ class _CaseRun:
         """Runs the path, reads and checks each entry, then looks at what is left behind."""
         allocated = self._runtime.allocated_bytes() if self._watches_state else None
         self._runtime.reset_peak()
-        subject = Subject(
+        arguments = PathArguments(
             model=trainer.model,
-            optimizer=trainer.optimizer,
             device=self._runtime.device,
+            optimizer=trainer.optimizer,
             scratch=self._runtime.scratch / self._case.id.replace("/", "-"),
             control=self._runtime.control,
         )
         timed = _Timed(self._runtime, self._watches_state)
-        alive: list[TensorWeakRef] = []
+        alive: list[Callable[[], torch.Tensor | None]] = []
         own = trainer.tensor_ids()
         yielded: Counter[str] = Counter()
         shards = _shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0
-        items = timed.over(lambda: self._function(subject))
+        items = timed.over(lambda: self._function(arguments))
         for name, value in items:
             if self._path.offloads and not yielded:
                 self._look_for_kept_shards(allocated, shards, value)
             entry = verification.read(name, value)
-            yielded[entry.sort] += 1
+            yielded[entry.kind] += 1
             if isinstance(value, torch.Tensor) and id(value) not in own:
-                alive.append(TensorWeakRef(value))
+                alive.append(private.weak_reference(value))
             del value
             self._stay("verify")
             verifier.check(entry)
@@ -214,7 +227,7 @@ class _CaseRun:
         )
         self._look_for_leak(allocated, alive)
 
-    def _look_for_leak(self, allocated: int | None, alive: list[TensorWeakRef]) -> None:
+    def _look_for_leak(self, allocated: int | None, alive: list[Callable[[], torch.Tensor | None]]) -> None:
         kept, surplus = _kept(alive), self._surplus(allocated)
         if kept or surplus:
             gc.collect()
@@ -272,7 +285,8 @@ class _CaseRun:
 
     def _same_everywhere(self, failed: bool) -> bool:
         changed = any(problem.kind == "poisoned" for problem in self.record.problems)
-        mine = torch.tensor([int(failed), int(changed)])
+        # The path may have left another default device.
+        mine = torch.tensor([int(failed), int(changed)], device="cpu")
         everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
         dist.all_gather(everyone, mine, group=self._runtime.control)
         # All ranks build the scenario anew, or none does.
@@ -287,12 +301,15 @@ class _CaseRun:
 
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:
-        """The path's exceptions become part of the record. SystemExit is left alone: it ends the worker."""
+        """The path's exceptions become part of the record, KeyboardInterrupt and a user's own kind among them:
+        nobody interrupts a worker. SystemExit is left alone: it ends the worker."""
         try:
             yield
         except Unsupported as reason:
             self._add(unsupported=str(reason))
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
             self._add(failure=failure_from(error))
             self._report(self.record)
 
@@ -347,13 +364,13 @@ class _Timed:
 
 def _shard_bytes(model: nn.Module, device: torch.device) -> int:
     """Bytes of this rank's shards that lie on the device."""
-    shards = {id(tensor): local_tensor(tensor) for _, tensor in entries(model)}
-    return sum(shard.nbytes for shard in shards.values() if shard.device == device)
+    shards = [private.local_tensor(tensor.shown) for tensor in reader.read(model).tensors()]
+    return sum(shard.nbytes for shard in shards if shard.device == device)
 
 
-def _kept(alive: list[TensorWeakRef]) -> list[int]:
+def _kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
     """Bytes of each yielded tensor that somebody still holds and whose memory was not freed."""
-    sizes = [local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
+    sizes = [private.local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
     return [size for size in sizes if size]
 
 

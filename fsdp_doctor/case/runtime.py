@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import datetime
 import pathlib
@@ -10,13 +12,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import assert_never
 
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.axes import Backend, Sharding
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
 _NEVER = datetime.timedelta(hours=24)
+_CU_CTX_SCHED_BLOCKING_SYNC = 4
 
 
 @dataclass(kw_only=True)
@@ -35,13 +41,13 @@ class Runtime:
     scratch: pathlib.Path
     custom_model: pathlib.Path | None
     num_nodes: int = 1
-    _meshes: dict[str, DeviceMesh] = dataclasses.field(default_factory=dict)
+    _meshes: dict[Sharding, DeviceMesh] = dataclasses.field(default_factory=dict)
 
     @property
     def has_accelerator(self) -> bool:
         return self.device.type != "cpu"
 
-    def mesh(self, sharding: str) -> DeviceMesh:
+    def mesh(self, sharding: Sharding) -> DeviceMesh:
         """The mesh of a value of the axis ``sharding``. Every rank must call it."""
         if sharding not in self._meshes:
             self._meshes[sharding] = _mesh(self.device.type, sharding, self.world_size)
@@ -68,54 +74,73 @@ class Runtime:
         return int(torch.get_device_module(self.device).max_memory_allocated())
 
 
-def _mesh(device_type: str, sharding: str, world_size: int) -> DeviceMesh:
-    if sharding == "full":
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
-    shard_size = 2 if sharding == "hsdp" else 1
-    return init_device_mesh(device_type, (world_size // shard_size, shard_size), mesh_dim_names=("ddp", "fsdp"))
+def _mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
+    match sharding:
+        case "full":
+            return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+        case "hsdp":
+            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("ddp", "fsdp"))
+        case "size1":
+            return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("ddp", "fsdp"))
+        case _:
+            assert_never(sharding)
 
 
 def start(
     store: dist.Store,
     *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    num_nodes: int,
-    kind: RunDevice,
-    backend: str,
+    place: Place,
+    run_device: RunDevice,
+    backend: Backend,
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,
 ) -> Runtime:
-    """Joins the process groups of one generation of workers. Every rank must call it.
-
-    backend: a value of the axis of that name.
-    """
-    device = torch.device(kind.type, local_rank) if kind.type != "cpu" else torch.device("cpu")
+    """Joins the process groups of one generation of workers. Every rank must call it."""
+    device = torch.device(run_device.type, place.local_rank) if run_device.type != "cpu" else torch.device("cpu")
+    if device.type == "cuda":
+        _wait_for_cuda_without_spinning(place.local_rank)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
-    if kind.memory is not None:
-        devices.limit_memory(device, kind.memory)
+    if run_device.memory is not None:
+        devices.limit_memory(device, run_device.memory)
     if device.type == "emulated":
-        torch.get_device_module(device).set_late_completion(kind.late_completion)
+        torch.get_device_module(device).set_late_completion(run_device.late_completion)
     dist.init_process_group(
-        _backend(device.type, backend), store=store, rank=rank, world_size=world_size, timeout=_NEVER
+        _backend_name(device.type, backend),
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=_NEVER,
     )
     control = dist.new_group(backend="gloo", timeout=_NEVER)
     assert isinstance(control, dist.ProcessGroup)
     dist.all_reduce(torch.zeros(1, device=device))
     return Runtime(
-        rank=rank,
-        world_size=world_size,
+        rank=place.rank,
+        world_size=place.world_size,
         device=device,
         control=control,
         scratch=scratch,
         custom_model=custom_model,
-        num_nodes=num_nodes,
+        num_nodes=place.num_nodes,
     )
 
 
-def _backend(device_type: str, backend: str) -> str:
+def _wait_for_cuda_without_spinning(index: int) -> None:
+    """Has CUDA block a thread that waits for the device; by default it spins.
+
+    So a worker that waits for a collective which never ends can be told from one that works. It is a
+    flag of the context, which is not yet made; torch has no name for it. ROCm has no such library.
+    """
+    with contextlib.suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        device = ctypes.c_int()
+        driver.cuInit(0)
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDevicePrimaryCtxSetFlags_v2(device, _CU_CTX_SCHED_BLOCKING_SYNC)
+
+
+def _backend_name(device_type: str, backend: Backend) -> str:
     if device_type == "cpu":
         return "gloo"
     own = dist.get_default_backend_for_device(device_type)

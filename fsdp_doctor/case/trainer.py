@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.fsdp import fsdp2
+from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.cases import Scenario
 
 COMPUTE_DTYPE = torch.bfloat16
@@ -92,7 +92,7 @@ class Trainer:
         """The tensors that live as long as the trainer: a path that yields one of them keeps nothing alive."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
         own = (*self.model.parameters(), *self.model.buffers(), *state)
-        shards = (fsdp2.local_tensor(tensor) for tensor in own if isinstance(tensor, DTensor))
+        shards = (private.local_tensor(tensor) for tensor in own if isinstance(tensor, DTensor))
         return {id(tensor) for tensor in (*own, *shards)}
 
     def _load_parameters(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,29 +15,38 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.reference import Reference, batches
 from fsdp_doctor.case.verification import bits, first_names
-from fsdp_doctor.fsdp import fsdp1, fsdp2, private
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 
 StateDigest = dict[str, tuple[str, ...]]
-_OPTIMIZER = "optimizer state "
+
+
+@dataclass(frozen=True)
+class _StateTensor:
+    """A part of the training state: the tensor that the model or the optimizer has, and this rank's part of it.
+
+    keeps_gradient: its gradient outlives zero_grad(), and says nothing.
+    """
+
+    name: str
+    shown: torch.Tensor
+    local: torch.Tensor
+    keeps_gradient: bool = False
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Shards, buffers and their placements; which tensors are parameters, which of them train and have
     gradients; the optimizer's state and whether it still holds the model's parameters; train or eval.
     """
-    wrappers = dict(_wrappers(model, optimizer))
-    locals_ = {name: local for name, (_, local) in wrappers.items()}
-    # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
-    # keeps its own until the next unshard, an extraction's or a forward's, drops it.
-    stale = {f"{prefix}_flat_param" for prefix, handle in fsdp1.units(model) if private.keeps_originals(handle)}
+    tensors = [*_of_model(model), *_of_optimizer(optimizer)]
     state: StateDigest = {}
-    for (name, (wrapper, local)), digest in zip(wrappers.items(), _digests(list(locals_.values())), strict=True):
-        placements = wrapper.placements if isinstance(wrapper, DTensor) else ()
-        place = (str(wrapper.device), str(local.device), str(local.dtype), str(tuple(local.shape)), str(placements))
-        role = (str(id(wrapper)), str(wrapper.requires_grad), str(name in stale or wrapper.grad is None))
+    for tensor, digest in zip(tensors, _digests([tensor.local for tensor in tensors]), strict=True):
+        shown, local = tensor.shown, tensor.local
+        placements = shown.placements if isinstance(shown, DTensor) else ()
+        place = (str(shown.device), str(local.device), str(local.dtype), str(tuple(local.shape)), str(placements))
+        role = (str(id(shown)), str(shown.requires_grad), str(tensor.keeps_gradient or shown.grad is None))
         # Of buffers and of the optimizer's state only what is in them counts: whoever moves them makes new tensors.
-        state[name] = (*place, digest, *(role if isinstance(wrapper, nn.Parameter) else ()))
+        state[tensor.name] = (*place, digest, *(role if isinstance(shown, nn.Parameter) else ()))
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     state["parameters of the optimizer"] = (str(held),)
     state["training mode"] = (str([module.training for module in model.modules()]),)
@@ -57,30 +67,40 @@ def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
 
     The caller has synchronized with the device.
     """
+    held = reader.read(model)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for prefix, handle in fsdp1.units(model):
-        expected = truth.flat[prefix]
-        pairs[f"{prefix}_flat_param"] = (private.flat_shard(handle)[: expected.numel()], expected)
-    for name, tensor in fsdp2.entries(model):
-        if name in truth.local:
-            pairs[name] = (fsdp2.local_tensor(tensor).detach(), truth.local[name])
+    for unit in held.fsdp1_units:
+        expected = truth.flat[unit.flat_name]
+        pairs[unit.flat_name] = (unit.shard[: expected.numel()], expected)
+    for tensor in held.tensors():
+        if tensor.names[0] in truth.local:
+            local = private.local_tensor(tensor.tensor).detach()
+            pairs |= dict.fromkeys(tensor.names, (local, truth.local[tensor.names[0]]))
     now = _digests([actual for actual, _ in pairs.values()])
     then = _digests([expected for _, expected in pairs.values()])
     return [name for name, a, b in zip(pairs, now, then, strict=True) if a != b]
 
 
-def _wrappers(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """(name, (the tensor that the model or the optimizer holds, this rank's part of it))."""
-    for prefix, handle in fsdp1.units(model):
-        yield f"{prefix}_flat_param", (handle.flat_param, private.flat_shard(handle))
-    for name, tensor in fsdp2.entries(model):
-        yield name, (tensor, fsdp2.local_tensor(tensor))
+def _of_model(model: nn.Module) -> Iterator[_StateTensor]:
+    held = reader.read(model)
+    for unit in held.fsdp1_units:
+        flat, shard = unit.flat_parameter, unit.shard
+        # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
+        # keeps its own until the next unshard, an extraction's or a forward's, drops it.
+        yield _StateTensor(unit.flat_name, flat, flat.detach(), keeps_gradient=unit.keeps_originals)
+        if shard.data_ptr() != flat.data_ptr():
+            yield _StateTensor(f"{unit.prefix}_local_shard", shard, shard)
+        yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
+    for tensor in held.tensors():
+        local = private.local_tensor(tensor.tensor).detach()
+        yield from (_StateTensor(name, tensor.shown, local) for name in tensor.names)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[_StateTensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"{_OPTIMIZER}{index}.{key}", (value, fsdp2.local_tensor(value))
+            yield _StateTensor(f"optimizer state {index}.{key}", value, private.local_tensor(value))
 
 
 def _digests(tensors: list[torch.Tensor]) -> list[str]:

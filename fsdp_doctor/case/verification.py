@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement
+from typing_extensions import assert_never
 
 from fsdp_doctor.case import lora_reference
 from fsdp_doctor.case.lora_reference import Merged
-from fsdp_doctor.case.reference import Reference, shard_slices
-from fsdp_doctor.fsdp import fsdp2
-from fsdp_doctor.fsdp.names import unwrapped
-from fsdp_doctor.matrix.contracts import Contract
+from fsdp_doctor.case.reference import Reference
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.shards import HeldPart, held_part
+from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 
+YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "info", "other"]
+
 _SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedYield:
+    """What one path is to yield on one rank, where, and in which dtype.
+
+    parameter_devices: what each parameter and buffer reports when the path starts, by its name.
+    merged_weights: what a contract that promises weights with their adapters added is held against.
+    """
+
+    contract: Contract
+    reference: Reference
+    rank: int
+    compute_device: torch.device
+    compute_dtype: torch.dtype
+    parameter_devices: Mapping[str, torch.device]
+    shard_group_of_one: bool
+    merged_weights: Mapping[str, Merged] = field(default_factory=dict)
 
 
 class Verifier:
@@ -32,26 +50,11 @@ class Verifier:
     :meth:`problems` at the end.
     """
 
-    def __init__(
-        self,
-        contract: Contract,
-        reference: Reference,
-        *,
-        rank: int,
-        compute_device: torch.device,
-        compute_dtype: torch.dtype,
-        parameter_devices: dict[str, torch.device],
-        shard_group_of_one: bool,
-        merged_weights: Mapping[str, Merged] = MappingProxyType({}),
-    ) -> None:
-        self._contract = contract
-        self._reference = reference
-        self._rank = rank
-        self._compute_device = compute_device
-        self._compute_dtype = compute_dtype
-        self._parameter_devices = parameter_devices
-        self._shard_group_of_one = shard_group_of_one
-        self._merged = merged_weights if contract.weights == "merged" else {}
+    def __init__(self, expectation: ExpectedYield) -> None:
+        self._asked = expectation
+        self._contract = expectation.contract
+        self._reference = expectation.reference
+        self._merged = expectation.merged_weights if self._contract.weights == "merged" else {}
         self._expected = self._expected_tensors()
         self._seen: set[str] = set()
         self._found: dict[ProblemKind, dict[str, list[str]]] = {}
@@ -69,20 +72,21 @@ class Verifier:
         self._check_value(entry, expected)
 
     def problems(self) -> tuple[Problem, ...]:
-        """What was found: one problem for each kind, with the first few names of each sort."""
+        """What was found: one problem for each kind, with the first few names of each finding."""
         self._check_names()
         return tuple(
-            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in sorts.items()))
-            for kind, sorts in self._found.items()
+            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
+            for kind, findings in self._found.items()
         )
 
     def _expected_tensors(self) -> dict[str, torch.Tensor]:
-        match self._contract.form:
-            case "flat":
-                flat = {f"{prefix}_flat_param": shard for prefix, shard in self._reference.flat.items()}
-                return flat | self._reference.buffers()
-            case "optimizer":
-                return self._reference.optimizer
+        if self._contract.form == "flat":
+            if self._asked.shard_group_of_one:
+                # torch says in a warning that it returns the full state dict where nothing is sharded.
+                return self._reference.full
+            return self._reference.flat | self._reference.buffers()
+        if self._contract.form == "optimizer":
+            return self._reference.optimizer
         full = self._reference.full
         if self._contract.keys == "parameters":
             full = {name: full[name] for name in self._reference.parameters}
@@ -91,29 +95,34 @@ class Verifier:
                 return lora_reference.base_weights(full)
             case "adapter":
                 return lora_reference.adapter_weights(full)
-        return full
+            case "own":
+                return full
+            case _:
+                assert_never(self._contract.weights)
 
     def _note(self, kind: ProblemKind, what: str, name: str) -> None:
         self._found.setdefault(kind, {}).setdefault(what, []).append(name)
 
     def _has_right_form(self, entry: YieldedEntry) -> bool:
         promised = self._contract.form
-        sharded = entry.form in ("dtensor", "sharded tensor")
-        if promised in ("full", "optimizer"):
-            fits = entry.form == "tensor"
-        elif promised == "info":
-            fits = entry.form == "info"
-        elif promised == "sharded":
-            fits = sharded or (entry.form == "tensor" and self._is_plain(entry.name))
-        else:
-            fits = entry.form in ("tensor", "sharded tensor")
+        match promised:
+            case "full" | "optimizer":
+                fits = entry.form == "tensor"
+            case "info":
+                fits = entry.form == "info"
+            case "sharded":
+                fits = entry.is_sharded or (entry.form == "tensor" and self._is_plain(entry.name))
+            case "flat":
+                fits = entry.form in ("tensor", "sharded tensor")
+            case _:
+                assert_never(promised)
         if not fits:
-            self._note("wrong", f"{entry.form} where {_FORM_IN_WORDS[promised]} was promised", entry.name)
+            self._note("wrong", f"{entry.form_in_words} where {_FORM_IN_WORDS[promised]} was promised", entry.name)
         return fits
 
     def _is_plain(self, name: str) -> bool:
         """Whether this entry has nothing to be sharded into: a buffer, or anything in a shard group of one."""
-        return self._shard_group_of_one or name in self._reference.buffers()
+        return self._asked.shard_group_of_one or name in self._reference.buffers()
 
     def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)
@@ -134,19 +143,23 @@ class Verifier:
         match self._contract.dtype:
             case "any":
                 return entry.dtype
-            case "compute" if expected.is_floating_point():
-                return self._compute_dtype
-            case _:
+            case "compute":
+                return self._asked.compute_dtype if expected.is_floating_point() else expected.dtype
+            case "master":
                 return expected.dtype
+            case _:
+                assert_never(self._contract.dtype)
 
     def _promised_device(self, name: str) -> torch.device:
         match self._contract.device:
             case "cpu":
                 return torch.device("cpu")
             case "parameter":
-                return self._parameter_devices.get(name, self._compute_device)
+                return self._asked.parameter_devices.get(name, self._asked.compute_device)
+            case "compute" | "any":
+                return self._asked.compute_device
             case _:
-                return self._compute_device
+                assert_never(self._contract.device)
 
     def _check_value(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
@@ -154,12 +167,12 @@ class Verifier:
             return
         if entry.data is None:
             return
-        if entry.form in ("dtensor", "sharded tensor") and self._contract.form == "sharded":
-            if not entry.tiles:
-                self._note("wrong", "its shards do not make up the whole tensor once", entry.name)
+        if entry.is_sharded and self._contract.form == "sharded":
+            why_not = entry.why_no_shard()
+            if why_not:
+                self._note("wrong", why_not, entry.name)
                 return
-            own = self._reference.local.get(entry.name)
-            expected = own if own is not None else _own_part(entry, expected)
+            expected = entry.part(self._asked.rank).read(expected)
         if entry.name in self._merged:
             difference = self._merged[entry.name].difference(entry.data)
         else:
@@ -168,7 +181,7 @@ class Verifier:
             self._note("wrong", difference, entry.name)
 
     def _check_names(self) -> None:
-        if self._contract.ranks == "rank0" and self._rank != 0 and not self._seen:
+        if self._contract.ranks == "rank0" and self._asked.rank != 0 and not self._seen:
             return
         missing = [name for name in self._expected if name not in self._seen]
         if missing and not self._seen:
@@ -180,7 +193,7 @@ class Verifier:
             self._note("incomplete", "not a name of the model", name)
 
 
-_FORM_IN_WORDS = {
+_FORM_IN_WORDS: dict[PromisedForm, str] = {
     "full": "a full tensor",
     "sharded": "a sharded tensor",
     "flat": "a flat shard",
@@ -193,27 +206,56 @@ _FORM_IN_WORDS = {
 class YieldedEntry:
     """One yielded entry, read: what it is, where it lies, and its data on the host.
 
-    local_device: where the local part of a DTensor lies. slices: where the local part lies in the
-    full tensor, for a sharded entry. tiles: whether all ranks' parts are shards that make up the tensor.
+    shape: of the whole tensor. data: of a sharded entry, this rank's part; None of what is no tensor.
+    type_name: of what is neither a tensor nor its shape and dtype.
+    local_device, mesh, placements: of a DTensor, where its local part lies, the ranks of its mesh, and its placements.
+    own_part, num_elements: of a ShardedTensor, which part this rank's shard is, and the elements of all shards.
     """
 
     name: str
-    form: str
+    form: YieldedForm
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    local_device: torch.device | None = None
     data: torch.Tensor | None = None
-    slices: tuple[slice, ...] | None = None
-    tiles: bool = True
+    type_name: str = ""
+    local_device: torch.device | None = None
+    mesh: torch.Tensor | None = None
+    placements: tuple[Placement, ...] = ()
+    own_part: HeldPart | None = None
+    num_elements: int = 0
 
     @property
-    def sort(self) -> str:
+    def is_sharded(self) -> bool:
+        return self.form in ("dtensor", "sharded tensor")
+
+    @property
+    def form_in_words(self) -> str:
+        return self.type_name or self.form
+
+    @property
+    def kind(self) -> str:
         """Form, dtype and kind of device: what two runs on different devices must have in common."""
         place = self.device.type
         if self.local_device is not None and self.local_device.type != place:
             place += f" with its local part on {self.local_device.type}"
-        return f"{self.form} {str(self.dtype).removeprefix('torch.')} {place}"
+        return f"{self.form_in_words} {_short(self.dtype)} {place}"
+
+    def why_no_shard(self) -> str:
+        """Why the parts of a sharded entry are not those of one tensor; empty if they are."""
+        if any(isinstance(placement, Partial) for placement in self.placements):
+            return f"placed as {_in_words(self.placements)}, so what a rank holds is a summand and not a shard"
+        if self.mesh is not None:
+            divided = self.mesh.numel() == 1 or any(map(private.num_interleaved, self.placements))
+        else:
+            divided = self.num_elements == self.shape.numel()
+        return "" if divided else "its shards do not make up the whole tensor once"
+
+    def part(self, rank: int) -> HeldPart:
+        """Which part of the tensor the rank's data is. Raises LayoutError for placements that are not understood."""
+        if self.mesh is not None:
+            return held_part(rank, self.shape, self.mesh, self.placements)
+        return self.own_part or HeldPart.of_slices(tuple(slice(0, 0) for _ in self.shape))
 
 
 def read(name: str, value: Any) -> YieldedEntry:
@@ -222,19 +264,19 @@ def read(name: str, value: Any) -> YieldedEntry:
         shape, dtype = value
         return YieldedEntry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
     if isinstance(value, DTensor):
-        local = fsdp2.local_tensor(value)
+        local = private.local_tensor(value)
         return YieldedEntry(
             name=name,
             form="dtensor",
             shape=value.shape,
             dtype=value.dtype,
             device=value.device,
-            local_device=local.device,
             data=local.detach().cpu(),
-            slices=shard_slices(value.shape, value.device_mesh, value.placements, dist.get_rank()),
-            tiles=value.device_mesh.size() == 1 or any(isinstance(p, Shard) for p in value.placements),
+            local_device=local.device,
+            mesh=value.device_mesh.mesh,
+            placements=tuple(value.placements),
         )
-    if isinstance(value, ShardedTensor):
+    if private.is_sharded_tensor(value):
         return _read_sharded_tensor(name, value)
     if isinstance(value, torch.Tensor):
         return YieldedEntry(
@@ -247,7 +289,8 @@ def read(name: str, value: Any) -> YieldedEntry:
         )
     return YieldedEntry(
         name=name,
-        form=type(value).__name__,
+        form="other",
+        type_name=type(value).__name__,
         shape=torch.Size(),
         dtype=torch.uint8,
         device=torch.device("meta"),
@@ -257,13 +300,11 @@ def read(name: str, value: Any) -> YieldedEntry:
 def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
     shards = value.local_shards()
     local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-    slices = None
+    own_part = None
     if shards:
         metadata = shards[0].metadata
-        slices = tuple(
-            slice(offset, offset + size)
-            for offset, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-        )
+        begins_and_sizes = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+        own_part = HeldPart.of_slices(tuple(slice(begin, begin + size) for begin, size in begins_and_sizes))
     return YieldedEntry(
         name=name,
         form="sharded tensor",
@@ -271,13 +312,9 @@ def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
         dtype=value.dtype,
         device=local.device,
         data=local.detach().cpu(),
-        slices=slices,
-        tiles=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata) == value.size().numel(),
+        own_part=own_part,
+        num_elements=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata),
     )
-
-
-def _own_part(entry: YieldedEntry, full: torch.Tensor) -> torch.Tensor:
-    return full[entry.slices] if entry.slices is not None else full.new_empty(0)
 
 
 def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
@@ -318,13 +355,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
-    """The device that each parameter and buffer reports, under its unwrapped name."""
-    return {unwrapped(name): tensor.device for name, tensor in fsdp2.entries(model)}
+    """The device that each parameter, flat parameter and buffer reports, under its unwrapped name."""
+    held = reader.read(model)
+    devices = {name: tensor.shown.device for tensor in held.tensors() for name in tensor.names}
+    for unit in held.fsdp1_units:
+        devices[unit.flat_name] = unit.flat_parameter.device
+        devices |= {name: shown.device for name, shown in unit.shown.items()}
+    return devices
 
 
 def first_names(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _in_words(placements: tuple[Placement, ...]) -> str:
+    return ", ".join(map(repr, placements))
 
 
 def _short(dtype: torch.dtype) -> str:

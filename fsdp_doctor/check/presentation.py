@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import textwrap
 from collections.abc import Iterator
 
 from fsdp_doctor.check import CheckResult, cases
-from fsdp_doctor.check.use import ConfigFinding, Use
+from fsdp_doctor.check.config_findings import ConfigFinding, ConfigFindingKind
+from fsdp_doctor.check.use import Use
 from fsdp_doctor.known import catalogue
 
 _WIDTH = 120
-_HEADINGS = {
+_HEADINGS: dict[ConfigFindingKind, str] = {
     "conflict": "Conflicts",
     "known": "Known failures",
     "unknown": "Not understood",
@@ -25,12 +27,8 @@ def as_text(result: CheckResult) -> str:
     lines = [f"{result.framework}: {_summary(result)}"]
     for use in result.uses:
         lines += ["", *_of_use(use)]
-    for kind, heading in _HEADINGS.items():
-        found = [finding for finding in result.findings if finding.kind == kind]
-        if found:
-            lines += ["", heading]
-            for finding in found:
-                lines += _of_finding(finding)
+    for kind, found in itertools.groupby(result.findings, key=lambda finding: finding.kind):
+        lines += ["", _HEADINGS[kind], *(line for finding in found for line in _of_finding(finding))]
     if tried := cases(result):
         lines += ["", "Try them", *_command([case.id for case in tried])]
     return "\n".join(lines) + "\n"
@@ -57,7 +55,7 @@ def _summary(result: CheckResult) -> str:
     count = len(cases(result))
     bad = sum(finding.bad for finding in result.findings)
     if not count and not bad:
-        return "no case"
+        return "no case to try"
     named = f"{count} case{'s' * (count != 1)}"
     return f"{named}, {bad} finding{'s' * (bad != 1)}" if bad else f"{named}, nothing known to break, no conflict"
 

@@ -38,7 +38,7 @@ class Settings:
         self._rows: dict[str, Setting] = {}
         self._prefixes: set[str] = set()
         for row in rows:
-            self._put(row)
+            self.put(row)
 
     def __contains__(self, key: str) -> bool:
         return key in self._rows
@@ -59,7 +59,7 @@ class Settings:
         return None
 
     def flag(self, *keys: str, default: bool = False) -> bool:
-        """A truth value, as frameworks write it. Raises Unreadable for what is none."""
+        """A truth value, as frameworks write it. Raises Unreadable for any other value."""
         row = self.first(*keys)
         if row is None:
             return default
@@ -69,7 +69,7 @@ class Settings:
         return word in _TRUE
 
     def number(self, *keys: str, default: int | None = None) -> int | None:
-        """A whole number. Raises Unreadable for what is none."""
+        """A whole number. Raises Unreadable for any other value."""
         row = self.first(*keys)
         if row is None:
             return default
@@ -85,11 +85,11 @@ class Settings:
             return default
         text = str(row.value)
         if "${" in text:
-            raise Unreadable(f"{row} refers to what is not in the configuration")
+            raise Unreadable(f"{row} refers to a value that is not in the configuration")
         return text
 
-    def _put(self, row: Setting) -> None:
-        """A value replaces what was below its key, and what stood above it as one value."""
+    def put(self, row: Setting) -> None:
+        """Adds a setting. A value replaces what was below its key, and what stood above it as one value."""
         above = [row.key[:at] for at, letter in enumerate(row.key) if letter == "."]
         for key in above:
             self._rows.pop(key, None)
@@ -99,7 +99,7 @@ class Settings:
         self._rows[row.key] = row
 
     def without(self, key: str) -> None:
-        """Takes a key out, with all below it: Hydra's ``~key``."""
+        """Removes a key, with all below it: Hydra's ``~key``."""
         for known in [known for known in self._rows if known == key or known.startswith(f"{key}.")]:
             del self._rows[known]
 

@@ -1,19 +1,17 @@
-"""What a configuration amounts to: the uses of FSDP in it, what is extracted where, and what was found."""
+"""What a configuration amounts to: the uses of FSDP in it, and what is extracted where."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.settings import Setting
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import AxisName
 from fsdp_doctor.matrix.cases import Case, Scenario
 
-FindingKind = Literal["conflict", "known", "unknown", "note"]
-_NEWEST = (1 << 20,)
+Role: TypeAlias = Literal["model", "actor", "ref", "critic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class ExtractionPoint:
 class Reason:
     """Why an axis has its value: a setting, or what the framework does where none says otherwise."""
 
-    axis: str
+    axis: AxisName
     value: str
     because: str
 
@@ -42,10 +40,10 @@ class Use:
 
     role: what the model is for. versions: of the framework, empty where all that are known do the same.
     scenario: without staging, which is a matter of each extraction; None where the model is not under FSDP,
-        or it cannot be said, and ``why_not`` says so.
+        or it cannot be determined, and ``why_not`` says so.
     """
 
-    role: str
+    role: Role
     versions: str = ""
     scenario: Scenario | None = None
     why_not: str = ""
@@ -60,58 +58,28 @@ class Use:
     def cases(self) -> tuple[Case, ...]:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigFinding:
-    """One sentence, what it rests on, and the cases that show it.
-
-    ``conflict`` and ``known`` are bad; ``unknown`` says what was not understood, ``note`` what to bear in mind.
-    entry: the id of the catalogue's entry, for ``known`` alone.
-    """
-
-    kind: FindingKind
-    sentence: str
-    settings: tuple[str, ...] = ()
-    entry: str = ""
-    cases: tuple[str, ...] = ()
-
-    @property
-    def bad(self) -> bool:
-        return self.kind in ("conflict", "known")
+    def changed(self, values: Mapping[AxisName, str], because: str) -> Use:
+        """This use with other values on some axes, in its scenario and in its cases, for one reason."""
+        if self.scenario is None or not values:
+            return self
+        reasons = [Reason(axis=axis, value=value, because=because) for axis, value in values.items()]
+        extractions = [
+            ExtractionPoint(purpose=point.purpose, case=Case(_changed(point.case.scenario, values), point.case.path))
+            for point in self.extractions
+        ]
+        return dataclasses.replace(
+            self,
+            scenario=_changed(self.scenario, values),
+            reasons=(*self.reasons, *reasons),
+            extractions=tuple(extractions),
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What the module of one framework makes of the settings."""
-
-    uses: tuple[Use, ...]
-    findings: tuple[ConfigFinding, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """What the command line says beside the configuration."""
-
-    framework_version: tuple[int, ...] | None = None
-    world_size: int | None = None
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """The numbers of a version, to compare; ``main`` is newer than all. Raises UsageError."""
-    if text in ("main", "latest"):
-        return _NEWEST
-    match = re.match(r"v?(\d+(?:\.\d+)*)", text)
-    if match is None:
-        raise UsageError(f"--framework-version {text}: use one like 0.7.1, or main")
-    return tuple(int(number) for number in match[1].split("."))
-
-
-def conflict(sentence: str, *settings: Setting | None) -> ConfigFinding:
-    return ConfigFinding(kind="conflict", sentence=sentence, settings=tuple(str(row) for row in settings if row))
-
-
-def note(sentence: str, *settings: Setting | None) -> ConfigFinding:
-    return ConfigFinding(kind="note", sentence=sentence, settings=tuple(str(row) for row in settings if row))
+def reasons_of(scenario: Scenario, because_of: Mapping[AxisName, str]) -> tuple[Reason, ...]:
+    """A reason for each axis that has one, in the order of ``because_of``."""
+    return tuple(
+        Reason(axis=axis, value=getattr(scenario, axis), because=why) for axis, why in because_of.items() if why
+    )
 
 
 def because(row: Setting | None, default: str) -> str:
@@ -127,3 +95,7 @@ def merged(uses: Sequence[Use]) -> tuple[Use, ...]:
     if len(found) == 1:
         return tuple(found)
     return tuple(dataclasses.replace(use, versions="; ".join(versions)) for use, versions in found.items())
+
+
+def _changed(scenario: Scenario, values: Mapping[AxisName, str]) -> Scenario:
+    return scenario.changed(**{str(axis): value for axis, value in values.items()})

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from packaging.version import Version
 
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = "2.10"
 _SOURCES = pathlib.Path(__file__).parent / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
@@ -54,11 +55,10 @@ def cache_directory() -> pathlib.Path:
 
 
 def _check_torch() -> None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
+    # The release alone: a nightly or a vendor's pre-release of 2.10 has what 2.10 has.
+    if Version(torch.__version__).release < Version(OLDEST_TORCH).release:
         raise EmulationUnavailable(
-            f"the emulated accelerator needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer, "
-            f"this is torch {torch.__version__}"
+            f"the emulated accelerator needs torch {OLDEST_TORCH} or newer, this is torch {torch.__version__}"
         )
 
 

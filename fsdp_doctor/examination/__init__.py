@@ -2,7 +2,7 @@
 
 facts      what can be read: devices, placements, meshes, policies
 findings   what it means
-table      both for a terminal
+display    both for a terminal
 """
 
 from __future__ import annotations

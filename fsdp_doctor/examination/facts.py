@@ -5,11 +5,9 @@ Nothing is changed, nothing is communicated, no device is waited for.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,11 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_doctor.extract.sources import innermost
-from fsdp_doctor.fsdp import fsdp1, private
-from fsdp_doctor.fsdp.names import unwrapped
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, HeldTensor
 
 CPU = torch.device("cpu")
+TensorKind: TypeAlias = Literal["fsdp2", "fsdp1", "dtensor", "plain", "buffer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class FsdpUnit:
     initialized: whether torch's lazy initialization, at the first forward, was done.
     """
 
-    strategy: str
+    strategy: Literal["fsdp1", "fsdp2"]
     compute_device: torch.device
     policy: bool
     pins: bool
@@ -70,7 +69,7 @@ class TensorState:
     unit: None for what FSDP does not manage, such as an ignored parameter or a buffer.
     """
 
-    kind: str
+    kind: TensorKind
     wrapper_device: torch.device
     device: torch.device
     pinned: bool | None
@@ -144,45 +143,27 @@ class Facts:
     stream_idle: bool | None
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """So many rows start it several times, it walks all that the process has, and nothing here is garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_garbage_collection()
+@without_garbage_collection
 def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Facts:
     """One rank alone may call it, in any state of the model, before the first forward too."""
-    units, parameters, buffers = _Units(), _Rows(), _Rows()
-    in_units = _read_flat(model, units, parameters)
-    sharded = private.sharded_parameters(model)
-    inner = innermost(model)
-    for prefix, fsdp_state, own, own_buffers in private.tensors_of_modules(inner):
-        unit, prefix = units.of_fsdp2(fsdp_state), unwrapped(prefix)
-        for name, shown in own.items():
-            if shown is not None and id(shown) not in in_units:
-                tensor = sharded.get(id(shown), shown)
-                parameters.add(prefix + name, tensor, "plain", unit)
-        for name, buffer in own_buffers.items():
-            if buffer is not None:
-                buffers.add(prefix + name, buffer, "buffer", None)
-    held = _optimizer_facts(optimizer, parameters.first) if optimizer is not None else ()
-    compute_device = units.known[0].compute_device if units.known else None
-    copied = left_by_copy((parameters.by_state, buffers.by_state), held)
+    held = reader.read(model)
+    units = [*map(_of_fsdp1, held.fsdp1_units), *map(_of_fsdp2, held.fsdp2_units)]
+    parameters, buffers = _Rows(), _Rows()
+    for unit in held.fsdp1_units:
+        parameters.add_flat(_flat_facts(unit), unit)
+    parameters.add(held.parameters, "plain")
+    buffers.add((*held.buffers, *held.transient_buffers), "buffer")
+    in_state = _optimizer_facts(optimizer, parameters) if optimizer is not None else ()
+    compute_device = units[0].compute_device if units else None
+    copied = left_by_copy((parameters.by_state, buffers.by_state), in_state)
     return Facts(
         wrapper=type(model).__name__,
         parameters=tuple(parameters.all),
         buffers=tuple(buffers.all),
-        optimizer=held,
+        optimizer=in_state,
         by_state=parameters.by_state,
         buffers_by_state=buffers.by_state,
-        units=tuple(units.known),
+        units=tuple(dict.fromkeys(units)),
         compute_device=compute_device,
         stream_idle=_stream_idle(compute_device) if copied else None,
     )
@@ -200,94 +181,88 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
-class _Units:
-    """The different units, in the order in which they are met."""
+def _of_fsdp2(unit: Fsdp2Unit) -> FsdpUnit:
+    policy = unit.policy
+    return FsdpUnit(
+        strategy="fsdp2",
+        compute_device=unit.compute_device,
+        policy=isinstance(policy, CPUOffloadPolicy),
+        pins=isinstance(policy, CPUOffloadPolicy) and policy.pin_memory,
+        initialized=unit.is_initialized,
+    )
 
-    def __init__(self) -> None:
-        self.known: list[FsdpUnit] = []
-        self._by_state: dict[int, FsdpUnit | None] = {}
 
-    def of_fsdp2(self, fsdp_state: Any) -> FsdpUnit | None:
-        if fsdp_state is None:
-            return None
-        if id(fsdp_state) not in self._by_state:
-            self._by_state[id(fsdp_state)] = self._fsdp2(fsdp_state)
-        return self._by_state[id(fsdp_state)]
-
-    def of_fsdp1(self, handle: Any, initialized: bool) -> FsdpUnit:
-        policy = private.offloads_parameters(handle)
-        device = private.compute_device(handle)
-        unit = FsdpUnit(strategy="fsdp1", compute_device=device, policy=policy, pins=policy, initialized=initialized)
-        return self._one(unit)
-
-    def _fsdp2(self, fsdp_state: Any) -> FsdpUnit | None:
-        if (found := private.fsdp2_unit(fsdp_state)) is None:
-            return None
-        device, policy, initialized = found
-        offloads = isinstance(policy, CPUOffloadPolicy)
-        pins = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
-        unit = FsdpUnit(strategy="fsdp2", compute_device=device, policy=offloads, pins=pins, initialized=initialized)
-        return self._one(unit)
-
-    def _one(self, unit: FsdpUnit) -> FsdpUnit:
-        if unit not in self.known:
-            self.known.append(unit)
-        return self.known[self.known.index(unit)]
+def _of_fsdp1(unit: Fsdp1Unit) -> FsdpUnit:
+    return FsdpUnit(
+        strategy="fsdp1",
+        compute_device=unit.compute_device,
+        policy=unit.offloads,
+        pins=unit.offloads,
+        initialized=unit.is_initialized,
+    )
 
 
 class _Rows:
-    """Collects tensors. A model may have a hundred thousand, in a few states: a state is made once."""
+    """Collects tensors. A model may have a hundred thousand, in a few states: a state is made once.
+
+    held: each with its facts; of an FSDP1 unit all by which an optimizer may know its parameters.
+    """
 
     def __init__(self) -> None:
         self.all: list[TensorFacts] = []
         self.by_state: ByState = {}
-        self.first: dict[int, TensorFacts] = {}
+        self.held: list[tuple[torch.Tensor, TensorFacts]] = []
         self._known: dict[tuple[Any, ...], tuple[TensorFacts, list[TensorFacts]]] = {}
         self._meshes: dict[int, Mesh] = {}
 
-    def add(self, name: str, tensor: torch.Tensor, kind: str, unit: FsdpUnit | None) -> None:
-        if (tied := self.first.get(id(tensor))) is not None:
-            self._append(self.by_state[tied.state], replace(tied, name=name, tied_to=tied.name))
-            return
-        local = private.local_part(tensor)
-        layout = (id(tensor.device_mesh), tensor.placements, id(unit)) if isinstance(tensor, DTensor) else None
-        pinned = local.is_cpu and local.is_pinned()
-        key = (tensor.device, local.device, pinned, tensor.dtype, tensor.shape, local.shape, layout)
-        if (alike := self._known.get(key)) is None:
-            state = self._state(tensor, local, kind, unit)
-            facts = TensorFacts(name, "", tensor.shape, local.shape, state)
-            alike = self._known[key] = facts, self.by_state.setdefault(state, [])
-        like, rows = alike
-        # What is alike is shared: two shapes for each of a hundred thousand rows are work for the garbage collector.
-        facts = self.first[id(tensor)] = TensorFacts(name, "", like.shape, like.local_shape, like.state)
+    def add(self, tensors: Iterable[HeldTensor], kind: Literal["plain", "buffer"]) -> None:
+        for held in tensors:
+            tensor, unit = held.tensor, held.unit
+            local = private.local_tensor(tensor)
+            layout = (id(tensor.device_mesh), tensor.placements, id(unit)) if isinstance(tensor, DTensor) else None
+            pinned = local.is_cpu and local.is_pinned()
+            key = (tensor.device, local.device, pinned, tensor.dtype, tensor.shape, local.shape, layout)
+            if (alike := self._known.get(key)) is None:
+                state = self._state(tensor, local, kind, unit)
+                facts = TensorFacts(held.names[0], "", tensor.shape, local.shape, state)
+                alike = self._known[key] = facts, self.by_state.setdefault(state, [])
+            like, rows = alike
+            # What is alike is shared: two shapes for each of a hundred thousand rows are work for Python.
+            facts = TensorFacts(held.names[0], "", like.shape, like.local_shape, like.state)
+            self.all.append(facts)
+            rows.append(facts)
+            if len(held.names) > 1:
+                self._add_tied(facts, held.names)
+            self.held.append((tensor, facts))
+
+    def add_flat(self, facts: TensorFacts, unit: Fsdp1Unit) -> None:
         self.all.append(facts)
-        rows.append(facts)
+        self.by_state.setdefault(facts.state, []).append(facts)
+        self.held += [(tensor, facts) for tensor in unit.optimized]
+        for names in unit.names:
+            self._add_tied(replace(facts, holds=()), names)
 
-    def add_flat(self, facts: TensorFacts, tied: list[tuple[str, str]], tensors: list[torch.Tensor]) -> None:
-        """tied: (name, the name that it is tied to). tensors: by which an optimizer knows them."""
-        rows = self.by_state.setdefault(facts.state, [])
-        self._append(rows, facts)
-        self.first |= {id(tensor): facts for tensor in tensors}
-        for name, primary in tied:
-            self._append(rows, replace(facts, name=name, tied_to=primary, holds=()))
+    def _add_tied(self, facts: TensorFacts, names: tuple[str, ...]) -> None:
+        tied = [replace(facts, name=name, tied_to=names[0]) for name in names[1:]]
+        self.all += tied
+        self.by_state[facts.state] += tied
 
-    def _append(self, rows: list[TensorFacts], facts: TensorFacts) -> None:
-        self.all.append(facts)
-        rows.append(facts)
-
-    def _state(self, tensor: torch.Tensor, local: torch.Tensor, kind: str, unit: FsdpUnit | None) -> TensorState:
+    def _state(
+        self, tensor: torch.Tensor, local: torch.Tensor, kind: TensorKind, unit: Fsdp2Unit | None
+    ) -> TensorState:
         plain = TensorState(
             kind=kind, wrapper_device=tensor.device, device=local.device, pinned=_pinned(local), dtype=tensor.dtype
         )
         if not isinstance(tensor, DTensor):
             return plain
+        of_fsdp2 = _of_fsdp2(unit) if unit is not None and kind != "buffer" else None
         return replace(
             plain,
-            kind=unit.strategy if unit is not None else "dtensor",
+            kind="fsdp2" if of_fsdp2 is not None else "dtensor",
             placements=tuple(tensor.placements),
             mesh=self._mesh(tensor.device_mesh),
             even=_is_even(tensor),
-            unit=unit,
+            unit=of_fsdp2,
         )
 
     def _mesh(self, mesh: DeviceMesh) -> Mesh:
@@ -296,7 +271,7 @@ class _Rows:
                 names=tuple(mesh.mesh_dim_names or ()),
                 shape=tuple(mesh.shape),
                 device_type=mesh.device_type,
-                carries_cpu=_carry_cpu(mesh),
+                carries_cpu=_has_backends_for_cpu(mesh),
             )
         return self._meshes[id(mesh)]
 
@@ -305,10 +280,10 @@ def _pinned(local: torch.Tensor) -> bool | None:
     return local.is_pinned() if local.is_cpu and local.numel() else None
 
 
-def _carry_cpu(mesh: DeviceMesh) -> bool | None:
+def _has_backends_for_cpu(mesh: DeviceMesh) -> bool | None:
     if not dist.is_initialized():
         return None
-    return all(private.carries(mesh.get_group(dim), CPU) for dim in range(mesh.ndim))
+    return all(private.has_backend_for(mesh.get_group(dim), CPU) for dim in range(mesh.ndim))
 
 
 def _is_even(tensor: DTensor) -> bool | None:
@@ -321,27 +296,12 @@ def _is_even(tensor: DTensor) -> bool | None:
     return all(tensor.shape[dim] % count == 0 for dim, count in parts.items()) if parts else None
 
 
-def _read_flat(model: nn.Module, units: _Units, rows: _Rows) -> set[int]:
-    """Adds a row for each FSDP1 unit; the ids of all parameters that are one or views into one."""
-    ids: set[int] = set()
-    for prefix, handle in fsdp1.units(innermost(model)):
-        flat, initialized = private.flat_parameter(handle)
-        names, tied = fsdp1.unit_names(prefix, handle)
-        unit = units.of_fsdp1(handle, initialized)
-        facts = _flat_facts(f"{prefix}flat_param", handle, flat, unit, tuple(names))
-        tensors = [flat, *private.registered_originals(handle)]
-        rows.add_flat(facts, tied, tensors)
-        ids |= {id(tensor) for tensor in tensors}
-    return ids
-
-
-def _flat_facts(name: str, handle: Any, flat: torch.Tensor, unit: FsdpUnit, holds: tuple[str, ...]) -> TensorFacts:
-    is_sharded = private.is_sharded(handle)
+def _flat_facts(unit: Fsdp1Unit) -> TensorFacts:
+    flat = unit.flat_parameter
     # A unit that torch does not shard uses the flat parameter itself; a policy still keeps the CPU's beside it.
-    local = private.flat_shard(handle) if is_sharded or unit.policy else flat
+    local = unit.shard if unit.is_sharded or unit.offloads else flat
     # While it is unsharded, the flat parameter is another tensor than the shard, and rightly elsewhere.
-    is_shown = is_sharded and flat.shape == local.shape
-    group = private.shard_group(handle)
+    is_shown = unit.is_sharded and flat.shape == local.shape
     state = TensorState(
         kind="fsdp1",
         wrapper_device=flat.device if is_shown else local.device,
@@ -350,29 +310,29 @@ def _flat_facts(name: str, handle: Any, flat: torch.Tensor, unit: FsdpUnit, hold
         dtype=local.dtype,
         mesh=Mesh(
             names=(),
-            shape=(group.size(),),
+            shape=(unit.group.size(),),
             device_type=unit.compute_device.type,
-            carries_cpu=private.carries(group, CPU),
+            carries_cpu=private.has_backend_for(unit.group, CPU),
         ),
-        even=True if is_sharded else None,
-        unit=unit,
+        even=True if unit.is_sharded else None,
+        unit=_of_fsdp1(unit),
     )
-    length = sum(shape.numel() for shape in private.original_shapes(handle))
-    return TensorFacts(name, "", (length,), local.shape, state, holds)
+    length = sum(shape.numel() for shape in unit.shapes)
+    holds = tuple(names[0] for names in unit.names)
+    return TensorFacts(f"{unit.prefix}flat_param", "", (length,), local.shape, state, holds)
 
 
-def _optimizer_facts(
-    optimizer: torch.optim.Optimizer, parameters: dict[int, TensorFacts]
-) -> tuple[OptimizerFacts, ...]:
+def _optimizer_facts(optimizer: torch.optim.Optimizer, parameters: _Rows) -> tuple[OptimizerFacts, ...]:
     """State of what is no parameter of the model is left out: an optimizer may have several models."""
+    facts_of = {id(tensor): facts for tensor, facts in parameters.held}
     by_home: dict[torch.device, dict[tuple[str, torch.device, bool, bool], list[str]]] = {}
     for parameter, entries in optimizer.state.items():
-        if (facts := parameters.get(id(parameter))) is None:
+        if (facts := facts_of.get(id(parameter))) is None:
             continue
         alike = by_home.setdefault(facts.state.device, {})
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor):
-                local = private.local_part(value)
+                local = private.local_tensor(value)
                 key = (entry, local.device, local.is_cpu and local.is_pinned(), not local.dim())
                 alike.setdefault(key, []).append(facts.name)
     return tuple(

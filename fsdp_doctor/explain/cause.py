@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_doctor.explain.exceptions import Raised, Reader
-from fsdp_doctor.explain.log_lines import chunks
+from fsdp_doctor.explain.log_lines import chunks, name_of
 from fsdp_doctor.explain.torchrun_summary import FirstFailure, SummaryReader
-from fsdp_doctor.known import catalogue
+from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.verdict.classification import fold
 
-# What follows when another process has failed, by the name that it is told under.
+# What follows when another process has failed, by the words that the user reads.
 _CONSEQUENCES: dict[str, re.Pattern[str]] = {
     "NCCL's watchdog ended a collective that another rank did not join": re.compile(
         r"collective operation timeout|watchdog thread terminated|Some NCCL operations have failed"
@@ -26,26 +26,27 @@ _CONSEQUENCES: dict[str, re.Pattern[str]] = {
         r"|\[c10d\].*refused",
         re.IGNORECASE,
     ),
-    "a rank waited for another in vain": re.compile(
+    "a rank timed out while it waited for another": re.compile(
         r"Timed out waiting \d+ ?ms|wait timeout after \d+ ?ms|DistStoreError"
     ),
-    "NCCL gave up its communicator": re.compile(r"NCCL communicator was aborted|ncclCommAbort"),
+    "NCCL aborted its communicator": re.compile(r"NCCL communicator was aborted|ncclCommAbort"),
     "torchrun's summary": re.compile(r"^ChildFailedError"),
-    "ended from outside": re.compile(r"^(?:SignalException|KeyboardInterrupt)|got signal: (?:15|2)\b"),
+    "the process was ended from outside": re.compile(r"^(?:SignalException|KeyboardInterrupt)|got signal: (?:15|2)\b"),
     "Ray lost the process": re.compile(
         r"RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|The actor (?:is dead|died)"
     ),
 }
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
-_DISTINCT = 2_000
-_SOURCES = 4_096
+_MOST_GROUPS = 2_000
+_MOST_SOURCES = 4_096
 
 
 @dataclass
 class Group:
-    """Exceptions that say the same, on any rank: the first of them, and who raised it.
+    """Exceptions with the same message, of any rank.
 
-    entries: of the catalogue, that it is; possible: that it may be. consequence: what it follows from, if it does.
+    entries: of the catalogue, that match for certain; possible: that may. consequence: one of the names above, or
+    empty where it does not follow from a failure elsewhere. sources: the ranks or processes that raised it.
     """
 
     first: Raised
@@ -57,7 +58,7 @@ class Group:
 
     def add(self, raised: Raised) -> None:
         self.count += 1
-        if len(self.sources) < _SOURCES:
+        if len(self.sources) < _MOST_SOURCES:
             self.sources.add(raised.source)
         if raised is self.first:
             return
@@ -74,10 +75,11 @@ class Explanation:
     """What a log says.
 
     cause: the exception that the others followed from; None where there is none in the log.
-    entry: what the catalogue knows of it. possible: entries that share the message, and cannot be told apart from it.
-    near: where there is neither, those whose messages share most words.
-    consequences: exceptions that followed, by their name. others: further exceptions that are none, in order.
-    summary: what torchrun said. dropped: exceptions that were too many to keep.
+    entry: what the catalogue has on it. possible: entries with the same message, which nothing in the log tells apart.
+    near: where there is neither, the entries whose messages share most words with it.
+    consequences: how many exceptions followed from the cause, by the name of the consequence.
+    others: the exceptions that are neither the cause nor a consequence, in order.
+    summary: what torchrun said. dropped: the number of exceptions that were too many to keep.
     """
 
     cause: Group | None
@@ -91,19 +93,19 @@ class Explanation:
 
     @property
     def only_consequences(self) -> bool:
-        """Whether the log has nothing but what follows from a failure elsewhere."""
+        """Whether every exception in the log follows from a failure elsewhere."""
         return self.cause is not None and bool(self.cause.consequence)
 
 
 def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
-    """Reads the files, ``None`` being stdin, each once. Raises UsageError for what is no text.
+    """Reads the files, ``None`` being standard input, each once. Raises UsageError for one that is not text.
 
     Several files are the logs of several ranks: then time stamps, where all have them, say what came first.
     """
     groups = _Groups()
     summary: FirstFailure | None = None
     for path in files:
-        reader, summaries = Reader(str(path) if path is not None else "stdin"), SummaryReader()
+        reader, summaries = Reader(name_of(path)), SummaryReader()
         for text, lines in chunks(path):
             groups.add(reader.read(text, lines))
             summaries.read(text, lines)
@@ -113,7 +115,7 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
 
 
 class _Groups:
-    """All exceptions, equal ones together. Of those that nobody knows and that have no traceback so many are kept."""
+    """All exceptions, equal ones together; there is a limit to those that have no entry and no traceback."""
 
     def __init__(self) -> None:
         self.by_text: dict[str, Group] = {}
@@ -129,8 +131,8 @@ class _Groups:
 
     def _admit(self, key: str, raised: Raised) -> bool:
         entries, possible = catalogue.of_message(raised.text, "\n".join(raised.frames))
-        full = len(self.by_text) >= _DISTINCT
-        if full and not ((entries or raised.frames) and len(self.by_text) < 2 * _DISTINCT):
+        full = len(self.by_text) >= _MOST_GROUPS
+        if full and not ((entries or raised.frames) and len(self.by_text) < 2 * _MOST_GROUPS):
             return False
         self.by_text[key] = Group(raised, entries, possible, _consequence(raised))
         return True
@@ -139,7 +141,7 @@ class _Groups:
 @functools.lru_cache(maxsize=4096)
 def _key(text: str) -> str:
     """The first line, without what differs between ranks and attempts."""
-    return _DIGITS.sub("#", fold(catalogue.one_line(text.split("\n", 1)[0])))
+    return _DIGITS.sub("#", fold(signatures.one_line(text.split("\n", 1)[0])))
 
 
 def _consequence(raised: Raised) -> str:

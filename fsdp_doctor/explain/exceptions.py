@@ -31,15 +31,16 @@ _OTHER = re.compile(r"\s*$|[-=]{8,}|\[?[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|ERROR|
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b")
 _GROUP = re.compile(r"^\s*[|+][ |+-]*")
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
-_FRAMES = 40
-_MESSAGE_LINES = 12
-_MESSAGE_CHARACTERS = 4_000
-# A traceback that was cut off, or a rank that writes nothing more, must not be waited for forever.
-_OWN_LINES = 400
-_LINES = 50_000
-_SWEEP = 512
-_LABELS = 256
-# Of the lines that have a time so many are remembered; the time stands near the beginning of a line.
+_MOST_FRAMES = 40
+_MOST_MESSAGE_LINES = 12
+_MOST_MESSAGE_CHARACTERS = 4_000
+# A traceback that was cut off ends after so many lines of its source; one whose source writes nothing more, after so
+# many lines of the log, which is looked at every so many lines.
+_MOST_OWN_LINES = 400
+_MOST_LINES = 50_000
+_SWEEP_EVERY = 512
+_MOST_LABELS = 256
+# How many lines with a time are remembered; the time stands near the beginning of a line.
 _REMEMBERED = 64
 _CLOCK = re.compile(r"\d\d:\d\d:\d\d")
 _CLOCK_END = 160
@@ -75,7 +76,7 @@ class _Open:
 
     began: Line
     time: float | None
-    frames: deque[str] = field(default_factory=lambda: deque(maxlen=_FRAMES))
+    frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     raised: Raised | None = None
     lines: int = 0
     message_lines: int = 0
@@ -130,7 +131,7 @@ class Reader:
         return line
 
     def _look(self, line: Line, present: list[str]) -> Iterator[Raised]:
-        if self._number % _SWEEP == 0:
+        if self._number % _SWEEP_EVERY == 0:
             yield from self._give_up_on_old()
         if line.source in self._open and line.text.lstrip().startswith(("|", "+-")):
             line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
@@ -150,7 +151,7 @@ class Reader:
 
     def _begin(self, line: Line) -> Iterator[Raised]:
         before, _, after = line.text.partition(_BEGIN)
-        if before.strip(" |+-") and "Exception Group" not in before and len(self._labels) < _LABELS:
+        if before.strip(" |+-") and "Exception Group" not in before and len(self._labels) < _MOST_LABELS:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
             line = self._labelled(line)
         yield from self._close(line.source)
@@ -164,16 +165,16 @@ class Reader:
         opened.lines += 1
         if opened.raised is None:
             self._frame_or_end(opened, line, present)
-            if opened.raised is None and opened.lines > _OWN_LINES:
+            if opened.raised is None and opened.lines > _MOST_OWN_LINES:
                 yield from self._close(line.source)
             return
         opened.message_lines += 1
-        if opened.message_lines > _MESSAGE_LINES or any(p.match(line.text) for p in (_OTHER, _FRAME, _INSIDE)):
+        if opened.message_lines > _MOST_MESSAGE_LINES or any(p.match(line.text) for p in (_OTHER, _FRAME, _INSIDE)):
             yield from self._close(line.source)
             yield from self._alone(line, present)
             return
         message = f"{opened.raised.message}\n{line.text}"
-        opened.raised.message = _REPEATED.sub("", message)[:_MESSAGE_CHARACTERS]
+        opened.raised.message = _REPEATED.sub("", message)[:_MOST_MESSAGE_CHARACTERS]
 
     def _frame_or_end(self, opened: _Open, line: Line, present: list[str]) -> None:
         if _FRAME.match(line.text):
@@ -205,7 +206,7 @@ class Reader:
         raised = self._message(line, frames)
         # Ray's RayTaskError(RuntimeError) is the RuntimeError that it carries.
         raised.type = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
-        raised.message = _REPEATED.sub("", match["message"] or "")[:_MESSAGE_CHARACTERS]
+        raised.message = _REPEATED.sub("", match["message"] or "")[:_MOST_MESSAGE_CHARACTERS]
         raised.time = time if time is not None else raised.time
         return raised
 
@@ -216,7 +217,7 @@ class Reader:
             source=line.source,
             time=self._time(line),
             type="",
-            message=_REPEATED.sub("", line.text.strip())[:_MESSAGE_CHARACTERS],
+            message=_REPEATED.sub("", line.text.strip())[:_MOST_MESSAGE_CHARACTERS],
             frames=frames,
         )
 
@@ -235,7 +236,7 @@ class Reader:
 
     def _give_up_on_old(self) -> Iterator[Raised]:
         for source, opened in list(self._open.items()):
-            if self._number - opened.began.number > _LINES:
+            if self._number - opened.began.number > _MOST_LINES:
                 yield from self._close(source)
 
     def _time(self, line: Line) -> float | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import IO
+from typing import BinaryIO
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine.standard_input import standard_input
 
 _CHUNK = 1 << 20
 _LONGEST_LINE = 1 << 14
@@ -48,11 +49,11 @@ class Line:
 
 
 def chunks(path: pathlib.Path | None) -> Iterator[tuple[str, list[str]]]:
-    """(text, its lines) piece by piece, about a mebibyte each; ``None`` is stdin.
+    """(text, its lines) piece by piece, about a mebibyte each; ``None`` is standard input.
 
-    Raises UsageError for what cannot be read, is empty, or is no text.
+    Raises UsageError for a file that cannot be read, is empty, or is not text.
     """
-    name = str(path) if path is not None else "stdin"
+    name = name_of(path)
     empty = True
     try:
         with _opened(path) as file:
@@ -72,12 +73,12 @@ def chunks(path: pathlib.Path | None) -> Iterator[tuple[str, list[str]]]:
         raise UsageError(f"{name} is empty")
 
 
-def _opened(path: pathlib.Path | None) -> IO[bytes]:
-    if path is not None:
-        return open(path, "rb")
-    if sys.stdin is None:
-        raise UsageError("stdin is closed")
-    return open(sys.stdin.fileno(), "rb", closefd=False)
+def name_of(path: pathlib.Path | None) -> str:
+    return str(path) if path is not None else "standard input"
+
+
+def _opened(path: pathlib.Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
+    return open(path, "rb") if path is not None else contextlib.nullcontext(standard_input())
 
 
 def _is_binary(data: bytes) -> bool:
@@ -100,7 +101,7 @@ def _decoded(data: bytes) -> tuple[str, list[str]]:
     if "\r" in text:
         # A progress bar writes its line again and again; what was written last stands.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    # What follows the last line's end is no line.
+    # After the end of the last line there is no other line.
     return text, lines[:-1] if lines[-1] == "" else lines
 
 

@@ -22,16 +22,13 @@ _ATTACH = (
 
 
 def as_text(found: Explanation, width: int) -> str:
-    """For people; ``width`` in columns. Code and commands are not wrapped."""
+    """width: in columns. Code and commands are not wrapped."""
     lines = _cause(found) + _notes(found)
     if found.entry is not None:
         lines += ["", *entry_lines(found.entry, width)]
-        lines += _listed("The same message is also known from:", found.possible)
+        lines += _listed("Other entries with the same message:", found.possible)
     else:
-        sure = " for certain" if found.possible else ""
-        lines += ["", f"The catalogue does not know it{sure}."]
-        lines += _listed("By its message alone it may be (`fsdp-doctor explain --entry ID`):", found.possible)
-        lines += _listed("Nearest to it, by the words of the message, and no more than that:", found.near)
+        lines += _not_known(found)
         lines += ["", "To report it, attach:", *(f"  - {what}" for what in _ATTACH)]
     return "\n".join(lines) + "\n"
 
@@ -65,7 +62,7 @@ def entry_lines(entry: KnownFailure, width: int) -> list[str]:
     if entry.code:
         lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
     if entry.check:
-        lines += _wrapped(f"To see it: {entry.check}", width)
+        lines += _wrapped(f"How to see it: {entry.check}", width)
     if entry.torch:
         lines += [f"torch: {entry.torch}"]
     if entry.frameworks:
@@ -97,21 +94,28 @@ def reproduction(entry: KnownFailure) -> str:
     """The command that reproduces it, or that there is none."""
     command = _command(entry)
     return (
-        f"Reproduce: {command}" if command else "Reproduce: no case of the matrix; it is known from the reports above."
+        f"Reproduce: {command}"
+        if command
+        else "Reproduce: no case of the matrix shows it; it is known from the references above."
     )
 
 
 def _command(entry: KnownFailure) -> str:
-    return f"fsdp-doctor probe --case '{entry.evidence}'" if entry.reproduced else ""
+    if not entry.reproduced:
+        return ""
+    device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
+    return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
 
 
 def _cause(found: Explanation) -> list[str]:
     if found.cause is None:
         ended = f" {found.summary.sentence}." if found.summary is not None else ""
-        return [f"There is no exception in it.{ended}"]
+        return [f"There is no exception in the log.{ended}"]
     group = found.cause
-    heading = "Only consequences are in it; the first" if found.only_consequences else "Root cause"
-    lines = [f"{heading}, {_who(group)}: {_where(group.first)}", ""]
+    heading = "Root cause"
+    if found.only_consequences:
+        heading = "The log has only consequences of a failure elsewhere; the first of them"
+    lines = [f"{heading}: {_where(group.first)}{_who(group)}", ""]
     shown = group.first.text.splitlines()
     lines += [f"    {line.strip()}" for line in shown[:_SHOWN_LINES]]
     lines += ["    ..."] if len(shown) > _SHOWN_LINES else []
@@ -123,19 +127,27 @@ def _notes(found: Explanation) -> list[str]:
     lines = []
     if found.only_consequences:
         lines.append(
-            "The rank that failed or hung first says nothing here: look at its own log, and at every rank's stack."
+            "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
         )
     for other in found.others[:_SHOWN_OTHERS]:
-        lines.append(f"Not taken for the cause: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
+        lines.append(f"Probably not the cause: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
     if (more := max(0, len(found.others) - _SHOWN_OTHERS) + found.dropped) > 0:
-        lines.append(f"and {more} other exceptions")
+        lines.append(f"and {more} more exceptions")
     for name, count in found.consequences.items():
-        lines.append(f"Followed from it: {name} ({count} times)" if count > 1 else f"Followed from it: {name}")
+        lines.append(f"Consequence: {name} ({count} times)" if count > 1 else f"Consequence: {name}")
     if found.summary is not None and found.cause is not None:
-        lines.append(
-            f"{found.summary.sentence[0].upper()}{found.summary.sentence[1:]}.".replace("Torchrun", "torchrun", 1)
-        )
+        lines.append(f"{found.summary.sentence}.")
     return ["", *lines] if lines else []
+
+
+def _not_known(found: Explanation) -> list[str]:
+    if found.cause is None:
+        return []
+    if found.possible:
+        lines = ["", "No entry of the catalogue matches it for certain."]
+        return lines + _listed("Entries with the same message (`fsdp-doctor explain --entry ID`):", found.possible)
+    lines = ["", "It is not in the catalogue of known failures."]
+    return lines + _listed("Entries with a similar message, which may have another cause:", found.near)
 
 
 def _listed(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
@@ -143,11 +155,12 @@ def _listed(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
 
 
 def _who(group: Group) -> str:
+    """The ranks that raised it, or how often it was raised; nothing where it was once and nothing says by whom."""
     named = sorted((source for source in group.sources if source), key=_natural)
     if not named:
-        return f"{group.count} times" if group.count > 1 else "once"
+        return f" ({group.count} times)" if group.count > 1 else ""
     more = f" and {len(named) - _SHOWN_RANKS} more" if len(named) > _SHOWN_RANKS else ""
-    return f"{', '.join(named[:_SHOWN_RANKS])}{more}"
+    return f" ({', '.join(named[:_SHOWN_RANKS])}{more})"
 
 
 def _natural(source: str) -> tuple[str, int]:

@@ -4,12 +4,13 @@ Each rank's shard is read where it lies, brought to the compute device, cast and
 and gathered there. The model is never moved and never changed, so a module that ``model.to(device)``
 left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are shards like any other.
 
-    sources      what there is in the model: names, shapes, where this rank's part lies
+    sources      what there is in the model, and how each tensor of it is gathered
     lora         which of it are adapters, and what is merged into what
-    dtypes         the dtypes
-    plan         buckets of steps
+    dtypes       the dtypes in which it is gathered and yielded
+    plan         buckets of transfers
     agreement    the ranks compare plans, and say when they leave
-    flow         the pipeline: streams (streams), loader (shards into device memory), steps (gathers)
+    pipeline     launches buckets: streams, the loader (shards into device memory), transfers (collectives)
+    full         full_tensors and weights_info; state_dict collects them on the host
 """
 
 from fsdp_doctor.extract.agreement import PlanMismatch, RankLeft

@@ -32,9 +32,9 @@ class PlanMismatch(RuntimeError):
 
 
 class Agreement:
-    """One extraction's. ``ranks``: all that take part; each of them must make one.
+    """The agreement over one extraction. ``ranks``: all that take part; each of them must make one.
 
-    A stage is a bucket; the plan is compared in the first. Keys of a stage are deleted in the next.
+    Each bucket is one stage, and the plan is compared in the first. Keys of a stage are deleted in the next.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -44,9 +44,9 @@ class Agreement:
         if self._over:
             return
         self._store = _connection(private.default_store())
-        shard_group = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         _num_extractions[ranks] += 1
-        self._key = f"fsdp_doctor/{shard_group}/{_num_extractions[ranks]}"
+        self._key = f"fsdp_doctor/{of_ranks}/{_num_extractions[ranks]}"
 
     def expect(self, plan: Callable[[], Sequence[str]]) -> None:
         """The plan to compare before the first bucket: made then, while shards are being loaded."""
@@ -60,7 +60,7 @@ class Agreement:
         if not self._stage:
             self._compare()
         came = self._store.add(f"{stage}/came", 1)
-        answer = self._say(_GO) if came == len(self._ranks) else self._answer()
+        answer = self._answer_with(_GO) if came == len(self._ranks) else self._awaited_answer()
         if answer != _GO:
             self._end()
             kind, _, sentence = answer.partition(":")
@@ -70,12 +70,12 @@ class Agreement:
         self._stage += 1
 
     def leave(self, why: str) -> None:
-        """Says to the others that this rank will not come to the next stage. Without effect at the end."""
+        """Tells the others that this rank will not come to the next stage. Without effect at the end."""
         if not self._over:
             where = f"after {self._stage} buckets" if self._stage else "before the first bucket"
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._say(f"{_LEFT}:rank {dist.get_rank()} left {where}: {why}")
+                self._answer_with(f"{_LEFT}:rank {dist.get_rank()} left {where}: {why}")
             self._end()
 
     def end(self) -> None:
@@ -96,24 +96,24 @@ class Agreement:
             return
         other, *others = self._store.get(f"{self._key}/plan").decode().split("\n")
         sentence = first_difference(f"rank {other}", others, f"rank {dist.get_rank()}", plan)
-        answer = self._say(f"{_DIFFERS}:{sentence}")
+        answer = self._answer_with(f"{_DIFFERS}:{sentence}")
         self._end()
         kind, _, sentence = answer.partition(":")
         raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
 
-    def _answer(self) -> str:
+    def _awaited_answer(self) -> str:
         try:
             return self._store.get(self._stage_key()).decode()
         except dist.DistStoreError:
             came = self._store.add(f"{self._stage_key()}/came", 0)
-            return self._say(
+            return self._answer_with(
                 f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._stage} in time; "
                 f"each of ranks {list(self._ranks)} must iterate"
             )
 
-    def _say(self, word: str) -> str:
-        """The stage's answer: this word, or the one that was said before it. Nobody can say two things of a stage."""
-        return self._store.compare_set(self._stage_key(), "", word).decode()
+    def _answer_with(self, answer: str) -> str:
+        """The stage's answer: this one, or the one that another rank gave before. A stage has one answer."""
+        return self._store.compare_set(self._stage_key(), "", answer).decode()
 
     def _stage_key(self) -> str:
         return f"{self._key}/{self._stage}"

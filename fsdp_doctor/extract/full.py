@@ -1,4 +1,4 @@
-"""The stream of full tensors, and what it would be."""
+"""The iterator over full tensors, and what it would yield."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from torch import nn
 
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import Agreement
-from fsdp_doctor.extract.collector import collector_waits
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.pipeline import Pipeline, largest
 from fsdp_doctor.extract.plan import buckets, shard_groups, signature
-from fsdp_doctor.extract.sources import (
-    Source,
-    TensorSpec,
-    compute_device,
-    entries,
-    innermost,
-    read,
-)
+from fsdp_doctor.extract.sources import Source, TensorSpec, compute_device, sources_of, specs
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
 BUCKET_BYTES = 512 << 20
 
@@ -76,7 +70,7 @@ def full_tensors(
         adapters has only weights.
 
     Raises, before any collective: ValueError, TypeError for arguments that make no sense; RuntimeError
-    for a tensor on the meta device, or a process group that is missing or cannot carry the device;
+    for a tensor on the meta device, or a process group that is missing or has no backend for the device;
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
     rank: PlanMismatch where the ranks hold different models or were given different arguments.
     """
@@ -95,16 +89,19 @@ def weights_info(
     """
     request = request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora)
     return {
-        name: WeightInfo(entry.shape, request.dtypes.of(entry))
+        name: WeightInfo(spec.shape, request.dtypes.of(spec))
         for source in request.sources
-        for entry in entries(source)
-        for name in entry.names
+        for spec in specs(source)
+        for name in spec.names
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """One call's arguments, checked against the model."""
+    """One call's arguments, checked against the model.
+
+    sources: what is yielded. all_sources: that and the rest of the model, adapters among it.
+    """
 
     all_sources: list[Source]
     sources: list[Source]
@@ -115,7 +112,7 @@ class Request:
     lora: Lora
 
 
-@collector_waits
+@without_garbage_collection
 def request_of(
     model: nn.Module,
     device: torch.device | str | None,
@@ -124,23 +121,23 @@ def request_of(
     bucket_bytes: int,
     lora: Lora,
 ) -> Request:
-    model = innermost(model)
     adapters.check(lora)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
-    everything = read(model)
-    sources, to_merge = adapters.select(model, everything, lora)
+    held = reader.read(model)
+    everything = sources_of(held)
+    sources, to_merge = adapters.select(reader.innermost(model), everything, lora)
     dtypes = OutputDtypes(dtype, (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype))
     dtypes.check(sources)
-    computes = compute_device(model, everything)
+    computes = compute_device(held, everything)
     return Request(
-        everything,
-        sources,
-        to_merge,
-        dtypes,
-        _device(device, computes, bool(shard_groups(everything))),
-        bucket_bytes,
-        lora,
+        all_sources=everything,
+        sources=sources,
+        adapters=to_merge,
+        dtypes=dtypes,
+        device=_device(device, computes, bool(shard_groups(everything))),
+        bucket_bytes=bucket_bytes,
+        lora=lora,
     )
 
 
@@ -162,12 +159,12 @@ def announced(model: nn.Module) -> Iterator[None]:
         yield
     except Exception as error:
         with contextlib.suppress(Exception):
-            Agreement(_ranks(read(innermost(model)))).leave(f"{type(error).__name__}: {error}")
+            Agreement(_ranks(sources_of(reader.read(model)))).leave(f"{type(error).__name__}: {error}")
         raise
 
 
 def _ranks(sources: Sequence[Source]) -> tuple[int, ...]:
-    """All that take part: of the shard_groups of a model the largest has the others in it."""
+    """All that take part: of the shard groups of a model the largest has the others in it."""
     return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
 
 
@@ -204,20 +201,20 @@ def extract(request: Request) -> TensorStream[tuple[TensorSpec, torch.Tensor]]:
     agreement = Agreement(_ranks(request.all_sources))
     factors = adapters.factors(request.all_sources, request.adapters)
     extra = {
-        weight: 2 * sum(e.numel * e.dtype.itemsize for a in many for f in (a.a, a.b) for e in entries(factors[f]))
+        weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in specs(factors[f]))
         for weight, many in request.adapters.items()
     }
     settings = f"dtype={dtypes.dtype} bucket_bytes={request.bucket_bytes} lora={request.lora}"
     agreement.expect(lambda: signature(sources, dtypes, settings))
     plan = buckets(sources, dtypes, request.bucket_bytes, extra)
-    room = request.bucket_bytes + max(request.bucket_bytes, largest(sources, dtypes))
-    return TensorStream(Pipeline(request.device, agreement, request.adapters, factors).run(plan, room), agreement)
+    most_bytes = request.bucket_bytes + max(request.bucket_bytes, largest(sources, dtypes))
+    return TensorStream(Pipeline(request.device, agreement, request.adapters, factors).run(plan, most_bytes), agreement)
 
 
 def _named(tensors: TensorStream[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
     """Each tensor under each of its names."""
     with contextlib.closing(tensors):
-        for entry, tensor in tensors:
-            for name in entry.names:
+        for spec, tensor in tensors:
+            for name in spec.names:
                 yield name, tensor
             del tensor

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.sources import FlatUnit, Source, TensorSpec, entries
+from fsdp_doctor.extract.sources import FlatUnit, Source, TensorSpec, specs
 from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 Lora = Literal["merged", "adapter", "base"]
@@ -105,12 +105,12 @@ def select(model: nn.Module, sources: Sequence[Source], lora: Lora) -> tuple[lis
 def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
     """peft adds an adapter to a tied weight under all of its names, though only one of them computes with it."""
     for source in sources:
-        for entry in entries(source):
-            adapted = [name for name in entry.names if name in layers.adapters]
-            if adapted and len(entry.names) > 1:
+        for spec in specs(source):
+            adapted = [name for name in spec.names if name in layers.adapters]
+            if adapted and len(spec.names) > 1:
                 raise NotImplementedError(
                     f"{adapted[0]} has an adapter and is tied to "
-                    f"{', '.join(name for name in entry.names if name != adapted[0])}: merged, the two would differ"
+                    f"{', '.join(name for name in spec.names if name != adapted[0])}: merged, the two would differ"
                 )
 
 
@@ -118,7 +118,7 @@ def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[Adapter]]) 
     """An FSDP1 unit keeps a weight's strides: of a transposed one the product is transposed too."""
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
-            name, shape = span.entry.names[0], span.entry.shape
+            name, shape = span.spec.names[0], span.spec.shape
             if name not in adapters or span.stride == (shape[1], 1):
                 continue
             if span.stride != (1, shape[0]):
@@ -254,21 +254,19 @@ def _refuse_wrappers(layers: Layers) -> None:
 def _renamed(source: Source, name_of: Callable[[str], str | None]) -> Iterator[Source]:
     if isinstance(source, FlatUnit):
         spans = tuple(
-            replace(span, entry=entry)
-            for span in source.spans
-            if (entry := _renamed_entry(span.entry, name_of)) is not None
+            replace(span, spec=spec) for span in source.spans if (spec := _renamed_spec(span.spec, name_of)) is not None
         )
         if spans:
             yield replace(source, spans=spans)
         return
-    entry = _renamed_entry(source.entry, name_of)
-    if entry is not None:
-        yield replace(source, entry=entry)
+    spec = _renamed_spec(source.spec, name_of)
+    if spec is not None:
+        yield replace(source, spec=spec)
 
 
-def _renamed_entry(entry: TensorSpec, name_of: Callable[[str], str | None]) -> TensorSpec | None:
-    names = tuple(name for name in map(name_of, entry.names) if name is not None)
-    return replace(entry, names=names) if names else None
+def _renamed_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> TensorSpec | None:
+    names = tuple(name for name in map(name_of, spec.names) if name is not None)
+    return replace(spec, names=names) if names else None
 
 
 def factors(sources: Sequence[Source], adapters: Mapping[str, list[Adapter]]) -> dict[str, Source]:
@@ -278,9 +276,9 @@ def factors(sources: Sequence[Source], adapters: Mapping[str, list[Adapter]]) ->
     for source in sources:
         if isinstance(source, FlatUnit):
             for span in source.spans:
-                for name in wanted.intersection(span.entry.names):
+                for name in wanted.intersection(span.spec.names):
                     found[name] = replace(source, spans=(span,))
         else:
-            for name in wanted.intersection(source.entry.names):
+            for name in wanted.intersection(source.spec.names):
                 found[name] = source
     return found

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 from fsdp_doctor.extract.agreement import Agreement
-from fsdp_doctor.extract.collector import collector_waits
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.loader import Loader, Staging
+from fsdp_doctor.extract.loader import CastBuffer, Loader
 from fsdp_doctor.extract.lora import Adapter, Delta
 from fsdp_doctor.extract.plan import Bucket, buckets
-from fsdp_doctor.extract.sources import Source, TensorSpec, entries
-from fsdp_doctor.extract.steps import Step, all_gather
+from fsdp_doctor.extract.sources import Source, TensorSpec, specs
 from fsdp_doctor.extract.streams import Streams
+from fsdp_doctor.extract.transfers import TensorTransfer, all_gather
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
 
 @dataclass
 class _PendingBucket:
-    """A bucket under way. arrival: the event after it. deltas: held until then, for the device reads them."""
+    """A bucket that was launched. done: the event after it. deltas: held until then, for the device reads them."""
 
     bucket: Bucket
-    arrival: Any
+    done: Any
     deltas: dict[str, list[Delta]]
 
 
@@ -45,73 +45,76 @@ class Pipeline:
         self._adapters = adapters
         self._factors = factors
         self._streams = Streams(device)
-        self._staging = Staging(device, self._streams)
+        self._cast_buffer = CastBuffer(device, self._streams)
 
-    def run(self, plan: Iterable[Bucket], room: int) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-        """Yields every tensor. As many buckets are under way at once as fit into ``room`` bytes.
+    def run(self, plan: Iterable[Bucket], most_bytes: int) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields every tensor. As many buckets are pending at once as fit into ``most_bytes``.
 
-        Each rank gives its word for a bucket before it launches it, and never waits for its caller
-        between the two: what is launched is finished by all.
+        Each rank agrees to a bucket before it launches its collectives, and never waits for its caller
+        between the two: what one rank launches, all finish.
         """
         buckets = iter(plan)
-        waiting = next(buckets, None)
-        under_way: collections.deque[_PendingBucket] = collections.deque()
-        landed: collections.deque[Any] = collections.deque([None], maxlen=2)
+        upcoming = next(buckets, None)
+        pending: collections.deque[_PendingBucket] = collections.deque()
+        last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
         try:
-            while waiting is not None or under_way:
-                while waiting is not None and self._may_launch(under_way, waiting, room):
+            while upcoming is not None or pending:
+                while upcoming is not None and self._may_launch(pending, upcoming, most_bytes):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
-                    if landed[0] is not None:
-                        landed[0].synchronize()
-                    under_way.append(self._launch(waiting))
-                    waiting = next(buckets, None)
-                pending = under_way.popleft()
-                results = self._land(pending)
-                landed.append(pending.arrival)
-                del pending
+                    if last_done[0] is not None:
+                        last_done[0].synchronize()
+                    pending.append(self._launch(upcoming))
+                    upcoming = next(buckets, None)
+                first = pending.popleft()
+                results = self._results(first)
+                last_done.append(first.done)
+                del first
                 while results:
-                    entry, tensor = results.pop()
-                    yield entry, tensor
+                    spec, tensor = results.pop()
+                    yield spec, tensor
                     del tensor
             self._agreement.end()
         finally:
             # Who leaves early gives memory back that is still being written to.
-            for pending in under_way:
-                self._streams.wait(pending.arrival)
+            for launched in pending:
+                self._streams.wait(launched.done)
             if self._adapters:
                 private.release_workspaces(self._device)
 
-    def _may_launch(self, under_way: Collection[_PendingBucket], bucket: Bucket, room: int) -> bool:
-        together = [*(pending.bucket for pending in under_way), bucket]
-        begun = {assembly for one in together for assembly in one.assemblies}
-        held = sum(one.nbytes for one in together) + sum(assembly.held_bytes() for assembly in begun)
-        return not under_way or held <= room
+    def _may_launch(self, pending: Collection[_PendingBucket], bucket: Bucket, most_bytes: int) -> bool:
+        together = [*(launched.bucket for launched in pending), bucket]
+        units = {unit for one in together for unit in one.units}
+        held = sum(one.nbytes for one in together) + sum(unit.held_bytes() for unit in units)
+        return not pending or held <= most_bytes
 
     @torch.no_grad()
-    @collector_waits
+    @without_garbage_collection
     def _launch(self, bucket: Bucket) -> _PendingBucket:
-        """This rank's part needs no other rank: only before the first gather do they have to be agreed."""
-        agree = self._agreement.proceed if bucket.is_gathered else _nothing
+        """Loading this rank's part needs no other rank: only before the first gather do they have to agree."""
+        agree = self._agreement.proceed if bucket.is_gathered else _agreed
         deltas: dict[str, list[Delta]] = {}
         if wanted := self._wanted(bucket):
             agree()
-            agree = _nothing
+            agree = _agreed
             deltas = self._deltas(wanted)
-        return _PendingBucket(bucket, self._carry(bucket.steps, deltas, agree), deltas)
+        return _PendingBucket(bucket, self._transfer(bucket.transfers, deltas, agree), deltas)
 
-    def _carry(self, steps: list[Step], deltas: dict[str, list[Delta]], agree: Callable[[], None]) -> Any:
-        for step in steps:
-            step.allocate(self._device)
+    def _transfer(
+        self, transfers: list[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]
+    ) -> Any:
+        """Launches all of it; the event after it."""
+        for transfer in transfers:
+            transfer.allocate(self._device)
         self._streams.begin_loading()
-        loader = Loader(self._device, self._streams, self._staging, deltas)
+        loader = Loader(self._device, self._streams, self._cast_buffer, deltas)
         try:
-            loader.load(piece for step in steps for piece in step.pieces())
+            loader.load(piece for transfer in transfers for piece in transfer.pieces())
             agree()
             with self._streams.gathering():
-                all_gather(steps)
-                for step in steps:
-                    step.collect(deltas)
+                all_gather(transfers)
+                for transfer in transfers:
+                    transfer.collect(deltas)
         except BaseException:
             # The memory that is being written to goes back to the caller's stream.
             with self._streams.gathering():
@@ -120,13 +123,13 @@ class Pipeline:
         return self._streams.gathered()
 
     @torch.no_grad()
-    @collector_waits
-    def _land(self, pending: _PendingBucket) -> list[tuple[TensorSpec, torch.Tensor]]:
+    @without_garbage_collection
+    def _results(self, launched: _PendingBucket) -> list[tuple[TensorSpec, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
-        self._streams.wait(pending.arrival)
-        results = [result for step in pending.bucket.steps for result in step.results()]
+        self._streams.wait(launched.done)
+        results = [result for transfer in launched.bucket.transfers for result in transfer.results()]
         results.sort(key=lambda result: result[0], reverse=True)
-        return [(entry, tensor) for _, entry, tensor in results]
+        return [(spec, tensor) for _, spec, tensor in results]
 
     def _wanted(self, bucket: Bucket) -> dict[str, list[Adapter]]:
         if not self._adapters:
@@ -140,19 +143,19 @@ class Pipeline:
         for part in buckets(
             [self._factors[name] for name in names], OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}
         ):
-            self._streams.wait(self._carry(part.steps, {}, _nothing))
-            for step in part.steps:
-                gathered |= {name: full for _, entry, full in step.results() for name in entry.names}
+            self._streams.wait(self._transfer(part.transfers, {}, _agreed))
+            for transfer in part.transfers:
+                gathered |= {name: full for _, spec, full in transfer.results() for name in spec.names}
         return {
             weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
             for weight, many in wanted.items()
         }
 
 
-def _nothing() -> None:
+def _agreed() -> None:
     """There is nobody to agree with, or it is done."""
 
 
 def largest(sources: Sequence[Source], dtypes: OutputDtypes) -> int:
     """Bytes of the largest tensor that is yielded."""
-    return max((e.numel * dtypes.of(e).itemsize for source in sources for e in entries(source)), default=0)
+    return max((s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)), default=0)

@@ -4,44 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
+from typing_extensions import assert_never
 
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.sources import (
-    FlatUnit,
-    Placed,
-    Plain,
-    Rows,
-    ShardGroup,
-    Source,
-    entries,
-)
-from fsdp_doctor.extract.steps import (
-    Assembly,
-    Copied,
-    Packed,
-    Redistributed,
-    Step,
-    Strip,
-    Whole,
-    strips,
+from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
+from fsdp_doctor.extract.transfers import (
+    FlatGather,
+    InPlaceGather,
+    LocalCopy,
+    PackedGather,
+    Redistribution,
+    TensorTransfer,
+    UnitOutputs,
+    flat_gathers,
 )
 
 # Below it an all-gather of its own costs more than a copy out of a common one.
 _SMALL_BYTES = 1 << 20
+
+# By the ranks of their shard group and their dtype: (their places in the order, the tensors).
+_SmallTensors: TypeAlias = dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]]
 
 
 def signature(sources: Sequence[Source], dtypes: OutputDtypes, settings: str) -> list[str]:
     """A line for each tensor and one for the settings: what all ranks must have alike."""
     lines = [settings]
     for source in sources:
-        how = _how(source)
-        lines += [f"{' = '.join(e.names)}: {list(e.shape)} {dtypes.of(e)} {how}" for e in entries(source)]
+        layout = _layout(source)
+        lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.of(s)} {layout}" for s in specs(source)]
     return lines
 
 
-def _how(source: Source) -> str:
+def _layout(source: Source) -> str:
     match source:
         case Plain():
             return "whole"
@@ -51,6 +48,8 @@ def _how(source: Source) -> str:
             return str(source.tensor.placements)
         case FlatUnit():
             return f"in a flat parameter of {source.shard_group.size} shards of {source.local.numel()}"
+        case _:
+            assert_never(source)
 
 
 def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
@@ -60,23 +59,23 @@ def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
 
 @dataclass
 class Bucket:
-    """Steps that are carried together. nbytes: the device memory that they take at most."""
+    """What is loaded and gathered together. nbytes: the device memory that it takes at most."""
 
-    steps: list[Step] = field(default_factory=list)
+    transfers: list[TensorTransfer] = field(default_factory=list)
     nbytes: int = 0
 
     @property
-    def assemblies(self) -> set[Assembly]:
-        """The FSDP1 units of which it carries a part."""
-        return {step.assembly for step in self.steps if isinstance(step, Strip)}
+    def units(self) -> set[UnitOutputs]:
+        """The FSDP1 units of which it gathers a part."""
+        return {transfer.unit for transfer in self.transfers if isinstance(transfer, FlatGather)}
 
     @property
     def is_gathered(self) -> bool:
-        return any(step.shard_group is not None for step in self.steps)
+        return any(transfer.shard_group is not None for transfer in self.transfers)
 
     def names(self) -> list[str]:
-        """The first name of each tensor of which it carries something."""
-        return [name for step in self.steps for name in step.names()]
+        """The first name of each tensor of which it has a part."""
+        return [name for transfer in self.transfers for name in transfer.names()]
 
 
 def buckets(
@@ -84,59 +83,61 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more.
 
-    extra_bytes: what is held beside a tensor of that name while it is carried.
+    extra_bytes: what is needed beside the tensor of that name while it is gathered.
     """
     bucket = Bucket()
-    small: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
+    small: _SmallTensors = {}
     for order, part, nbytes in _parts(sources, dtypes, bucket_bytes, extra_bytes):
         if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
-            yield _closed(bucket, small)
+            yield _with_small_tensors(bucket, small)
             bucket, small = Bucket(), {}
         bucket.nbytes += nbytes
-        if isinstance(part, Step):
-            bucket.steps.append(part)
+        if isinstance(part, TensorTransfer):
+            bucket.transfers.append(part)
         else:
-            orders, rows = small.setdefault((part.shard_group.ranks, dtypes.of(part.entry)), ([], []))
+            orders, rows = small.setdefault((part.shard_group.ranks, dtypes.of(part.spec)), ([], []))
             orders.append(order)
             rows.append(part)
-    if bucket.steps or small:
-        yield _closed(bucket, small)
+    if bucket.transfers or small:
+        yield _with_small_tensors(bucket, small)
 
 
-def _closed(
-    bucket: Bucket, small: Mapping[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]]
-) -> Bucket:
-    """With its small tensors, those of one shard_group and one dtype in one step."""
-    bucket.steps += [Packed(orders, rows, dtype) for (_, dtype), (orders, rows) in small.items()]
+def _with_small_tensors(bucket: Bucket, small: _SmallTensors) -> Bucket:
+    """The whole bucket: its small tensors of one shard group and one dtype share an all-gather."""
+    bucket.transfers += [PackedGather(orders, rows, dtype) for (_, dtype), (orders, rows) in small.items()]
     return bucket
 
 
 def _parts(
     sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
-) -> Iterator[tuple[int, Step | Rows, int]]:
-    """(order, a step or a tensor that is to share one, device memory that it takes)."""
+) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
+    """(order, a transfer or a tensor that is to share one, device memory that it takes)."""
     order = 0
     for source in sources:
         if isinstance(source, Rows):
-            dtype = dtypes.of(source.entry)
+            dtype = dtypes.of(source.spec)
             nbytes = source.chunk * source.shard_group.size * dtype.itemsize
-            extra = extra_bytes.get(source.entry.names[0], 0) if extra_bytes else 0
+            extra = extra_bytes.get(source.spec.names[0], 0) if extra_bytes else 0
             if nbytes <= _SMALL_BYTES:
                 yield order, source, 2 * nbytes + extra
             else:
-                yield order, Whole(order, source, dtype), nbytes + extra
+                yield order, InPlaceGather(order, source, dtype), nbytes + extra
             order += 1
             continue
-        for step in _steps(order, source, dtypes, bucket_bytes):
-            yield order, step, step.nbytes + sum(extra_bytes.get(name, 0) for name in step.names())
-        order += len(entries(source))
+        for transfer in _transfers(order, source, dtypes, bucket_bytes):
+            yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
+        order += len(specs(source))
 
 
-def _steps(order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int) -> Iterator[Step]:
+def _transfers(
+    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int
+) -> Iterator[TensorTransfer]:
     match source:
         case Plain():
-            yield Copied(order, source, dtypes.of(source.entry))
+            yield LocalCopy(order, source, dtypes.of(source.spec))
         case Placed():
-            yield Redistributed(order, source, dtypes.of(source.entry))
+            yield Redistribution(order, source, dtypes.of(source.spec))
         case FlatUnit():
-            yield from strips(Assembly(order, source, dtypes), bucket_bytes)
+            yield from flat_gathers(UnitOutputs(order, source, dtypes), bucket_bytes)
+        case _:
+            assert_never(source)

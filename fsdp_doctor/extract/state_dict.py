@@ -47,9 +47,9 @@ def full_state_dict(
         request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
     state: dict[str, torch.Tensor] = {}
     with _HostCopies() as copies, contextlib.closing(extract(request)) as tensors:
-        for entry, tensor in tensors:
+        for spec, tensor in tensors:
             if collects:
-                state |= dict.fromkeys(entry.names, copies.start(tensor))
+                state |= dict.fromkeys(spec.names, copies.start(tensor))
             del tensor
     return state
 

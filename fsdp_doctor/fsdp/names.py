@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-
+from fsdp_doctor.fsdp.private import WRAPPER_NAMES
 
 _PEFT_ROOT = "base_model.model."
 
 
 def unwrapped(name: str) -> str:
     """``name`` without what FSDP1, activation checkpointing and torch.compile put into it."""
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
 

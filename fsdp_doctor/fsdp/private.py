@@ -6,14 +6,15 @@ in ``CHECKED``; where a name is gone, :class:`PrivateApiGone` says which and for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, OffloadPolicy
+from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
@@ -35,40 +36,94 @@ def _get(owner: Any, name: str) -> Any:
         raise PrivateApiGone(f"{type(owner).__name__}.{name}") from None
 
 
-def fsdp1_units(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(module name, FlatParamHandle) of each FSDP1 unit that owns parameters, in module order.
+WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
 
-    ``FullyShardedDataParallel._handle``: there is no public way to a flat parameter's metadata.
+``FSDP_WRAPPED_MODULE`` and ``_CHECKPOINT_WRAPPED_MODULE`` stand in private modules, ``_orig_mod`` in none.
+"""
+
+
+# The modules of a model.
+
+
+@dataclass(slots=True, eq=False)
+class OwnTensors:
+    """One module under one name, and what it owns itself; a name may have None for a tensor.
+
+    fsdp2_state: the FSDPState of the innermost FSDP2 module that it is or lies in, None outside of any.
     """
-    seen: set[int] = set()
-    for prefix, module in _modules(model):
-        if isinstance(module, FullyShardedDataParallel) and id(module) not in seen:
-            seen.add(id(module))
-            handle = _get(module, "_handle")
-            if handle is not None:
-                yield prefix.removesuffix("."), handle
+
+    prefix: str
+    module: nn.Module
+    fsdp2_state: Any
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+    non_persistent: set[str]
 
 
-def sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """For each parameter that an FSDP2 module shows in place of its shards now, by its id: the sharded one.
+def own_tensors(model: nn.Module) -> list[OwnTensors]:
+    """Every module, under every name, in the order of ``named_modules``.
 
-    After a forward without a backward the root still shows its parameters unsharded, in the compute
-    dtype. ``FSDPModule._get_fsdp_state``, ``FSDPState._fsdp_param_group`` (``_fsdp_param_groups`` in newer
-    versions), ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
+    ``Module._modules``, ``_parameters``, ``_buffers``: the public walk is a generator in a generator for each level,
+    and a model of tens of thousands of modules is read for each extraction. ``_non_persistent_buffers_set``: only
+    ``state_dict()`` tells the buffers apart in public, and that is a path under test.
     """
-    found: dict[int, nn.Parameter] = {}
-    # One list of modules given to fully_shard has one state.
-    states = {id(state): state for _, module in _modules(model) if (state := _fsdp2_state(module)) is not None}
-    for group in (group for state in states.values() for group in _fsdp2_groups(state)):
-        for parameter in group.fsdp_params:
-            for shown in ("_unsharded_param", "_sharded_post_forward_param"):
-                if (other := getattr(parameter, shown, None)) is not None:
-                    found[id(other)] = _get(parameter, "sharded_param")
+    found: list[OwnTensors] = []
+    waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
+    while waiting:
+        prefix, module, state = waiting.pop()
+        if isinstance(module, FSDPModule):
+            state = _get(module, "_get_fsdp_state")()
+        own = _get(module, "_parameters"), _get(module, "_buffers"), _get(module, "_non_persistent_buffers_set")
+        found.append(OwnTensors(prefix, module, state, *own))
+        children = [(f"{prefix}{name}.", m, state) for name, m in _get(module, "_modules").items() if m is not None]
+        waiting += reversed(children)
     return found
 
 
-def _fsdp2_state(module: nn.Module) -> Any:
-    return _get(module, "_get_fsdp_state")() if isinstance(module, FSDPModule) else None
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """The module inside of what ``torch.compile`` made of it: ``OptimizedModule._orig_mod``. None for any other."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+# DTensors.
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part as it lies, half-moved or not; a plain tensor is its own: ``DTensor._local_tensor``.
+
+    No copy, no collective. The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def num_interleaved(placement: Placement) -> int | None:
+    """Into how many stretches a dim is cut before each is sharded; None for what shards no dim.
+
+    1 for ``Shard``. ``_StridedShard.split_factor``: what ``fully_shard`` makes of a dim that tensor parallelism
+    sharded first has no public name, and is a Shard in older versions only.
+    """
+    if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
+        return int(_get(placement, "split_factor"))
+    return 1 if isinstance(placement, Shard) else None
+
+
+# FSDP2.
+
+
+def unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """(what an FSDP2 module shows now or showed last in place of its shard, the sharded parameter).
+
+    After a forward without a backward the root still shows its parameters unsharded, in the compute dtype.
+    ``state``: its ``FSDPState``. ``_fsdp_param_group`` (``_fsdp_param_groups`` in newer versions),
+    ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
+    """
+    for group in _fsdp2_groups(state):
+        for parameter in group.fsdp_params:
+            for shown in ("_unsharded_param", "_sharded_post_forward_param"):
+                if (other := getattr(parameter, shown, None)) is not None:
+                    yield other, _get(parameter, "sharded_param")
 
 
 def _fsdp2_groups(state: Any) -> list[Any]:
@@ -81,7 +136,7 @@ def _fsdp2_groups(state: Any) -> list[Any]:
 def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
     """(compute device, offload policy, whether lazily initialized) of one FSDP2 module; None if it owns no parameter.
 
-    ``state`` is its ``FSDPState``. ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is
+    ``state``: its ``FSDPState``. ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is
     None until the first forward: no public name says under which policy a module was sharded.
     """
     for group in _fsdp2_groups(state):
@@ -89,41 +144,17 @@ def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
     return None
 
 
-def tensors_of_modules(model: nn.Module) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
-    """(prefix of its names, FSDPState, its own parameters, its own buffers) of every module, under every name.
-
-    The state is that of the innermost FSDP2 module that it is or lies in, None outside of any; a name may have
-    None for a tensor. ``Module._parameters``, ``_buffers``, ``_modules``: as :func:`_modules`.
-    """
-    waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
-    while waiting:
-        prefix, module, state = waiting.pop()
-        state = _fsdp2_state(module) or state
-        yield prefix, state, _get(module, "_parameters"), _get(module, "_buffers")
-        children = [(f"{prefix}{name}.", m, state) for name, m in _get(module, "_modules").items() if m is not None]
-        waiting += reversed(children)
+# FSDP1. A handle is a unit's ``FlatParamHandle``: there is no public way to a flat parameter's metadata.
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor wraps, itself; any other tensor is its own: ``DTensor._local_tensor``.
-
-    The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
-    """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def flat_handle(module: nn.Module) -> Any:
+    """The handle of an FSDP1 unit that owns parameters, ``FullyShardedDataParallel._handle``; None for any other."""
+    return _get(module, "_handle") if isinstance(module, FullyShardedDataParallel) else None
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(prefix of its names, module) of every module, under every name, in the order of ``named_modules``.
-
-    ``Module._modules``: the public walk is a generator in a generator for each level, and extraction walks a
-    model of tens of thousands of modules each time.
-    """
-    waiting = [("", model)]
-    while waiting:
-        prefix, module = waiting.pop()
-        yield prefix, module
-        children = [(f"{prefix}{name}.", m) for name, m in _get(module, "_modules").items() if m is not None]
-        waiting += reversed(children)
+def is_flat_parameter(tensor: torch.Tensor) -> bool:
+    """``FlatParameter``, which torch.distributed.fsdp imports and does not export."""
+    return isinstance(tensor, FlatParameter)
 
 
 def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
@@ -136,6 +167,17 @@ def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
     _get(_runtime_utils, "_lazy_init")(model, model)
 
 
+def flat_parameter(handle: Any) -> nn.Parameter:
+    """The unit's flat parameter, in whatever state it is: ``FlatParamHandle.flat_param``."""
+    parameter: nn.Parameter = _get(handle, "flat_param")
+    return parameter
+
+
+def is_initialized(handle: Any) -> bool:
+    """Whether lazy initialization made ``FlatParameter._local_shard``."""
+    return hasattr(_get(handle, "flat_param"), "_local_shard")
+
+
 def flat_shard(handle: Any) -> torch.Tensor:
     """This rank's shard of the flat parameter, 1-D, padded to the same length on every rank.
 
@@ -144,17 +186,6 @@ def flat_shard(handle: Any) -> torch.Tensor:
     flat_param = _get(handle, "flat_param")
     shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
     return shard.detach()
-
-
-def flat_parameter(handle: Any) -> tuple[torch.Tensor, bool]:
-    """(the unit's flat parameter as it is registered, whether lazily initialized): ``FlatParamHandle.flat_param``."""
-    flat_param = _get(handle, "flat_param")
-    return flat_param, hasattr(flat_param, "_local_shard")
-
-
-def offloads_parameters(handle: Any) -> bool:
-    """Whether the unit is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
-    return bool(_get(handle, "_offload_params"))
 
 
 def shard_padding(handle: Any) -> int:
@@ -178,22 +209,60 @@ def flat_names(handle: Any) -> tuple[list[str], list[tuple[str, str]]]:
     return list(_get(flat_param, "_fqns")), tied
 
 
-def unflatten(handle: Any, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Views of the unit's parameters into its whole flat parameter, in the order of the names.
-
-    ``flat``: the rank's shards joined in rank order, 1-D, padding at the end allowed. The flat
-    parameter keeps each parameter's strides, and with ``use_orig_params`` an alignment gap
-    between two: ``FlatParamHandle._get_unflat_views``.
-    """
-    size = _get(handle.flat_param, "_unpadded_unsharded_size").numel()
-    return [view.detach() for view in _get(handle, "_get_unflat_views")(flat[:size])]
+def _join(module_name: str, name: str) -> str:
+    return f"{module_name}.{name}" if module_name else name
 
 
 def flat_layout(handle: Any) -> list[torch.Tensor]:
-    """The unit's parameters, in the order of the names, as views of a flat parameter on the meta device."""
+    """The unit's parameters, in the order of the names, as views of its whole flat parameter on the meta device.
+
+    The flat parameter keeps each parameter's strides, and with ``use_orig_params`` an alignment gap between two:
+    ``FlatParamHandle._get_unflat_views``.
+    """
     size = _get(handle.flat_param, "_unpadded_unsharded_size").numel()
     flat = torch.empty(size, dtype=handle.flat_param.dtype, device="meta")
     return [view.detach() for view in _get(handle, "_get_unflat_views")(flat)]
+
+
+def original_shapes(handle: Any) -> list[torch.Size]:
+    """The unsharded shapes of the unit's parameters, in the order of the names: ``FlatParameter._shapes``."""
+    return list(_get(handle.flat_param, "_shapes"))
+
+
+def original_parameters(handle: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(the unit's parameters in the order of the names, those of the tied names); none without ``use_orig_params``.
+
+    ``FlatParameter._params`` and ``_shared_params``, which are None without it.
+    """
+    flat_param = _get(handle, "flat_param")
+    return list(_get(flat_param, "_params") or ()), list(_get(flat_param, "_shared_params") or ())
+
+
+def keeps_originals(handle: Any) -> bool:
+    """Whether the unit was made with ``use_orig_params``: ``FlatParamHandle._use_orig_params``."""
+    return bool(_get(handle, "_use_orig_params"))
+
+
+def is_sharded(handle: Any) -> bool:
+    """False where torch turned the unit into NO_SHARD, as it does for a shard group of one."""
+    return bool(_get(handle, "uses_sharded_strategy"))
+
+
+def shard_group(handle: Any) -> dist.ProcessGroup:
+    """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
+    group: dist.ProcessGroup = _get(handle, "process_group")
+    return group
+
+
+def compute_device(handle: Any) -> torch.device:
+    """The device that the unit computes on: ``FlatParamHandle.device``."""
+    device: torch.device = _get(handle, "device")
+    return device
+
+
+def offloads_parameters(handle: Any) -> bool:
+    """Whether the unit is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
+    return bool(_get(handle, "_offload_params"))
 
 
 def flat_param_to(handle: Any, device: torch.device, *, non_blocking: bool) -> None:
@@ -208,84 +277,12 @@ def flat_param_to(handle: Any, device: torch.device, *, non_blocking: bool) -> N
     handle.flat_param._local_shard = handle.flat_param.data
 
 
-def shard_group(handle: Any) -> dist.ProcessGroup:
-    """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
-    group: dist.ProcessGroup = _get(handle, "process_group")
-    return group
+# Process groups, memory and copies.
 
 
-def keeps_originals(handle: Any) -> bool:
-    """Whether the unit was made with ``use_orig_params``: ``FlatParamHandle._use_orig_params``."""
-    return bool(_get(handle, "_use_orig_params"))
-
-
-def original_parameters(handle: Any) -> list[nn.Parameter]:
-    """With ``use_orig_params``, the unit's own parameters: ``FlatParameter._params``."""
-    parameters: list[nn.Parameter] = _get(handle.flat_param, "_params")
-    return parameters
-
-
-def registered_originals(handle: Any) -> list[nn.Parameter]:
-    """The unit's parameters as its modules have them, tied ones too; none without ``use_orig_params``.
-
-    ``FlatParameter._params`` and ``_shared_params``, which are None without it.
-    """
-    flat_param = _get(handle, "flat_param")
-    return [*(_get(flat_param, "_params") or ()), *(_get(flat_param, "_shared_params") or ())]
-
-
-def original_shapes(handle: Any) -> list[torch.Size]:
-    """The unsharded shapes of the unit's parameters, in the order of the names: ``FlatParameter._shapes``."""
-    return list(_get(handle.flat_param, "_shapes"))
-
-
-def is_sharded(handle: Any) -> bool:
-    """False where torch turned the unit into NO_SHARD, as it does for a shard group of one."""
-    return bool(_get(handle, "uses_sharded_strategy"))
-
-
-def compute_device(handle: Any) -> torch.device:
-    """The device that the unit computes on: ``FlatParamHandle.device``."""
-    device: torch.device = _get(handle, "device")
-    return device
-
-
-def parameters_and_buffers(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, torch.Tensor]]]:
-    """([(name, parameter)], [(name, buffer)]) of all that a state dict has, under every name, in its order.
-
-    ``Module._non_persistent_buffers_set``: only ``state_dict()`` tells the buffers apart in public, and that
-    is a path under test. ``Module._parameters``, ``_buffers``: as :func:`_modules`.
-    """
-    parameters: list[tuple[str, nn.Parameter]] = []
-    buffers: list[tuple[str, torch.Tensor]] = []
-    for prefix, module in _modules(model):
-        transient = _get(module, "_non_persistent_buffers_set")
-        parameters += [(prefix + name, p) for name, p in _get(module, "_parameters").items() if p is not None]
-        buffers += [
-            (prefix + name, buffer)
-            for name, buffer in _get(module, "_buffers").items()
-            if buffer is not None and name not in transient
-        ]
-    return parameters, buffers
-
-
-def _join(module_name: str, name: str) -> str:
-    return f"{module_name}.{name}" if module_name else name
-
-
-def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group has a backend for tensors on the device: ``ProcessGroup._device_types``."""
     return any(kind.type == device.type for kind in _get(group, "_device_types"))
-
-
-def release_workspaces(device: torch.device) -> None:
-    """Gives back what cuBLAS keeps for each stream that has multiplied.
-
-    ``torch._C._cuda_clearCublasWorkspaces``: there is no public name. The next product takes it anew. Without
-    it, or on another device, nothing is given back.
-    """
-    if device.type == "cuda":
-        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 def default_store() -> dist.Store:
@@ -305,3 +302,43 @@ def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
     gather = getattr(group, "all_gather_single_coalesced", None) or _get(group, "allgather_into_tensor_coalesced")
     work: dist.Work = gather(outputs, inputs)
     return work
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copies each source into its target, as many as possible in one kernel: ``torch._foreach_copy_``.
+
+    In public there is one copy a tensor, at several microseconds each.
+    """
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def release_workspaces(device: torch.device) -> None:
+    """Gives back what cuBLAS keeps for each stream that has multiplied.
+
+    ``torch._C._cuda_clearCublasWorkspaces``: there is no public name. The next product takes it anew. Without
+    it, or on another device, nothing is given back.
+    """
+    if device.type == "cuda":
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+# What paths yield.
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """``torch.distributed._shard.sharded_tensor``: FSDP1's sharded state dicts without a device mesh are made of it."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    return isinstance(value, ShardedTensor)
+
+
+def weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """``torch.utils.weak.TensorWeakRef``, which is undocumented.
+
+    ``weakref.ref`` may return a tensor whose memory torch has already taken over without telling Python.
+    """
+    from torch.utils.weak import TensorWeakRef
+
+    reference: Callable[[], torch.Tensor | None] = TensorWeakRef(tensor)
+    return reference

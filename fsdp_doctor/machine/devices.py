@@ -52,9 +52,9 @@ def load(device: RunDevice, asked: str) -> None:
     if device.type == "emulated":
         _load_emulation(asked)
     elif not device.late_completion:
-        raise UsageError(f"--no-late-completion is for the emulated device, and the device is {device.type}")
+        raise UsageError(f"--no-late-completion is for the emulated device, but the device is {device.type}")
     if device.type == "cpu" and device.memory is not None:
-        raise UsageError("--device-memory is for an accelerator; --host-memory limits what a worker holds on the CPU")
+        raise UsageError("--device-memory is for an accelerator; on the CPU, use --host-memory to limit a worker")
 
 
 def _load_emulation(asked: str) -> None:
@@ -67,7 +67,9 @@ def _load_emulation(asked: str) -> None:
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
     except ImportError as reason:
         why = "torch sees no accelerator here, and " if asked == "auto" else ""
-        raise CannotRun(f"{why}{reason}; --device cpu runs without one, where an offload breaks nothing") from None
+        raise CannotRun(
+            f"{why}{reason}; --device cpu works without an accelerator, but offloading cannot break anything there"
+        ) from None
 
 
 def count(device_type: str) -> int:
@@ -84,8 +86,8 @@ def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
     num_devices = count(device_type)
     if local_rank >= num_devices:
         raise CannotRun(
-            f"there are more ranks than devices on this node: rank {rank} is number {local_rank + 1} here, "
-            f"torch sees {num_devices} of {device_type}; start one rank per device"
+            f"there are more ranks than devices on this node: rank {rank} is number {local_rank + 1} of this node, "
+            f"and the number of {device_type} devices that torch sees is {num_devices}; start one rank per device"
         )
 
 

@@ -14,7 +14,7 @@ import re
 import socket
 import subprocess
 import sys
-from typing import Any
+from typing import TypedDict
 
 PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
 VARIABLES = (
@@ -44,7 +44,27 @@ VARIABLES = (
     "TORCH_NCCL_BLOCKING_WAIT",
 )
 
-EnvironmentFacts = dict[str, Any]
+
+class EnvironmentFacts(TypedDict, total=False):
+    """Facts about the machine, from an allow-list; those that there are.
+
+    host: only where it was asked for.
+    torch: its version, or why it cannot be imported. cuda, hip: the version that torch was built for.
+    accelerators: their names. nccl: its version.
+    """
+
+    python: str
+    platform: str
+    cpus: int | None
+    packages: dict[str, str]
+    variables: dict[str, str]
+    host: str
+    torch: str
+    cuda: str
+    hip: str
+    accelerators: list[str]
+    nccl: str
+    driver: str
 
 
 def without_torch(host_name: bool = False) -> EnvironmentFacts:
@@ -85,11 +105,13 @@ def collect(host_name: bool = False) -> EnvironmentFacts:
         answer = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment
         )
-        facts = json.loads(answer.stdout.splitlines()[-1]) if answer.returncode == 0 else None
+        facts: EnvironmentFacts | None = json.loads(answer.stdout.splitlines()[-1]) if answer.returncode == 0 else None
         trouble = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         facts, trouble = None, str(error)
-    return without_torch(host_name) | (facts or {"torch": f"cannot be imported: {home_as_tilde(trouble)}"})
+    if facts is None:
+        facts = {"torch": f"cannot be imported: {home_as_tilde(trouble)}"}
+    return without_torch(host_name) | facts
 
 
 def lines_of(facts: EnvironmentFacts) -> list[str]:

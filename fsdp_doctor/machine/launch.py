@@ -43,8 +43,8 @@ def place() -> Place:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise CannotRun(
-            f"{', '.join(missing)} not set beside the other variables of torchrun; "
-            "start with torchrun, or with none of them set"
+            f"torchrun's environment variables are incomplete, {', '.join(missing)} not set; "
+            "start with torchrun, or set none of them"
         )
     try:
         rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])

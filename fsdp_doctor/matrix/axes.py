@@ -70,16 +70,16 @@ AXES: tuple[Axis, ...] = (
             "optimizer": "optimizer_offload=true: the framework moves the optimizer state",
             "param+optimizer": "param_offload=true, optimizer_offload=true",
             "policy": "offload_policy=true: CPUOffloadPolicy / CPUOffload(offload_params=True)",
-            "policy+param": "offload_policy=true, param_offload=true: the policy wins, as in verl",
-            "policy+optimizer": "offload_policy=true, optimizer_offload=true: the policy wins",
-            "policy+param+optimizer": "all three true: the policy wins",
+            "policy+param": "offload_policy=true, param_offload=true: the policy takes precedence, as in verl",
+            "policy+optimizer": "offload_policy=true, optimizer_offload=true: the policy takes precedence",
+            "policy+param+optimizer": "all three true: the policy takes precedence",
         },
     ),
     Axis(
         name="staging",
         always_in_id=True,
         values={
-            "unstaged": "the path meets the shards where the offload left them",
+            "unstaged": "the path reads the shards where the offload left them",
             "staged": "verl's load_fsdp_model_to_gpu first: model.to(device), or flat_param_to",
         },
     ),
@@ -92,14 +92,14 @@ AXES: tuple[Axis, ...] = (
             "qwen2": "a dense Qwen2 (biases in the attention)",
             "qwen3-moe": "Qwen3-MoE with fused 3-D experts",
             "qwen3.5": "Qwen3.5 with linear and full attention",
-            "qwen3-lora": "Qwen3 with a LoRA adapter of peft on every linear layer, all else frozen",
+            "qwen3-lora": "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen",
             "custom": "the configuration or checkpoint given with --model DIR",
         },
     ),
     Axis(
         name="dims",
         values={
-            "even": "every sharded dimension divides by 2 and 4",
+            "even": "every sharded dimension is divisible by 2 and 4",
             "uneven": "odd vocabulary and intermediate sizes: some shards are shorter",
         },
     ),
@@ -148,12 +148,12 @@ AXIS_OF_VALUE: dict[str, AxisName] = {value: axis.name for axis in AXES for valu
 def check_axis_value(axis: str, value: str) -> str:
     """Returns ``value`` if the axis has it. Raises UsageError with the nearest ones if not."""
     if value not in AXIS[axis].values:
-        known = ", ".join(AXIS[axis].values)
-        raise UsageError(f"--{axis} {value}: there is no such value{nearest(value, AXIS[axis].values)}; use {known}")
+        known = AXIS[axis].values
+        raise UsageError(f"--{axis}: unknown value {value!r}{nearest(value, known)}; use one of {', '.join(known)}")
     return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The near ones among ``known``, for the end of a sentence; empty where none is."""
+    """The similar ones among ``known``, as a part of a sentence; empty where there are none."""
     close = difflib.get_close_matches(word, list(known), n=3)
-    return f" (near it: {', '.join(close)})" if close else ""
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -34,7 +34,7 @@ from fsdp_doctor.matrix.axes import (
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Scenario:
-    """A point on every axis but the path. Each field holds a value of the axis of that name."""
+    """A point on every axis but the path; each field holds a value of the axis of that name."""
 
     strategy: Strategy
     offload: Offload
@@ -89,7 +89,10 @@ class Scenario:
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A scenario and the name of an extraction path."""
+    """A scenario and an extraction path.
+
+    path: a name of the table of paths, or the user's ``module:function``.
+    """
 
     scenario: Scenario
     path: str
@@ -106,14 +109,14 @@ def parse_case_id(text: str, known_paths: tuple[str, ...]) -> Case:
     for value in values:
         axis = AXIS_OF_VALUE.get(value)
         if axis is None:
-            raise UsageError(f"case {text!r}: {value!r} is no value of an axis{nearest(value, AXIS_OF_VALUE)}")
+            raise UsageError(f"case {text!r}: {value!r} is not a value of any axis{nearest(value, AXIS_OF_VALUE)}")
         if axis in fields:
             raise UsageError(f"case {text!r} names the axis {axis} twice: {fields[axis]} and {value}")
         fields[axis] = value
     missing = [axis.name for axis in AXES if axis.always_in_id and axis.name not in fields]
     if missing:
         raise UsageError(
-            f"case {text!r} does not say its {' and '.join(missing)}; an id looks like fsdp2/policy/staged/state_dict"
+            f"case {text!r} has no value for {' and '.join(missing)}; an id looks like fsdp2/policy/staged/state_dict"
         )
     if path not in known_paths and ":" not in path:
         raise UsageError(f"case {text!r}: there is no path {path!r}{nearest(path, known_paths)}")
@@ -127,6 +130,6 @@ def scenario_of(values: Mapping[str, str]) -> Scenario:
     """
     for axis, value in values.items():
         if value not in AXIS[axis].values:
-            raise ValueError(f"{value!r} is no value of the axis {axis}")
+            raise ValueError(f"{value!r} is not a value of the axis {axis}")
     fields: dict[str, Any] = dict(values)
     return Scenario(**fields)

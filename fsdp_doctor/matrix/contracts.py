@@ -19,8 +19,9 @@ class Contract:
     """What a path promises. ``case/verification.py`` holds every yielded tensor against it.
 
     form: ``full`` unsharded tensors; ``sharded`` DTensors or ShardedTensors whose local part is
-        this rank's shard; ``flat`` FSDP1's flat shards; ``info`` (shape, dtype) pairs and no
-        data; ``optimizer`` unsharded optimizer state, named ``<parameter>.<state>``.
+        this rank's shard; ``flat`` FSDP1's flat shards, and full tensors in a shard group of one,
+        which has none; ``info`` (shape, dtype) pairs and no data; ``optimizer`` unsharded optimizer
+        state, named ``<parameter>.<state>``.
     device: ``compute`` the rank's accelerator; ``cpu``; ``parameter`` the device that the
         parameter itself reports when the path starts; ``any``.
     dtype: ``master`` the parameter's own dtype; ``compute`` FSDP's mixed-precision param dtype;
@@ -67,7 +68,7 @@ def promises(
         (weights, PromisedWeights),
     ):
         if value not in get_args(words):
-            raise ValueError(f"{value!r} is none of {', '.join(get_args(words))}")
+            raise ValueError(f"unknown value {value!r}; use one of {', '.join(get_args(words))}")
 
     def mark(function: _Function) -> _Function:
         function.contract = Contract(device=device, dtype=dtype, ranks=ranks, keys=keys, weights=weights)  # type: ignore[attr-defined]

@@ -3,7 +3,8 @@
 The default matrix is the part that answers the first questions: both strategies, all eight of
 verl's flag combinations, unstaged and staged, after a training step, every path. ``--full``
 adds every other axis value, one departure from the default at a time (and two departures where
-they are known to act together), each over the offloads that behave differently.
+they are known to act together), each over the offloads that behave differently. Options that name
+axis values then leave out what does not have them; they never add to it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value
+from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value, nearest
 from fsdp_doctor.matrix.cases import Case, Scenario, parse_case_id, scenario_of
 from fsdp_doctor.matrix.expression import compile_expression
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES, is_user_path, paths_for
 
-_DEFAULT_STRATEGIES = ("fsdp2", "fsdp1")
+_DEFAULT_MATRIX: dict[str, tuple[str, ...]] = {axis.name: (axis.default,) for axis in AXES} | {
+    "strategy": ("fsdp2", "fsdp1"),
+    "offload": tuple(AXIS["offload"].values),
+    "staging": tuple(AXIS["staging"].values),
+}
 _MANUAL = ("param", "optimizer", "param+optimizer")
 _DISTINCT_OFFLOADS = ("none", *_MANUAL, "policy")
 
@@ -83,7 +88,7 @@ def select(selection: Selection) -> list[Case]:
         kept = {case.scenario for case in cases if case.path != FIX or matches(case.id)}
         cases = [case for case in cases if case.scenario in kept]
     if not cases:
-        raise CannotRun("no case is selected; `fsdp-doctor list` shows what the same options select")
+        raise CannotRun("no case is selected; `fsdp-doctor list` prints what the same options select")
     return _by_generation(dict.fromkeys(cases))
 
 
@@ -92,48 +97,53 @@ def _named_case(case_id: str, selection: Selection) -> Case:
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
     beside += ["--path"] * bool(selection.paths) + ["--full"] * selection.full
     if beside:
-        raise UsageError(f"an id says the whole case: leave out {', '.join(beside)} beside --case and --last-failed")
+        raise UsageError(f"--case and --last-failed name whole cases: they cannot be combined with {', '.join(beside)}")
     case = parse_case_id(case_id, PATH_NAMES)
     if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --paths` shows them"
+            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --paths` prints them"
         )
     if case.scenario.model == "custom" and not selection.custom_model:
-        raise UsageError(f"case {case_id!r} is of a model of its own: give it with --model DIR")
+        raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
     return case
 
 
-def _scenarios(selection: Selection) -> Iterable[Scenario]:
+def _scenarios(selection: Selection) -> list[Scenario]:
+    """The scenarios that have the values asked for: of the full matrix with ``--full``, else of their product.
+
+    So a filter beside ``--full`` leaves cases out and adds none. Where the full matrix has nothing of what is asked
+    for, because it departs from the default in one axis at a time and two were named, it is as without ``--full``:
+    the values asked for, and the defaults on every other axis.
+    """
     for axis, values in selection.axes.items():
         for value in values:
             check_axis_value(axis, value)
-    chosen = dict(selection.axes)
+    asked = dict(selection.axes)
     if selection.custom_model:
-        chosen.setdefault("model", ("custom",))
-    yield from _product(_with_defaults(chosen))
+        asked.setdefault("model", ("custom",))
     if selection.full:
-        for departure in _DEPARTURES:
-            if any(value not in chosen.get(axis, (value,)) for axis, value in departure.changes.items()):
-                continue
-            part = chosen | {axis: (value,) for axis, value in departure.changes.items()}
-            part["strategy"] = _both(departure.strategies, chosen.get("strategy"))
-            part["offload"] = _both(departure.offloads, chosen.get("offload"))
-            yield from _product(_with_defaults(part))
+        model = "custom" if selection.custom_model else AXIS["model"].default
+        if found := [scenario for scenario in _full_matrix(model) if _has(scenario, asked)]:
+            return found
+    return list(_product(asked))
 
 
-def _both(values: tuple[str, ...], asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    return values if asked is None else tuple(value for value in values if value in asked)
+def _full_matrix(model: str) -> Iterable[Scenario]:
+    """The default matrix and every departure from it, with the model that the departures leave alone."""
+    yield from _product({"model": (model,)})
+    for departure in _DEPARTURES:
+        changed = {axis: (value,) for axis, value in departure.changes.items()}
+        values = {"model": (model,), "strategy": departure.strategies, "offload": departure.offloads}
+        yield from _product(values | changed)
 
 
-def _with_defaults(chosen: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    defaults: dict[str, tuple[str, ...]] = {axis.name: (axis.default,) for axis in AXES}
-    defaults["strategy"] = _DEFAULT_STRATEGIES
-    defaults["offload"] = tuple(AXIS["offload"].values)
-    defaults["staging"] = tuple(AXIS["staging"].values)
-    return defaults | chosen
+def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
+    return all(getattr(scenario, axis) in values for axis, values in asked.items())
 
 
-def _product(values: dict[str, tuple[str, ...]]) -> Iterable[Scenario]:
+def _product(chosen: dict[str, tuple[str, ...]]) -> Iterable[Scenario]:
+    """Every combination of the chosen values, and on the other axes of those of the default matrix."""
+    values = _DEFAULT_MATRIX | chosen
     for combination in itertools.product(*(values[axis.name] for axis in AXES)):
         yield scenario_of({axis.name: value for axis, value in zip(AXES, combination, strict=True)})
 
@@ -143,8 +153,8 @@ def _cases(scenarios: Iterable[Scenario], selection: Selection, user_paths: Sequ
     for name in named:
         if name not in PATH_NAMES:
             raise UsageError(
-                f"there is no path {name!r}; `fsdp-doctor list --paths` shows them, "
-                "and module:function adds a path of your own"
+                f"--path: there is no path {name!r}{nearest(name, PATH_NAMES)}; "
+                "`fsdp-doctor list --paths` prints them, and module:function adds one of your own"
             )
     for scenario in scenarios:
         for path in paths_for(scenario):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.errors import DoctorFault
+from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import find_path
-from fsdp_doctor.probe.supervisor import Conductor
+from fsdp_doctor.probe.conductor import Conductor
 from fsdp_doctor.report.document import CaseResult, result_of
 from fsdp_doctor.verdict.classification import Verdict, classify
-from fsdp_doctor.verdict.records import RankReport
+from fsdp_doctor.verdict.records import RankReport, Stage
 
-_BEFORE_THE_PATH = ("build", "offload", "staging")
+_BEFORE_THE_PATH: tuple[Stage, ...] = ("build", "reference", "offload", "staging")
 
 
 def results(
@@ -43,22 +45,28 @@ def results(
 
 
 def _examine(conductor: Conductor, number: int, case: Case, world_size: int) -> CaseResult:
-    """Runs one case, in the present generation if it is whole and of the right backend."""
+    """Runs one case, in the present generation if it is whole and of the right backend.
+
+    What the cases before it left can end a case before its path runs. Then it gets a second chance, in
+    fresh workers.
+    """
     start = time.monotonic()
     for _ in range(2):
         if conductor.backend != case.scenario.backend:
             conductor.retire()
             _start(conductor, case.scenario.backend)
+        used = conductor.used
         reports = conductor.run(number)
         verdict = classify(reports, world_size)
-        if not _whole(reports):
+        blameless = _died_before_the_case(reports) or (used and verdict.bad and _failed_before_the_path(reports))
+        if blameless or not _whole(reports):
             conductor.retire()
-        if not _died_before_the_case(reports):
+        if not blameless:
             break
     return result_of(case, verdict, reports, time.monotonic() - start)
 
 
-def _start(conductor: Conductor, backend: str) -> None:
+def _start(conductor: Conductor, backend: Backend) -> None:
     """A generation that does not start may have met the last one's leavings: it is tried twice."""
     try:
         conductor.start(backend)
@@ -70,7 +78,7 @@ def _start(conductor: Conductor, backend: str) -> None:
 def _whole(reports: Sequence[RankReport]) -> bool:
     """Whether every rank went through the case alike and its group still works."""
     records = [report.record for report in reports]
-    if any(record is None or not record.done or not record.healthy for record in records):
+    if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
     if any(report.exit or report.garbled or report.stopped for report in reports):
         return False
@@ -78,7 +86,7 @@ def _whole(reports: Sequence[RankReport]) -> bool:
 
 
 def _died_before_the_case(reports: Sequence[RankReport]) -> bool:
-    """A worker that was gone when the case came: the case cannot be blamed, it gets a second chance."""
+    """A worker that was gone when the case came."""
     return any(report.exit and report.record is None for report in reports)
 
 
@@ -88,12 +96,5 @@ def _failed_before_the_path(reports: Sequence[RankReport]) -> bool:
 
 
 def _confirmed(first: CaseResult, again: CaseResult) -> CaseResult:
-    return CaseResult(
-        case=first.case,
-        verdict=first.verdict,
-        seconds=first.seconds,
-        peak_extra_bytes=first.peak_extra_bytes,
-        wall_seconds=round(first.wall_seconds + again.wall_seconds, 4),
-        confirmation=again.verdict,
-        ranks=first.ranks,
-    )
+    wall_seconds = round(first.wall_seconds + again.wall_seconds, 4)
+    return dataclasses.replace(first, wall_seconds=wall_seconds, confirmation=again.verdict)

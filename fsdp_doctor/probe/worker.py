@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
-import pathlib
 import signal
 import socket
 import sys
@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_doctor.errors import FsdpDoctorError
-from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.probe.instructions import StartWorker
+from fsdp_doctor.probe.job import Job
 from fsdp_doctor.verdict.records import Message, Ready, Refused, message_to_dict
 
 if TYPE_CHECKING:
@@ -31,47 +32,60 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What every worker of the run is told, the same on all ranks but for the rank itself."""
+class WorkerEnds:
+    """A worker's ends of what connects it with its supervisor.
 
-    rank: int
-    world_size: int
-    local_rank: int
-    num_nodes: int
-    device: RunDevice
-    cases: tuple[Case, ...]
-    user_paths: tuple[str, ...]
-    custom_model: pathlib.Path | None
-    scratch: pathlib.Path
+    channel: messages go out as JSON lines, case numbers come in as lines.
+    output: file descriptor that stdout and stderr go to.
+    stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
+    """
+
+    channel: socket.socket
+    output: int
+    stacks: int
 
 
-def run(job: Job, generation: int, backend: str, channel: socket.socket, stacks: int) -> None:
+def import_what_workers_need() -> None:
+    """For the supervisor, once, before the first fork. Makes no CUDA context."""
+    # torch.cuda.is_available() would otherwise initialize CUDA in this process, and a fork of it
+    # could not use CUDA any more.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import transformers
+
+    import fsdp_doctor.case.runner  # noqa: F401, the workers' own rooms
+
+    # Lazy attributes of transformers: looked up here once instead of in every worker.
+    for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
+        getattr(transformers, name, None)
+    # Workers collect garbage often; what was imported need not be looked at again each time.
+    gc.collect()
+    gc.freeze()
+
+
+def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     """The whole life of a worker: join, say Ready, run the cases whose numbers come in, until it is ended.
 
     What keeps it from joining through no fault of ours is Refused; any other exception ends it.
-
-    channel: to the supervisor; messages go out as JSON lines, case numbers come in as lines.
-    stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
     """
     faulthandler.enable(file=sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
     warnings.filterwarnings("ignore")
     sys.path.insert(0, os.getcwd())
 
     def send(message: Message) -> None:
-        channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
+        ends.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
 
     try:
-        examiner = _join(job, generation, backend, send)
+        runner = _join(place, job, start, send)
     except FsdpDoctorError as error:
         send(Refused(reason=str(error), exit_code=error.exit_code))
         return
-    with channel.makefile("r") as numbers:
+    with ends.channel.makefile("r") as numbers:
         for number in numbers:
-            examiner.examine(job.cases[int(number)])
+            runner.examine(job.cases[int(number)])
 
 
-def _join(job: Job, generation: int, backend: str, send: Callable[[Message], None]) -> CaseRunner:
+def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner:
     import torch.distributed as dist
 
     from fsdp_doctor.case import models, runtime
@@ -79,24 +93,21 @@ def _join(job: Job, generation: int, backend: str, send: Callable[[Message], Non
     from fsdp_doctor.machine import devices
     from fsdp_doctor.machine.environment import of_torch
 
-    devices.check_there_is_one(job.device.type, rank=job.rank, local_rank=job.local_rank)
+    devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
     if job.custom_model is not None:
         models.check_directory(job.custom_model)
     store, _, _ = next(dist.rendezvous("env://"))
     joined = runtime.start(
-        dist.PrefixStore(f"generation/{generation}", store),
-        rank=job.rank,
-        world_size=job.world_size,
-        local_rank=job.local_rank,
-        num_nodes=job.num_nodes,
-        kind=job.device,
-        backend=backend,
+        dist.PrefixStore(f"generation/{start.generation}", store),
+        place=place,
+        run_device=job.device,
+        backend=start.backend,
         scratch=job.scratch,
         custom_model=job.custom_model,
     )
-    examiner = CaseRunner(joined, job.user_paths, report=send)
+    runner = CaseRunner(joined, job.user_paths, report=send)
     send(Ready(environment=of_torch()))
-    return examiner
+    return runner
 
 
 def die_with_parent(number: signal.Signals) -> None:

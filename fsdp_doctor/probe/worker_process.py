@@ -12,8 +12,14 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from typing import NoReturn
 
+from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.probe import worker
+from fsdp_doctor.probe.activity import Activity
+from fsdp_doctor.probe.instructions import StartWorker
+from fsdp_doctor.probe.job import Job
 from fsdp_doctor.verdict.records import (
     RankReport,
     Ready,
@@ -32,10 +38,10 @@ _STACK_SECONDS = 2.0
 _CHUNK = 1 << 16
 
 
-class Process:
+class WorkerProcess:
     """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again."""
 
-    def __init__(self, job: worker.Job, generation: int, backend: str) -> None:
+    def __init__(self, place: Place, job: Job, start: StartWorker) -> None:
         ours, theirs = socket.socketpair()
         output_read, output_write = os.pipe()
         stacks_read, stacks_write = os.pipe()
@@ -50,11 +56,12 @@ class Process:
             ours.close()
             os.close(output_read)
             os.close(stacks_read)
-            _be_the_worker(parent, job, generation, backend, theirs, output_write, stacks_write)
+            ends = worker.WorkerEnds(channel=theirs, output=output_write, stacks=stacks_write)
+            _be_the_worker(parent, lambda: worker.run(place, job, start, ends), output_write)
         theirs.close()
         os.close(output_write)
         os.close(stacks_write)
-        self._rank = job.rank
+        self._rank = place.rank
         self._channel = ours
         self._channel.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -72,6 +79,7 @@ class Process:
         self._ended = False
         self._closed = False
         self._state = _State()
+        self._activity: Activity | None = None
 
     def begin(self, case_number: int) -> None:
         """Sends the worker its next case. One that died since the last case reports that of this one."""
@@ -79,6 +87,7 @@ class Process:
         if self._ended:
             self._state.exit, self._state.exit_time = before.exit, before.exit_time
         self._output = b""
+        self._activity = None
         with contextlib.suppress(OSError):
             self._channel.sendall(f"{case_number}\n".encode())
 
@@ -111,11 +120,23 @@ class Process:
         )
 
     @property
+    def record(self) -> Record | None:
+        """What the worker said last of its case."""
+        return self._state.record
+
+    @property
     def settled(self) -> bool:
         """Whether nothing more will come of the case or the start: the report is final."""
         state = self._state
         done = state.record is not None and state.record.done
         return bool(done or state.ready or state.refused or state.exit or state.garbled or state.stopped)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether this rank can keep the others from finishing."""
+        state = self._state
+        failed = state.record is not None and state.record.failure is not None
+        return bool(failed or state.refused or state.exit or state.garbled or state.stopped)
 
     @property
     def suspended(self) -> bool:
@@ -129,6 +150,12 @@ class Process:
                 return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError):
             return 0
+
+    def idle_seconds(self) -> float:
+        """For how long the worker has done nothing, since this was asked first in this case or start."""
+        if self._activity is None:
+            self._activity = Activity(session=self.pid)
+        return self._activity.idle_seconds()
 
     def stop(self, why: Stop, detail: str) -> None:
         """Ends the worker for a reason that goes into the report, after its stacks are taken."""
@@ -269,20 +296,12 @@ class _State:
         self.garbled = ""
 
 
-def _be_the_worker(
-    parent: int,
-    job: worker.Job,
-    generation: int,
-    backend: str,
-    channel: socket.socket,
-    output: int,
-    stacks: int,
-) -> None:
-    """Runs in the fork and never returns."""
+def _be_the_worker(parent: int, run: Callable[[], None], output: int) -> NoReturn:
+    """For the fork."""
     code = 1
     try:
         worker.become_worker(parent, output)
-        worker.run(job, generation, backend, channel, stacks)
+        run()
         code = 0
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)

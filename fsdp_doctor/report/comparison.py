@@ -13,12 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import fold
+from fsdp_doctor.verdict.classification import fold, without_seconds
 
 IGNORABLE = ("device",)
 
 _DEVICE = re.compile(r"\b(?:cuda|xpu|hpu|npu|emulated)\b")
-_PATIENCE = re.compile(r" for [\d.]+ s\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +54,15 @@ def differences(left: Report, right: Report, ignore: frozenset[str] = frozenset(
     return found
 
 
+def on_common_cases(found: list[Difference]) -> list[Difference]:
+    """The differences of cases that both reports have: what a new path or axis value adds is not among them."""
+    return [difference for difference in found if difference.what != "only in one"]
+
+
 def _facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str]:
     """What is compared, the most telling first. Older reports do not say what was yielded."""
     verdict = result.verdict
-    reasons = [_PATIENCE.sub("", text) for text in (verdict.reason, *verdict.also)]
+    reasons = [without_seconds(text) for text in (verdict.reason, *verdict.also)]
     if "device" in ignore and verdict.kind == "hang":
         reasons[0] = reasons[0].split(":")[0]
     facts = {

@@ -8,12 +8,16 @@ from typing import Any
 
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
 
 SCHEMA = "fsdp-doctor/report"
 SCHEMA_VERSION = 1
+# Keys of a result that reports of the first versions do not have.
+NOT_IN_OLDER_REPORTS = frozenset({"yielded", "known"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +53,12 @@ class CaseResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole run.
+    """A whole run. While it is not complete, more results may stand in FILE.journal, one in each line.
 
+    version: of fsdp-doctor. created: ISO 8601. device: the device type that was tested. num_selected: of cases.
     rerun_options: what a command that runs one case alone needs besides ``--case``.
     notes: what a reader must know to read the verdicts right.
-    complete: False until every selected case has a result; ``ended`` then says what ended the run.
+    complete: whether every selected case has a result. ended: what ended an incomplete run.
     """
 
     version: str
@@ -62,7 +67,7 @@ class Report:
     device: str
     world_size: int
     num_selected: int
-    environment: dict[str, Any]
+    environment: EnvironmentFacts
     rerun_options: str = ""
     notes: tuple[str, ...] = ()
     complete: bool = False
@@ -91,22 +96,24 @@ def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seco
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
         yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
-        known=_known(case, verdict, reports) if verdict.bad else "",
         ranks=tuple(reports) if verdict.bad else (),
     )
 
 
-def _known(case: Case, verdict: Verdict, reports: list[RankReport]) -> str:
-    """The catalogue's entry for what all ranks say of a case that broke."""
-    failures = [r.record.failure for r in reports if r.record is not None and r.record.failure is not None]
+def recognized(result: CaseResult, context: RunContext) -> CaseResult:
+    """The result with the catalogue's entry for what all ranks say of a case that broke in such a run."""
+    verdict = result.verdict
+    if not verdict.bad:
+        return result
+    failures = [r.record.failure for r in result.ranks if r.record is not None and r.record.failure is not None]
     found = Found(
         kind=verdict.kind,
         reasons=(verdict.reason, *verdict.also),
         messages=tuple(dict.fromkeys(f"{failure.type}: {failure.message}" for failure in failures)),
         traceback="\n".join(failure.traceback for failure in failures[:1]),
     )
-    entry = catalogue.of_finding(case, found)
-    return entry.id if entry is not None else ""
+    entry = catalogue.of_finding(result.case, found, context)
+    return dataclasses.replace(result, known=entry.id if entry is not None else "")
 
 
 def report_to_dict(report: Report) -> dict[str, Any]:
@@ -151,7 +158,6 @@ def result_from_dict(data: dict[str, Any]) -> CaseResult:
         seconds=data["seconds"],
         peak_extra_bytes=data["peak_extra_bytes"],
         wall_seconds=data["wall_seconds"],
-        # Reports of version 0.1.0 do not have it.
         yielded=tuple(data.get("yielded", ())),
         known=data.get("known", ""),
         confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,

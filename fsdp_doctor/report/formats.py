@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Literal, TypeAlias
+
+from typing_extensions import assert_never
 
 from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.layout import printable
 
-FORMATS: dict[str, str] = {
+Format: TypeAlias = Literal["table", "lines", "json", "markdown", "junit", "svg"]
+
+FORMATS: dict[Format, str] = {
     "table": "the matrix, for a terminal",
     "lines": "one line for each case, never cut",
     "json": "everything; the other formats can be made from it",
@@ -18,8 +23,8 @@ FORMATS: dict[str, str] = {
 _NARROWEST = 60
 
 
-def render(report: Report, name: str, *, width: int = 132, color: bool = False) -> str:
-    """The report in one of FORMATS, ending in a newline."""
+def render(report: Report, name: Format, *, width: int = 132, color: bool = False) -> str:
+    """The report in one of FORMATS, ending in a newline. ``width``, in columns, and ``color`` are the table's."""
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
     from fsdp_doctor.report import case_lines, junit, markdown, table
 
@@ -36,4 +41,5 @@ def render(report: Report, name: str, *, width: int = 132, color: bool = False) 
             return junit.render(report)
         case "svg":
             return printable(table.render_svg(report)) + "\n"
-    raise AssertionError(name)
+        case _:
+            assert_never(name)

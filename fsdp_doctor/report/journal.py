@@ -39,8 +39,8 @@ class Journal:
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
-        with _writing(path):
-            _replace(path, report)
+        _begin(path, report)
+        with _writing(journal_of(path)):
             self._file: IO[str] = open(journal_of(path), "w", encoding="utf-8")
         for result in report.results:
             self.add(result)
@@ -51,13 +51,30 @@ class Journal:
             self._file.flush()
 
     def close(self, report: Report) -> None:
-        """Writes the whole report; the journal goes only once that is on disk."""
+        """Writes the whole report, which has everything that the journal has."""
         with contextlib.suppress(OSError):
             self._file.close()
-        with _writing(self._path):
-            _replace(self._path, report)
-        with contextlib.suppress(OSError):
-            journal_of(self._path).unlink()
+        write_report(self._path, report)
+
+
+def write_report(path: pathlib.Path, report: Report) -> None:
+    """Writes a report to ``path``, without a journal beside it. Raises DoctorFault where the disk does not take it."""
+    _begin(path, report)
+    with contextlib.suppress(OSError):
+        journal_of(path).unlink()
+
+
+def _begin(path: pathlib.Path, report: Report) -> None:
+    """Puts a report at ``path`` whose results no journal beside it adds to.
+
+    Of a report that has none, what an older run left in the journal would be taken for its results: that goes first.
+    A journal that the report was made from must stay until the report is there.
+    """
+    journal = journal_of(path)
+    with _writing(path):
+        if not report.results and journal.exists():
+            journal.write_text("")
+        _replace(path, report)
 
 
 def read_report(path: pathlib.Path) -> Report:

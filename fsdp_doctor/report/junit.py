@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
 from xml.etree import ElementTree
+
+from typing_extensions import assert_never
 
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.report.document import CaseResult, Report
@@ -42,7 +45,11 @@ def _counts(results: list[CaseResult]) -> dict[str, str]:
     }
 
 
-def _outcome(result: CaseResult) -> str:
+_Outcome: TypeAlias = Literal["", "skipped", "error", "failure"]
+
+
+def _outcome(result: CaseResult) -> _Outcome:
+    """The element that a test case has in it; none where it passed."""
     match result.verdict.kind:
         case "ok":
             return ""
@@ -50,8 +57,10 @@ def _outcome(result: CaseResult) -> str:
             return "skipped"
         case "lost":
             return "error"
-        case _:
+        case "wrong" | "incomplete" | "misplaced" | "crash" | "hang" | "died" | "oom" | "poisoned" | "leak":
             return "failure"
+        case kind:
+            assert_never(kind)
 
 
 def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) -> None:

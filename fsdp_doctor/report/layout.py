@@ -1,55 +1,20 @@
-"""What the formats for people share: the matrix cut into grids, and the distinct failures."""
+"""What the formats for people share: the matrix cut into grids, the summary, and how figures are written."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind, fold
+from fsdp_doctor.verdict.classification import NEUTRAL
 
 # XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# The names that verification found, and the list at the end of some of torch's messages.
-_NAMES = re.compile(r": [\w.]+\.[\w.]+(, [\w.]+)*( and \d+ more)?(?=;|$)|: \[\(.*$", re.DOTALL)
-_RANKS = re.compile(r"^ranks? [\d, ]+: ")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailureGroup:
-    """Bad cases that share verdict, reason and what is known of it, device indices and ranks aside."""
-
-    number: int
-    kind: VerdictKind
-    reason: str
-    results: tuple[CaseResult, ...]
-
-    @property
-    def known(self) -> KnownFailure | None:
-        """What the catalogue has on it; a report of another version may name an entry that this one does not have."""
-        return next((entry for entry in catalogue.known_failures() if entry.id == self.results[0].known), None)
-
-    @property
-    def traceback(self) -> str:
-        """The traceback of the first rank that the verdict names, or of any that has one."""
-        first = self.results[0]
-        named = sorted(first.ranks, key=lambda report: report.rank not in first.verdict.ranks)
-        for report in named:
-            if report.record is not None and report.record.failure is not None:
-                return report.record.failure.traceback
-        return ""
-
-    @property
-    def stacks(self) -> list[tuple[int, str]]:
-        """(rank, Python stacks) of every rank that was stopped."""
-        return [(report.rank, report.stack) for report in self.results[0].ranks if report.stack]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +51,6 @@ def grids(report: Report) -> list[Grid]:
         )
         for group, cells in grouped.items()
     ]
-
-
-def distinct_failures(report: Report) -> list[FailureGroup]:
-    """The bad results, grouped, the most frequent first."""
-    groups: dict[tuple[VerdictKind, str, str], list[CaseResult]] = {}
-    for result in report.bad:
-        sort = (result.verdict.kind, _sort_of(result.verdict.reason), result.known)
-        groups.setdefault(sort, []).append(result)
-    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return [
-        FailureGroup(number=number, kind=kind, reason=results[0].verdict.reason, results=tuple(results))
-        for number, ((kind, _, _), results) in enumerate(ordered, start=1)
-    ]
-
-
-def _sort_of(reason: str) -> str:
-    """A reason without what differs between models and ranks: the ranks, the devices, the names."""
-    return _NAMES.sub("", _RANKS.sub("", fold(reason)))
-
-
-def numbers(failures: Sequence[FailureGroup]) -> dict[str, int]:
-    """The number of the failure that each bad case belongs to, by case id."""
-    return {result.id: failure.number for failure in failures for result in failure.results}
 
 
 def fixes(report: Report) -> dict[Scenario, CaseResult]:

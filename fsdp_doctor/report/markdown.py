@@ -6,15 +6,13 @@ import re
 
 from fsdp_doctor.machine.environment import lines_of
 from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures, numbers
 from fsdp_doctor.report.layout import (
-    FailureGroup,
     Grid,
     bytes_text,
-    distinct_failures,
     fixes,
     grids,
     main_thread,
-    numbers,
     rerun_command,
     seconds_text,
     summary,
@@ -123,7 +121,7 @@ def _comparison(report: Report) -> list[str]:
 def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]:
     count = len(failure.results)
     lines = ["", f"### [{failure.number}] {failure.kind}: {count} {'case' if count == 1 else 'cases'}", ""]
-    lines += _fenced("\n".join([failure.reason, *failure.results[0].verdict.also])[:_REASON_CHARACTERS])
+    lines += _fenced("\n".join([failure.reason, *failure.also])[:_REASON_CHARACTERS])
     known = failure.known
     if known is not None:
         references = f" ({', '.join(known.references)})" if known.references else ""

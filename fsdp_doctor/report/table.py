@@ -11,15 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures, numbers
 from fsdp_doctor.report.layout import (
-    FailureGroup,
     Grid,
     bytes_text,
-    distinct_failures,
     fixes,
     grids,
     main_thread,
-    numbers,
     printable,
     rerun_command,
     seconds_text,
@@ -163,7 +161,7 @@ def _failures(report: Report, failures: list[FailureGroup]) -> RenderableType:
     text = Text()
     for failure in failures:
         text.append("\n").append(_line(failure)).append("\n")
-        for also in failure.results[0].verdict.also:
+        for also in failure.also:
             text.append(f"   also: {printable(also)}\n", style="dim")
         if failure.known is not None:
             text.append(f"   known: {failure.known.title} ({failure.known.id})\n")

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known import catalogue
+from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import VerdictKind
@@ -42,7 +43,7 @@ class Expectation:
 def expected(case: Case) -> Expectation:
     """What the catalogue knows of the case, on the torch that is installed here if there is one."""
     versions = _installed()
-    entry = next(iter(catalogue.of_case(case, versions.get("torch", ""))), None)
+    entry = next(iter(catalogue.of_case(case, RunContext(torch=versions.get("torch", "")))), None)
     if entry is None:
         return Expectation(kind="ok", title="Nothing is known to break here", source=_CATALOGUE, versions=versions)
     return Expectation(
@@ -95,9 +96,9 @@ def _message(result: CaseResult) -> str:
             if failure.type == "FloatingPointError":
                 # The doctor's own, of a loss that is nan.
                 return ""
-            text = _LIST.sub("", f"{failure.type}: {catalogue.one_line(failure.message)}")
+            text = _LIST.sub("", f"{failure.type}: {signatures.one_line(failure.message)}")
             pieces = (re.escape(piece).replace(r"\ ", " ") for piece in _DEVICE.split(text))
-            return _ADDRESS.sub("0x[0-9a-f]+", catalogue.DEVICE.join(pieces))
+            return _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
     return ""
 
 

@@ -64,13 +64,17 @@ _CASCADE = re.compile(
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
 _DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
 _DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
+_SECONDS = re.compile(r" for [\d.]+ s\b")
 _IN_TORCH = re.compile(r"(^|/)torch/")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What happened to a case. ``ranks`` are the ones that the reason speaks of."""
+    """What happened to a case.
+
+    ranks: the ones that the reason speaks of. also: what was found or followed besides.
+    """
 
     kind: VerdictKind
     reason: str = ""
@@ -114,6 +118,11 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
 def fold(text: str) -> str:
     """``text`` without the device indices in which equal failures differ from rank to rank."""
     return _DEVICE_INDEX.sub(r"\1", text)
+
+
+def without_seconds(text: str) -> str:
+    """``text`` without how long was waited for what did not come."""
+    return _SECONDS.sub("", text)
 
 
 def is_cascade(failure: Failure) -> bool:

@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_doctor.machine.environment import EnvironmentFacts
+
 Stage = Literal[
     "build",  # the model is built, sharded and (phase trained) trained for two steps
     "reference",  # the shards are joined by hand
@@ -36,7 +38,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception, as values. ``time`` is seconds since the epoch on the rank that raised."""
+    """An exception, as values.
+
+    time: seconds since the epoch, on the rank that raised.
+    """
 
     type: str
     message: str
@@ -61,6 +66,8 @@ class Record:
     num_tensors: how many entries the path yielded on this rank so far.
     yielded: once the path is through, how many of each sort: form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
+    retire: what the path left behind in the process that could not be undone, so that no other case
+        may run in it; empty if there is nothing.
     """
 
     case_id: str
@@ -73,6 +80,7 @@ class Record:
     num_tensors: int | None = None
     yielded: dict[str, int] = dataclasses.field(default_factory=dict)
     healthy: bool = True
+    retire: str = ""
     done: bool = False
 
 
@@ -80,12 +88,15 @@ class Record:
 class Ready:
     """A worker has its device and its process groups, and waits for cases."""
 
-    environment: dict[str, Any]
+    environment: EnvironmentFacts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker cannot start, and the reason is not a fault of ours. ``exit_code`` as in errors.py."""
+    """A worker cannot start, and the reason is not a fault of ours.
+
+    exit_code: as in errors.py.
+    """
 
     reason: str
     exit_code: int
@@ -126,12 +137,6 @@ class RankReport:
     output: str = ""
     refused: Refused | None = None
     ready: Ready | None = None
-
-    @property
-    def in_trouble(self) -> bool:
-        """Whether this rank can keep the others from finishing."""
-        failed = self.record is not None and self.record.failure is not None
-        return bool(self.exit or self.garbled or self.stopped or self.refused) or failed
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from support.inside import doctor
     ("options", "sentence"),
     [
         (("--model", "qwen9"), "--model qwen9: neither a built-in model"),
-        (("--offload", "some"), "--offload some: use none, param, policy, policy-unpinned"),
-        (("--dtype", "int8"), "--dtype int8: use bf16, fp32, fp32:bf16"),
+        (("--offload", "some"), "--offload: unknown value 'some'; use one of none, param, policy, policy-unpinned"),
+        (("--dtype", "int8"), "--dtype: unknown value 'int8'; use one of bf16, fp32, fp32:bf16"),
         (("--bucket-bytes", "0"), "--bucket-bytes 0: not a size"),
-        (("--path", "telepathy"), "there is no path 'telepathy'"),
+        (("--path", "telepathy"), "fsdp2 has no path 'telepathy' to measure"),
         (("--repeat", "0"), "--repeat must be more than 0"),
         (("--layers", "-1"), "--layers must be more than 0"),
-        (("--device", "tpu"), "--device tpu: use auto"),
+        (("--device", "tpu"), "--device: unknown value 'tpu'; use one of auto"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_a_sentence(options: tuple[str, ...], sentence: str) -> None:

@@ -12,10 +12,11 @@ import pytest
 from support.inside import doctor
 
 from fsdp_doctor.check import CheckResult, cases, check, presentation, reading
-from fsdp_doctor.check.use import ConfigFinding, Use
+from fsdp_doctor.check.config_findings import ConfigFinding
+from fsdp_doctor.check.use import Use
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.catalogue import KnownFailure, Trigger
+from fsdp_doctor.known.failures import KnownFailure, Trigger
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES, paths_for
 
@@ -88,13 +89,13 @@ def test_every_case_that_is_named_can_be_given_to_probe(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "sentence"),
     [
-        ("broken.yaml", "broken.yaml:4: broken YAML: expected ',' or ']'"),
-        ("broken.toml", "broken.toml:3: broken TOML: Invalid value"),
-        ("broken.json", "broken.json:2: broken JSON: Expecting value"),
+        ("broken.yaml", "broken.yaml:4: invalid YAML: expected ',' or ']'"),
+        ("broken.toml", "broken.toml:3: invalid TOML: Invalid value"),
+        ("broken.json", "broken.json:2: invalid JSON: Expecting value"),
         ("binary.yaml", "is not a text file in UTF-8"),
         ("empty.yaml", "is empty"),
-        ("deepspeed.yaml", "no framework that is known here; known are verl"),
-        ("accelerate_v3.yaml", "accelerate_v3.yaml:4): versions 1 and 2 of fsdp_config are known here"),
+        ("deepspeed.yaml", "not a configuration of a supported framework; these are supported"),
+        ("accelerate_v3.yaml", "accelerate_v3.yaml:4): the version of FSDP in fsdp_config must be 1 or 2"),
         ("nosuch.yaml", "cannot read nosuch.yaml: No such file"),
     ],
 )
@@ -288,7 +289,7 @@ def test_the_critic_of_the_old_layout_is_read_and_had_nccl_alone() -> None:
     asked = ("critic.strategy=fsdp2", flag("offload_policy", section=old), "trainer.use_legacy_worker_impl=enable")
     result = checked(*asked, "algorithm.adv_estimator=gae", "trainer.save_freq=1", version="0.7.1")
     assert ids(use_of(result, "critic")) == ["fsdp2/policy/unstaged/device-only/state_dict"]
-    assert "has the accelerator's backend alone" in said(result, "conflict")
+    assert "has only the accelerator's backend" in said(result, "conflict")
 
 
 def test_models_that_are_not_built_are_not_checked() -> None:
@@ -301,7 +302,7 @@ def test_models_that_are_not_built_are_not_checked() -> None:
 def test_policy_and_manual_offload_is_a_conflict_that_the_policy_wins() -> None:
     result = checked(FSDP2, flag("offload_policy"), flag("param_offload"), version="0.9.0")
     (found,) = of_kind(result, "conflict")
-    assert "the policy wins" in found.sentence
+    assert "the policy takes precedence" in found.sentence
     assert found.settings == (
         f"{ACTOR}.fsdp_config.offload_policy=true (command line)",
         f"{ACTOR}.fsdp_config.param_offload=true (command line)",
@@ -311,30 +312,31 @@ def test_policy_and_manual_offload_is_a_conflict_that_the_policy_wins() -> None:
 
 def test_a_policy_is_ignored_under_fsdp1_and_its_case_has_none() -> None:
     result = checked(flag("offload_policy"), flag("param_offload"), version="0.9.0")
-    assert "offload_policy does nothing under FSDP1" in said(result, "conflict")
+    assert "offload_policy has no effect with FSDP1" in said(result, "conflict")
     assert use_of(result, "actor").scenario.offload == "param"
 
 
 def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_said() -> None:
-    assert "two strategies" in said(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
+    assert "two different strategies" in said(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
     assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")
-    assert "is FSDP1 without fsdp_config.strategy" in said(checked(FSDP2, version="0.7.1"), "note")
+    assert "uses FSDP1 unless fsdp_config.strategy is set" in said(checked(FSDP2, version="0.7.1"), "note")
     assert not of_kind(checked(FSDP2, version="0.8.0"), "note")
 
 
 def test_another_engine_has_no_case_and_says_so() -> None:
     result = checked(f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true")
-    assert use_of(result, "actor").why_not == f"not under FSDP1 or FSDP2: {ACTOR}.strategy=megatron (command line)"
+    assert use_of(result, "actor").why_not == f"not under FSDP: {ACTOR}.strategy=megatron (command line)"
     assert cases(result) == []
     assert result.findings == ()
 
 
 def test_an_unknown_key_is_said_with_its_neighbours_and_so_is_one_in_the_wrong_place() -> None:
-    assert "no key 'offload_polcy' that is known here (near it: offload_policy" in said(
-        checked("verl_fsdp1.yaml"), "unknown"
-    )
+    sentence = said(checked("verl_fsdp1.yaml"), "unknown")
+    assert f"'offload_polcy' is not a known key of {ACTOR}.fsdp_config" in sentence
+    assert "offload_policy" in sentence
     result = checked(f"{ACTOR}.offload_policy=true")
-    assert f"does not read offload_policy in {ACTOR} (near it: {ACTOR}.fsdp_config)" in said(result, "unknown")
+    near = f"(did you mean {ACTOR}.fsdp_config.offload_policy?)"
+    assert f"does not read offload_policy in {ACTOR} {near}" in said(result, "unknown")
 
 
 # Dimensions
@@ -351,7 +353,7 @@ def test_nonblocking_offload_with_uneven_shards_is_a_conflict_at_that_world_size
     asked = (FSDP2, flag("param_offload"), _model(tmp_path, vocab_size=1025))
     result = checked(*asked, version="main")
     (found,) = of_kind(result, "conflict")
-    assert "vocab_size=1025 do not divide by the 8 ranks" in found.sentence
+    assert "vocab_size=1025 cannot be divided evenly among the 8 ranks" in found.sentence
     assert ids(use_of(result, "actor")) == ["fsdp2/param/unstaged/uneven/nonblocking/state_dict.to.full_tensor"]
     assert list(found.cases) == ids(use_of(result, "actor"))
     even = checked(*asked, flag("fsdp_size", "1"), version="main")
@@ -376,7 +378,7 @@ def test_a_model_elsewhere_cannot_be_known_and_is_said_once() -> None:
         *(flag("param_offload", section="critic.fsdp"), "critic.model.path=Qwen/Qwen3-4B"),
         version="main",
     )
-    notes = [one for one in of_kind(result, "note") if "the model is no directory here" in one.sentence]
+    notes = [one for one in of_kind(result, "note") if "the model is not a local directory" in one.sentence]
     assert len(notes) == 2, "one for each model path"
     assert not [one for one in checked(FSDP2, version="main").findings if "directory" in one.sentence]
 
@@ -415,11 +417,11 @@ def test_accelerate_version_2_with_keys_of_version_1_is_a_conflict() -> None:
     keys = said(
         checked("accelerate_v1.yaml", "fsdp_config.fsdp_reshard_after_forward=true", version="1.10"), "conflict"
     )
-    assert "reshard_after_forward is version 2's" in keys
+    assert "reshard_after_forward belongs to fsdp_version 2" in keys
 
 
 def test_accelerate_before_gloo_is_nccl_alone_with_cpu_shards() -> None:
-    assert "has the accelerator's backend alone" in said(checked("accelerate_v2.yaml", version="1.6"), "conflict")
+    assert "has only the accelerator's backend" in said(checked("accelerate_v2.yaml", version="1.6"), "conflict")
 
 
 def test_accelerate_without_fsdp_has_no_case() -> None:
@@ -453,7 +455,7 @@ def test_trl_syncs_fsdp1_by_summoning_and_a_backend_with_gloo_is_mixed() -> None
 
 
 def test_a_word_that_fsdp_does_not_have_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="'ofload' is none of full_shard"):
+    with pytest.raises(UsageError, match="'ofload' is not an option of fsdp; the options are full_shard"):
         checked("trainer.json", "fsdp=full_shard ofload")
 
 
@@ -466,7 +468,7 @@ def test_torchtitans_offload_is_a_policy_with_gloo_beside() -> None:
 
 def test_torchtitan_without_shards_ignores_the_offload() -> None:
     result = checked("torchtitan.toml", "parallelism.data_parallel_shard_degree=1")
-    assert "enable_cpu_offload is FSDP's" in said(result, "conflict")
+    assert "enable_cpu_offload is a setting of FSDP" in said(result, "conflict")
     assert cases(result) == []
 
 
@@ -509,9 +511,14 @@ def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120(file: str) -
     [
         (["verl_issue.md", "--framework-version", "0.7.1"], 1, r"fsdp2/policy/staged/state_dict\.to\.full_tensor", ""),
         (["trl.yaml", "--framework-version", "5.9"], 0, "nothing known to break", ""),
-        (["broken.toml"], 2, "", r"^fsdp-doctor: .*broken\.toml:3: broken TOML: Invalid value$"),
+        (["broken.toml"], 2, "", r"^fsdp-doctor: .*broken\.toml:3: invalid TOML: Invalid value$"),
         (["trl.yaml", "--world-size", "0"], 2, "", "--world-size must be more than 0"),
-        (["trl.yaml", "--framework-version", "new"], 2, "", "--framework-version new: use one like 0.7.1"),
+        (
+            ["trl.yaml", "--framework-version", "new"],
+            2,
+            "",
+            "--framework-version new: this is not a version; use one like 0.7.1",
+        ),
     ],
 )
 def test_the_command_ends_with_the_right_code_and_no_traceback(

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 
 import pytest
 from support.inside import doctor
-from support.places import ROOT
-
-from fsdp_doctor.verdict.classification import MEANING
 
 _PROBE = ("probe", "--device", "cpu")
 _ONE_CASE = (*_PROBE, "--case", "fsdp2/none/unstaged/state_dict")
@@ -26,10 +22,10 @@ def _complaint(stderr: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--offload", "polcy"], "--offload polcy: there is no such value (near it: policy); use none, param"),
-        (["--case", "fsdp2/policy/stagd/state_dict"], "'stagd' is no value of an axis (near it: staged"),
-        (["--case", "fsdp2/policy/staged/state_dct"], "there is no path 'state_dct' (near it: state_dict"),
-        (["--case", "fsdp2/state_dict"], "does not say its offload and staging"),
+        (["--offload", "polcy"], "--offload: unknown value 'polcy' (did you mean policy?); use one of none, param"),
+        (["--case", "fsdp2/policy/stagd/state_dict"], "'stagd' is not a value of any axis (did you mean staged"),
+        (["--case", "fsdp2/policy/staged/state_dct"], "there is no path 'state_dct' (did you mean state_dict"),
+        (["--case", "fsdp2/state_dict"], "has no value for offload and staging"),
         (["--path", "nonsense"], "there is no path 'nonsense'"),
         (["-k", "policy and and staged"], "has 'and' where a word is expected"),
         (["-k", "(policy"], "a parenthesis that is not closed"),
@@ -38,8 +34,8 @@ def _complaint(stderr: str) -> str:
         (["--nproc", "0"], "--nproc must be more than 0"),
         (["--host-memory", "much"], "not a size; use one like 8GiB"),
         (["--device-memory", "much"], "--device-memory much: not a size"),
-        (["--device", "tpu"], "use auto, cuda, xpu, cpu"),
-        (["--format", "pdf"], "use table, lines, json"),
+        (["--device", "tpu"], "--device: unknown value 'tpu'; use one of auto, cuda, xpu, cpu"),
+        (["--format", "pdf"], "use one of table, lines, json"),
         (["--resume"], "give --json FILE"),
         (["--json", "no/such/directory/report.json"], "cannot write no/such/directory/report.json: No such file"),
         (["--markdown", "/proc/nothing"], "cannot write /proc/nothing"),
@@ -57,9 +53,9 @@ def test_bad_input_is_exit_code_2_and_one_sentence(arguments: list[str], sentenc
     ("content", "sentence"),
     [
         (None, "has no config.json"),
-        ("{broken", "config.json cannot be read"),
-        ("{}", "names no model_type"),
-        ("[]", "names no model_type"),
+        ("{broken", "cannot read config.json"),
+        ("{}", "has no model_type"),
+        ("[]", "has no model_type"),
     ],
 )
 def test_a_model_directory_that_is_none_is_exit_code_2(
@@ -125,17 +121,3 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert len({row["offload"] for row in rows}) == 8
     assert {row["strategy"] for row in rows} == {"fsdp1", "fsdp2"}
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
-
-
-def test_the_readme_explains_exactly_the_verdicts_that_there_are() -> None:
-    table = (ROOT / "README.md").read_text().split("| verdict | meaning |", 1)[1].split("\n\n", 1)[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(MEANING)
-
-
-def test_the_readme_names_exactly_the_options_of_each_command() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for command in ("probe", "bench", "list", "report", "diff", "env"):
-        usage = doctor(command, "--help").stdout
-        options = set(re.findall(r"^\s+(?:-o, )?(--[a-z-]+|-k)\b", usage, re.MULTILINE)) - {"--help"}
-        section = readme.split(f"### `fsdp-doctor {command}`", 1)[1].split("\n#", 1)[0]
-        assert set(re.findall(r"(?<![\w-])(--[a-z-]+|-k)\b", section)) == options, command

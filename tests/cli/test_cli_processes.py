@@ -91,7 +91,7 @@ def test_a_combination_that_cannot_be_built_is_unsupported_with_a_reason(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--offload", "polcy"], "--offload polcy: there is no such value (near it: policy)"),
+        (["--offload", "polcy"], "--offload: unknown value 'polcy' (did you mean policy?)"),
         (["--path", "no_such_module:function"], "cannot import no_such_module: ModuleNotFoundError"),
     ],
 )

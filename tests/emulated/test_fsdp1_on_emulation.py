@@ -224,14 +224,14 @@ def test_fsdp1_training_resumes_from_whole_states_as_if_it_had_not_stopped() -> 
 @on_the_device
 def test_fsdp1_offloaded_by_hand_frees_its_shards_and_trains_on() -> None:
     from fsdp_doctor.case import offloading
-    from fsdp_doctor.fsdp import private
+    from fsdp_doctor.fsdp import reader
 
     freed, shards = [], []
     for use_orig_params, non_blocking in itertools.product((True, False), (True, False)):
         model = _fsdp1(new_net(), use_orig_params=use_orig_params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, steps=[0])
-        shards.append(sum(_blocks(private.flat_shard(handle)) for _, handle in private.fsdp1_units(model)))
+        shards.append(sum(_blocks(unit.shard) for unit in reader.read(model).fsdp1_units))
         before = allocated_bytes()
         offloading.offload(model, non_blocking=non_blocking)
         freed.append(before - allocated_bytes())

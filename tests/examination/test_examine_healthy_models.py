@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor import ModelIsBad, examine
-from fsdp_doctor.fsdp import fsdp2
+from fsdp_doctor.fsdp import private
 
 
 @on_two_ranks
@@ -160,7 +160,7 @@ def test_nothing_is_changed() -> None:
 
 def identity(model: nn.Module) -> list[tuple[Any, ...]]:
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tensors = [(name, shown, fsdp2.local_tensor(shown)) for name, shown in own]
+    tensors = [(name, shown, private.local_tensor(shown)) for name, shown in own]
     return [
         (
             name,

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,3 +138,12 @@ def keeps_the_run_busy(model: nn.Module) -> Any:
         with open(os.environ["FSDP_DOCTOR_TEST_FIFO"], "w") as fifo:
             fifo.write(str(os.getppid()))
     _turn_for_ever()
+
+
+def works_for_12_seconds(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Without a sign of progress, on rank 1; rank 0 waits in a collective meanwhile."""
+    end = time.monotonic() + 12
+    while dist.get_rank() == 1 and time.monotonic() < end:
+        pass
+    _wait_for_the_other_rank()
+    yield from healthy(model)

@@ -18,6 +18,7 @@ from fsdp_doctor.known.catalogue import (
     of_finding,
     of_message,
 )
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
@@ -36,6 +37,11 @@ _REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
 
 def _case(case_id: str) -> Case:
     return select(Selection(case_ids=(case_id,)))[0]
+
+
+def _context(entry: KnownFailure, torch: str) -> RunContext:
+    """Where the evidence of an entry is to show it."""
+    return RunContext(torch=torch, device=entry.evidence_device or "emulated")
 
 
 def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
@@ -66,9 +72,8 @@ def test_a_trigger_names_axes_and_values_that_there_are(entry: KnownFailure) -> 
 
 @pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
 def test_the_evidence_is_a_case_that_the_entry_is_expected_in(entry: KnownFailure) -> None:
-    case = _case(entry.evidence)
     torch = "" if not entry.torch else next(v for v in ("2.11.0", "2.13.0") if entry.shows_on(v))
-    assert of_case(case, torch)[0] is entry
+    assert of_case(_case(entry.evidence), _context(entry, torch))[0] is entry
 
 
 @pytest.mark.parametrize(("name", "message"), [(name, text) for name, texts in _MESSAGES.items() for text in texts])
@@ -135,7 +140,8 @@ def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None
 
 
 def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_before_it() -> None:
-    expected = {entry.id for case in select(Selection(full=True, paths=(FIX,))) for entry in of_case(case)}
+    cases = select(Selection(full=True, paths=(FIX,)))
+    expected = {entry.id for case in cases for entry in of_case(case, RunContext())}
     assert expected == {"nonblocking-offload-uneven-shards"}
 
 
@@ -147,6 +153,6 @@ def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
             "RuntimeError: attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'",
         ),
     )
-    entry = of_finding(_case("fsdp2/policy/staged/parameters.full_tensor"), found)
+    entry = of_finding(_case("fsdp2/policy/staged/parameters.full_tensor"), found, RunContext())
     assert entry is not None
     assert entry.id == "half-moved-gathers-on-the-host"

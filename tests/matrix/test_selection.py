@@ -192,9 +192,9 @@ def test_a_selection_of_nothing_cannot_run(options):
     ("options", "complaint"),
     [
         ({"paths": ("zebra",)}, "there is no path 'zebra'"),
-        ({"axes": {"offload": ("zebra",)}}, "--offload zebra: there is no such value"),
-        ({"axes": {"offload": ("none", "zebra")}, "full": True}, "--offload zebra: there is no such value"),
-        ({"case_ids": ("zebra/dcp",)}, "'zebra' is no value of an axis"),
+        ({"axes": {"offload": ("zebra",)}}, "--offload: unknown value 'zebra'"),
+        ({"axes": {"offload": ("none", "zebra")}, "full": True}, "--offload: unknown value 'zebra'"),
+        ({"case_ids": ("zebra/dcp",)}, "'zebra' is not a value of any axis"),
         ({"expression": "dcp dcp"}, "is not expected there"),
     ],
 )

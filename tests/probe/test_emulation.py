@@ -10,6 +10,7 @@ from program import Run, doctor, probe, user_paths
 from support.emulation import needs_emulation
 
 from fsdp_doctor.known.catalogue import KnownFailure, known_failures, of_case
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.selection import Selection, select
 
@@ -70,13 +71,23 @@ _REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of all these, and of the case that each entry of the catalogue names as its evidence."""
-    evidence = [entry.evidence for entry in _REPRODUCED if entry.shows_on(torch.__version__)]
-    cases = dict.fromkeys([*_CASES, *_RACES, *evidence])
+    cases = dict.fromkeys([*_CASES, *_RACES, *_evidence("")])
     return _probe_cases(tmp_path_factory.mktemp("run"), *cases, options=("--timeout", "8"))
 
 
-def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = ()) -> Run:
-    return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device="emulated")
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The evidence that shows on the CPU alone."""
+    return _probe_cases(tmp_path_factory.mktemp("on_the_cpu"), *_evidence("cpu"), device="cpu")
+
+
+def _evidence(device: str) -> list[str]:
+    entries = [entry for entry in _REPRODUCED if entry.shows_on(torch.__version__)]
+    return [entry.evidence for entry in entries if entry.evidence_device == device]
+
+
+def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = (), device: str = "emulated") -> Run:
+    return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device=device)
 
 
 def _case(case_id: str) -> Case:
@@ -111,11 +122,13 @@ def test_corrupted_training_weights_are_named(run: Run) -> None:
 
 
 @pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
-def test_the_case_of_an_entry_shows_it(run: Run, entry: KnownFailure) -> None:
+def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: KnownFailure) -> None:
     if not entry.shows_on(torch.__version__):
-        assert of_case(_case(entry.evidence), torch.__version__)[:1] != [entry]
+        context = RunContext(torch=torch.__version__, device=entry.evidence_device or "emulated")
+        assert of_case(_case(entry.evidence), context)[:1] != [entry]
         return
-    result = run.result(entry.evidence)
+    shown: Run = request.getfixturevalue("on_the_cpu" if entry.evidence_device == "cpu" else "run")
+    result = shown.result(entry.evidence)
     assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
 
 

@@ -42,8 +42,8 @@ def test_a_hang_is_reported_by_the_script_itself() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected_words"),
     [
-        (["fsdp2/policy/staged/state_dikt"], "near it: state_dict"),
-        (["fsdp2/policy/stagd/state_dict"], "near it: staged"),
+        (["fsdp2/policy/staged/state_dikt"], "did you mean state_dict"),
+        (["fsdp2/policy/stagd/state_dict"], "did you mean staged"),
         (["fsdp2/policy/staged/local_state_dict"], "has no path"),
         ([f"fsdp2/policy/staged/{FIX}"], "fsdp-doctor's own"),
         (["fsdp2/policy/staged/my.module:function"], "your own"),

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from fsdp_doctor.case.paths.inputs import Subject
+from torch import nn
+
+from fsdp_doctor.case.paths.arguments import PathArguments, asked_for
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.extract import full_tensors
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.paths import Path
 
-PathFunction = Callable[[Subject], Any]
+_ARGUMENTS = tuple(field.name for field in dataclasses.fields(PathArguments))
 
 
-def function_of(path: Path) -> PathFunction:
+def function_of(path: Path) -> Callable[..., Any]:
     """The function behind a row of the table. peft is imported only for the paths of models with adapters."""
     module, _, name = path.function.partition(":")
-    function: PathFunction = getattr(importlib.import_module(f"fsdp_doctor.case.paths.{module}"), name)
+    function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.paths.{module}"), name)
     return function
 
 
-def fix(subject: Subject) -> Any:
-    return full_tensors(subject.model)
+def fix(model: nn.Module) -> Any:
+    return full_tensors(model)
 
 
-def load_user_path(name: str) -> tuple[PathFunction, Contract]:
-    """Imports ``module:function``. Raises UsageError if it does not import or is no function.
+def load_user_path(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:
+    """Imports ``module:function``.
 
-    The function is called with the sharded model alone and returns a mapping, or yields
-    (name, tensor). What it promises is what ``fsdp_doctor.promises`` says of it.
+    given: the names of the arguments that there are. The function is called with the sharded model and with those that
+    its further parameters name, and returns a mapping, or yields (name, tensor). What it promises is what
+    ``fsdp_doctor.promises`` says of it.
+
+    Raises UsageError if it does not import, is no function, or asks for an argument that there is not.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -41,5 +47,10 @@ def load_user_path(name: str) -> tuple[PathFunction, Contract]:
     if not callable(function):
         what = "has no such name" if function is None else f"is a {type(function).__name__}, not a function"
         raise UsageError(f"--path {name}: {attribute or 'an empty name'} in {module_name} {what}")
-    contract = getattr(function, "contract", Contract())
-    return (lambda subject: function(subject.model)), contract
+    if unknown := [parameter for parameter in asked_for(function) if parameter not in given]:
+        known = ", ".join(argument for argument in given if argument != "model")
+        raise UsageError(
+            f"--path {name}: its parameter {unknown[0]} is nothing that a path is given; after the model it may ask "
+            f"for {known}, and any other parameter needs a default"
+        )
+    return function, getattr(function, "contract", Contract())

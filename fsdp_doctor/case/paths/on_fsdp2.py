@@ -1,7 +1,11 @@
-"""The extraction paths under test on FSDP2, each as frameworks write it. The names are in paths.py."""
+"""The extraction paths under test on FSDP2, each as frameworks write it. The names are in matrix/paths.py.
+
+Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
+"""
 
 from __future__ import annotations
 
+import pathlib
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -17,66 +21,63 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case.paths.inputs import Subject, flatten_optimizer_state, to_device_then_gather
+
+def state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    return model.state_dict()
 
 
-def state_dict(subject: Subject) -> Any:
-    return subject.model.state_dict()
+def state_dict_to_full_tensor(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+    for name, tensor in model.state_dict().items():
+        yield name, tensor.to(device, non_blocking=True).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def state_dict_to_full_tensor(subject: Subject) -> Iterator[tuple[str, Any]]:
-    for name, tensor in subject.model.state_dict().items():
-        yield name, to_device_then_gather(tensor, subject.device)
-
-
-def state_dict_held(subject: Subject) -> Iterator[tuple[str, Any]]:
+def state_dict_held(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """The framework offloads the model while it goes on reading the state dict that it took before."""
-    held = subject.model.state_dict()
-    subject.model.to("cpu")
+    held = model.state_dict()
+    model.to("cpu")
     try:
         for name, tensor in held.items():
-            yield name, to_device_then_gather(tensor, subject.device)
+            yield name, tensor.to(device, non_blocking=True).full_tensor() if hasattr(tensor, "full_tensor") else tensor
     finally:
-        subject.model.to(subject.device)
+        model.to(device)
 
 
-def state_dict_full_tensor_to(subject: Subject) -> Iterator[tuple[str, Any]]:
-    for name, tensor in subject.model.state_dict().items():
+def state_dict_full_tensor_to(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+    for name, tensor in model.state_dict().items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, full.to(subject.device)
+        yield name, full.to(device)
 
 
-def parameters_full_tensor(subject: Subject) -> Iterator[tuple[str, Any]]:
-    for name, parameter in subject.model.named_parameters():
+def parameters_full_tensor(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def parameters_data_full_tensor(subject: Subject) -> Iterator[tuple[str, Any]]:
-    for name, parameter in subject.model.named_parameters():
+def parameters_data_full_tensor(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
         data = parameter.data
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
 
-def model_state_dict_sharded(subject: Subject) -> Any:
-    return get_model_state_dict(subject.model)
+def model_state_dict_sharded(model: torch.nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model)
 
 
-def model_state_dict_sharded_cpu(subject: Subject) -> Any:
-    return get_model_state_dict(subject.model, options=StateDictOptions(cpu_offload=True))
+def model_state_dict_sharded_cpu(model: torch.nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
 
 
-def model_state_dict_full(subject: Subject) -> Any:
-    return get_model_state_dict(subject.model, options=StateDictOptions(full_state_dict=True))
+def model_state_dict_full(model: torch.nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def model_state_dict_full_cpu(subject: Subject) -> Any:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(subject.model, options=options)
+def model_state_dict_full_cpu(model: torch.nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def unshard(subject: Subject) -> Iterator[tuple[str, Any]]:
+def unshard(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Each parameter belongs to the innermost FSDP module around it."""
-    modules = {name: m for name, m in subject.model.named_modules() if isinstance(m, FSDPModule)}
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     for prefix in sorted(modules, key=lambda name: name.count("."), reverse=True):
         module = modules[prefix]
         module.unshard()
@@ -87,40 +88,41 @@ def unshard(subject: Subject) -> Iterator[tuple[str, Any]]:
         module.reshard()
 
 
-def dcp_save_and_load(subject: Subject) -> Any:
-    state = subject.model.state_dict()
-    dcp.save(state, checkpoint_id=subject.scratch)
+def dcp_save_and_load(model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup) -> dict[str, Any]:
+    state = model.state_dict()
+    dcp.save(state, checkpoint_id=scratch)
     try:
         full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-        dcp.load(full, checkpoint_id=subject.scratch)
-        dist.barrier(group=subject.control)
+        dcp.load(full, checkpoint_id=scratch)
+        dist.barrier(group=control)
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(subject.scratch, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
     return full
 
 
-def from_local(subject: Subject) -> Iterator[tuple[str, Any]]:
-    for name, parameter in subject.model.named_parameters():
+def from_local(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             yield name, parameter
             continue
         with torch.no_grad():
-            local = parameter.to_local().to(subject.device)
+            local = parameter.to_local().to(device)
         yield name, DTensor.from_local(local, parameter.device_mesh, parameter.placements).full_tensor()
 
 
-def summon_full_params(subject: Subject) -> Iterator[tuple[str, Any]]:
-    with FullyShardedDataParallel.summon_full_params(subject.model, writeback=False):
-        yield from subject.model.named_parameters()
+def summon_full_params(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        yield from model.named_parameters()
 
 
-def weights_info(subject: Subject) -> Iterator[tuple[str, Any]]:
-    for name, tensor in subject.model.state_dict().items():
+def weights_info(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, tensor in model.state_dict().items():
         yield name, (tensor.size(), tensor.dtype)
 
 
-def optimizer_state_dict(subject: Subject) -> Iterator[tuple[str, Any]]:
-    options = StateDictOptions(full_state_dict=True)
-    state = get_optimizer_state_dict(subject.model, subject.optimizer, options=options)
-    yield from flatten_optimizer_state(state)
+def optimizer_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            yield f"{name}.{key}", value

@@ -1,6 +1,7 @@
-"""The paths of models with LoRA adapters, each as frameworks write it. The names are in paths.py.
+"""The paths of models with LoRA adapters, each as frameworks write it. The names are in matrix/paths.py.
 
 peft is imported by whoever built the model; without adapters none of these paths is tried.
+Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """
 
 from __future__ import annotations
@@ -12,89 +13,93 @@ from typing import Any
 import torch
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case.paths.inputs import Subject, to_device_then_gather
-from fsdp_doctor.fsdp.fsdp2 import local_tensor
-from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
-
-def merged(subject: Subject) -> Iterator[tuple[str, Any]]:
+def merged(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """verl since PR 7014: each tensor is materialised while the adapters are merged."""
-    with _merged(subject.model):
-        for name, tensor in _base_weights(subject.model):
-            full = to_device_then_gather(tensor, subject.device)
+    with _merged(model):
+        for name, tensor in _base_weights(model):
+            full = _gathered(tensor, device)
             yield name, full if isinstance(tensor, DTensor) else full.detach().clone()
 
 
-def merged_read_late(subject: Subject) -> Iterator[tuple[str, Any]]:
+def merged_read_late(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """verl before PR 7014: the state dict, which aliases the weights, is read after they were restored."""
-    with _merged(subject.model):
-        weights = list(_base_weights(subject.model))
+    with _merged(model):
+        weights = list(_base_weights(model))
     for name, tensor in weights:
-        yield name, to_device_then_gather(tensor, subject.device)
+        yield name, _gathered(tensor, device)
 
 
-def adapter(subject: Subject) -> Iterator[tuple[str, Any]]:
+def adapter(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """verl's collect_lora_params."""
-    with _summoned(subject.model):
-        for name, tensor in get_peft_model_state_dict(_peft_model(subject.model)).items():
-            yield unwrapped(name), to_device_then_gather(tensor, subject.device).detach().clone()
+    with _summoned(model):
+        for name, tensor in get_peft_model_state_dict(_peft_model(model)).items():
+            yield _unwrapped(name), _gathered(tensor, device).detach().clone()
 
 
-def layered_summon(subject: Subject) -> Iterator[tuple[str, Any]]:
+def layered_summon(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """verl's layered_summon_lora_params: module by module, each adapter to the host."""
     seen: set[str] = set()
-    for prefix, module in _layers(subject.model):
+    for prefix, module in _layers(model):
         with FullyShardedDataParallel.summon_full_params(module, writeback=False):
-            state = get_peft_model_state_dict(_peft_model(subject.model), state_dict=module.state_dict())
+            state = get_peft_model_state_dict(_peft_model(model), state_dict=module.state_dict())
             for name, tensor in state.items():
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if (whole_name := unwrapped(prefix + name)) not in seen:
+                if (whole_name := _unwrapped(prefix + name)) not in seen:
                     seen.add(whole_name)
                     yield whole_name, full.detach().cpu()
 
 
 @contextlib.contextmanager
-def _merged(model: nn.Module) -> Iterator[None]:
+def _merged(model: torch.nn.Module) -> Iterator[None]:
     """The adapters added to the weights in place, and the weights put back as they were."""
     with _summoned(model), torch.no_grad():
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        bases: list[Any] = [layer.get_base_layer() for layer in layers]
-        weights = [local_tensor(base.weight) for base in bases]
-        kept = [weight.detach().to("cpu", copy=True) for weight in weights]
+        weights: list[Any] = [layer.get_base_layer().weight for layer in layers]
+        shards = [weight.to_local() if isinstance(weight, DTensor) else weight.detach() for weight in weights]
+        kept = [shard.to("cpu", copy=True) for shard in shards]
         for layer in layers:
             layer.merge()
         try:
             yield
         finally:
-            for layer, weight, before in zip(layers, weights, kept, strict=True):
-                weight.copy_(before)
+            for layer, shard, before in zip(layers, shards, kept, strict=True):
+                shard.copy_(before)
                 layer.merged_adapters.clear()
 
 
-def _summoned(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def _summoned(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """FSDP1's parameters unsharded; FSDP2's are left as they are, each with its DTensor."""
     if isinstance(model, FullyShardedDataParallel):
         return FullyShardedDataParallel.summon_full_params(model, writeback=False)
     return contextlib.nullcontext()
 
 
-def _base_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The weights that are no adapter's, named as in the model that peft was given."""
     tensors = model.named_parameters() if isinstance(model, FullyShardedDataParallel) else model.state_dict().items()
     for name, tensor in tensors:
         if ".lora_" not in name:
-            yield without_adapters(unwrapped(name)), tensor
+            yield _unwrapped(name).removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
 
 
-def _peft_model(model: nn.Module) -> Any:
+def _gathered(tensor: Any, device: torch.device) -> Any:
+    return tensor.to(device, non_blocking=True).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def _peft_model(model: torch.nn.Module) -> Any:
     return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(prefix, FSDP module) of every one but the root."""
     for name, module in model.named_modules():
         if name and isinstance(module, (FullyShardedDataParallel, FSDPModule)):
-            yield unwrapped(f"{name}."), module
+            yield _unwrapped(f"{name}."), module

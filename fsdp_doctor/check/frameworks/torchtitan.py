@@ -6,24 +6,16 @@ for the backend, models/llama3/infra/parallelize.py for the policy, components/c
 
 from __future__ import annotations
 
-from fsdp_doctor.check import common
-from fsdp_doctor.check.frameworks.accelerate import reasons_of
-from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import (
-    ConfigFinding,
-    ExtractionPoint,
-    Given,
-    Reading,
-    Use,
-    because,
-    conflict,
-    note,
-)
+import functools
+
+from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note, unknown
+from fsdp_doctor.check.frameworks.framework import Framework, Given, ModelReading, ModelSettings, not_under_fsdp
+from fsdp_doctor.check.settings import Settings
+from fsdp_doctor.check.use import ExtractionPoint, Use, because, reasons_of
+from fsdp_doctor.matrix.axes import AxisName
 from fsdp_doctor.matrix.cases import Case, Scenario
 
-NAME = "torchtitan"
-KNOWN_BY = "training.enable_cpu_offload or parallelism.*, in TOML"
-
+_SECTION = "parallelism"
 _DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
 _KEYS = (
     *_DEGREES,
@@ -36,51 +28,40 @@ _KEYS = (
     *("expert_tensor_parallel_degree", "expert_parallel_comm_backend", "enable_compiled_autograd"),
 )
 _OFFLOAD = "training.enable_cpu_offload"
-_SHARD = "parallelism.data_parallel_shard_degree"
-_REPLICATE = "parallelism.data_parallel_replicate_degree"
+_SHARD = f"{_SECTION}.data_parallel_shard_degree"
+_REPLICATE = f"{_SECTION}.data_parallel_replicate_degree"
+_CONTEXT = f"{_SECTION}.context_parallel_degree"
 
 
-def recognises(settings: Settings) -> bool:
-    return _OFFLOAD in settings or bool(settings.below("parallelism") and settings.below("training"))
+def _recognises(settings: Settings) -> bool:
+    return _OFFLOAD in settings or bool(settings.below(_SECTION) and settings.below("training"))
 
 
-def read(settings: Settings, given: Given) -> Reading:
-    found = common.unknown_keys(settings, "parallelism", _KEYS)
-    found += [
-        ConfigFinding(kind="unknown", sentence=f"training has no such key; near it: {_OFFLOAD}", settings=(str(row),))
-        for row in settings.below("training")
-        if row.key != _OFFLOAD and "offload" in row.key
-    ]
-    try:
-        use, more = _use(settings, given)
-    except Unreadable as error:
-        use, finding = common.unreadable("model", error)
-        more = [finding]
-    return Reading(uses=(use,), findings=(*found, *more))
+def _models(settings: Settings, given: Given) -> list[ModelSettings]:
+    read = functools.partial(_read, settings)
+    return [ModelSettings(role="model", sections=(_SECTION,), keys=_KEYS, read=read)]
 
 
-def _use(settings: Settings, given: Given) -> tuple[Use, list[ConfigFinding]]:
-    offload = settings.flag(_OFFLOAD)
-    shard = settings.number(_SHARD, default=-1)
-    replicate = settings.number(_REPLICATE, default=1) or 1
-    if shard == 1 and (settings.number("parallelism.context_parallel_degree", default=1) or 1) == 1:
-        ignored = [
-            conflict("enable_cpu_offload is FSDP's, and no rank shards", *map(settings.first, (_OFFLOAD, _SHARD)))
-        ]
-        use = Use(role="model", why_not=f"not under FSDP: {settings.first(_SHARD)}")
-        return use, ignored if offload else []
+def _read(settings: Settings) -> ModelReading:
+    offloads = settings.flag(_OFFLOAD)
+    shard_row = settings.first(_SHARD)
+    if settings.number(_SHARD) == 1 and (settings.number(_CONTEXT) or 1) == 1:
+        sentence = "enable_cpu_offload is a setting of FSDP, and nothing is sharded with data_parallel_shard_degree=1"
+        ignored = [conflict(sentence, settings.first(_OFFLOAD), shard_row)] if offloads else []
+        return not_under_fsdp("model", shard_row, *ignored)
+    replicates = (settings.number(_REPLICATE) or 1) > 1
     scenario = Scenario(
         strategy="fsdp2",
-        offload="policy" if offload else "none",
+        offload="policy" if offloads else "none",
         staging="unstaged",
-        backend="mixed" if offload else "device-only",
-        sharding="hsdp" if replicate > 1 else "full",
+        backend="mixed" if offloads else "device-only",
+        sharding="hsdp" if replicates else "full",
     )
-    whys = {
-        "strategy": "torchtitan has fully_shard alone",
+    whys: dict[AxisName, str] = {
+        "strategy": "torchtitan uses fully_shard only",
         "offload": because(settings.first(_OFFLOAD), "enable_cpu_offload=false is the default"),
-        "backend": "torchtitan/distributed/utils.py: gloo beside NCCL with enable_cpu_offload alone",
-        "sharding": str(settings.first(_REPLICATE)) if replicate > 1 else "",
+        "backend": "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
+        "sharding": str(settings.first(_REPLICATE)) if replicates else "",
     }
     saves = settings.flag("checkpoint.enable", "checkpoint.enable_checkpoint")
     paths = ("get_model_state_dict.sharded", "dcp") if saves else ()
@@ -90,13 +71,29 @@ def _use(settings: Settings, given: Given) -> tuple[Use, list[ConfigFinding]]:
         reasons=reasons_of(scenario, whys),
         extractions=tuple(ExtractionPoint(purpose="checkpoint", case=Case(scenario, path)) for path in paths),
     )
-    return use, _beside(settings)
+    return ModelReading(uses=(use,), findings=_other_parallelisms(settings))
 
 
-def _beside(settings: Settings) -> list[ConfigFinding]:
-    """The parallelisms that the matrix does not have."""
-    rows = [settings.first(f"parallelism.{degree}") for degree in _DEGREES]
+def _other_parallelisms(settings: Settings) -> list[ConfigFinding]:
+    rows = [settings.first(f"{_SECTION}.{degree}") for degree in _DEGREES]
     others = [row for row in rows if row and (settings.number(row.key) or 1) > 1]
-    return (
-        [note("the matrix has no other parallelism beside FSDP; the cases leave these out", *others)] if others else []
-    )
+    sentence = "the probe has no other parallelism beside FSDP; these settings are left out of the cases"
+    return [note(sentence, *others)] if others else []
+
+
+def _findings(settings: Settings) -> list[ConfigFinding]:
+    """An offload that is asked for by another name."""
+    return [
+        unknown(f"{row.key.removeprefix('training.')!r} is not a known key of training (did you mean {_OFFLOAD}?)", row)
+        for row in settings.below("training")
+        if row.key != _OFFLOAD and "offload" in row.key
+    ]
+
+
+TORCHTITAN = Framework(
+    name="torchtitan",
+    known_by="training.enable_cpu_offload or parallelism.*, in TOML",
+    recognises=_recognises,
+    models=_models,
+    findings=_findings,
+)

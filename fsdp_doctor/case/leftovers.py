@@ -1,0 +1,217 @@
+"""What a path leaves behind in the process beside its model: it is undone, or the process is given up.
+
+It decides no verdict: a case is judged with all that its path left in place.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Opened by paths in all, over the life of a process, and not closed.
+_DESCRIPTORS_ALLOWED = 64
+_THREADS_END_SECONDS = 0.5
+_STANDARD_STREAMS = (0, 1, 2)
+_UNREADABLE = object()
+
+
+class Leftovers:
+    """Compares one process with what it was before a path."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._settings = list(_settings(device))
+        self._before: list[Any] = []
+        self._threads: set[threading.Thread] = set()
+        self._num_descriptors = 0
+        self._num_leaked_descriptors = 0
+
+    def look_before(self) -> None:
+        """Takes note of the process as it is. For just before the path."""
+        self._before = [setting.value() for setting in self._settings]
+        self._threads = set(threading.enumerate())
+        self._num_descriptors = _num_open_descriptors()
+
+    def undo(self) -> str:
+        """Puts back what is not as it was. Returns what cannot be put back, in words; empty if there is nothing.
+
+        For the end of the case; nothing to do in one that never came to its path.
+        """
+        if not self._before:
+            return ""
+        left = [s.name for s, before in zip(self._settings, self._before, strict=True) if not s.put_back(before)]
+        left += [f"the thread {thread.name}" for thread in self._threads_still_running()]
+        self._num_leaked_descriptors += max(0, _num_open_descriptors() - self._num_descriptors)
+        if self._num_leaked_descriptors > _DESCRIPTORS_ALLOWED:
+            left.append(f"{self._num_leaked_descriptors} open descriptors")
+        self._before = []
+        return ", ".join(left)
+
+    def _threads_still_running(self) -> list[threading.Thread]:
+        """Those of Python that began since; each gets a moment to end, as the threads of a pool that was let go do."""
+        began = [thread for thread in threading.enumerate() if thread not in self._threads]
+        end = time.monotonic() + _THREADS_END_SECONDS
+        for thread in began:
+            thread.join(max(0.0, end - time.monotonic()))
+        return [thread for thread in began if thread.is_alive()]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Something of the process that has a value. ``write`` is None where it cannot be set back."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object] | None
+    same: Callable[[Any, Any], bool] = operator.eq
+
+    def value(self) -> Any:
+        try:
+            return self.read()
+        except Exception:
+            return _UNREADABLE
+
+    def put_back(self, before: Any) -> bool:
+        """Whether the value is ``before``, at the latest after it was written."""
+        if before is _UNREADABLE:
+            return True
+        try:
+            if not self.same(self.read(), before) and self.write is not None:
+                self.write(before)
+            return self.same(self.read(), before)
+        except Exception:
+            return False
+
+
+def _settings(device: torch.device) -> Iterator[_Setting]:
+    """In the order in which they are put back: what decides how tensors are made comes first."""
+    yield _Setting("the default process group", lambda: dist.group.WORLD, None, operator.is_)
+    yield _Setting("inference mode", torch.is_inference_mode_enabled, None)
+    yield _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
+    yield _Setting("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
+    yield _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield _Setting("the default device", torch.get_default_device, _set_default_device)
+    yield _Setting("deterministic mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)
+    for device_type in dict.fromkeys(("cpu", device.type)):
+        yield _autocast(device_type)
+    yield _Setting("autocast", _autocast_nesting, _set_autocast_nesting)
+    yield _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
+    yield _Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state, torch.equal)
+    yield _Setting("Python's random numbers", random.getstate, random.setstate)
+    if "numpy" in sys.modules:
+        yield _Setting("numpy's random numbers", _numpy_random_state, _set_numpy_random_state)
+    if device.type != "cpu":
+        yield from _of_accelerator(device)
+    yield _Setting("the working directory", os.getcwd, os.chdir)
+    yield _Setting("the environment", lambda: dict(os.environ), _set_environment)
+    yield _Setting("signal handlers", _signal_handlers, _set_signal_handlers)
+    yield _Setting("blocked signals", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), _set_blocked_signals)
+    yield _Setting("a timer", lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _stop_timer)
+    yield _Setting("garbage collection", gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable())
+    yield _Setting("standard streams", _standard_streams, None)
+
+
+def _set_default_device(device: torch.device) -> None:
+    # None and not "cpu", which would put a mode that every factory function goes through in place of none.
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _autocast(device_type: str) -> _Setting:
+    def read() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def write(before: tuple[bool, torch.dtype]) -> None:
+        enabled, dtype = before
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+
+    return _Setting(f"autocast of {device_type}", read, write)
+
+
+def _autocast_nesting() -> tuple[int, bool]:
+    """How many contexts are open, which can only be told by opening one more; whether they keep what they cast."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
+
+
+def _set_autocast_nesting(before: tuple[int, bool]) -> None:
+    depth, cache_enabled = before
+    while _autocast_nesting()[0] > depth:
+        torch.autocast_decrement_nesting()
+    while _autocast_nesting()[0] < depth:
+        torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(cache_enabled)
+    torch.clear_autocast_cache()
+
+
+def _of_accelerator(device: torch.device) -> Iterator[_Setting]:
+    module = torch.get_device_module(device)
+    yield _Setting(
+        "the device's random numbers",
+        lambda: module.get_rng_state(device),
+        lambda state: module.set_rng_state(state, device),
+        torch.equal,
+    )
+    yield _Setting("the current stream", lambda: module.current_stream(device), module.set_stream)
+    yield _Setting("the current device", module.current_device, module.set_device)
+
+
+def _numpy_random_state() -> bytes:
+    return pickle.dumps(sys.modules["numpy"].random.get_state())
+
+
+def _set_numpy_random_state(state: bytes) -> None:
+    sys.modules["numpy"].random.set_state(pickle.loads(state))
+
+
+def _set_environment(before: dict[str, str]) -> None:
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _signal_handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _set_signal_handlers(before: dict[int, Any]) -> None:
+    """Those that faulthandler has in the worker are not Python's to set back: they stay as the path left them."""
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler and number not in _OF_FAULTHANDLER:
+            signal.signal(number, handler)
+
+
+_OF_FAULTHANDLER = (signal.SIGUSR1, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+
+
+def _set_blocked_signals(before: set[signal.Signals]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stop_timer(_: bool) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _standard_streams() -> list[str]:
+    return [os.readlink(f"/proc/self/fd/{number}") for number in _STANDARD_STREAMS]
+
+
+def _num_open_descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        # There is none left to list them with.
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,0 +1,48 @@
+"""What a path under test is called with: the sharded model first, then what its further parameters name."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathArguments:
+    """The sharded model in the state that the scenario left it in, and what else a path can ask for by name.
+
+    device: this rank's compute device. What follows it a probe alone has: the optimizer; scratch, a directory of
+    this path's own, the same on every rank, not yet made; control, a gloo group apart from the model's.
+    """
+
+    model: torch.nn.Module
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    scratch: pathlib.Path | None = None
+    control: dist.ProcessGroup | None = None
+
+
+PathFunction = Callable[[PathArguments], Any]
+
+
+def called_by_name(function: Callable[..., Any]) -> PathFunction:
+    """``function`` called with the model and the arguments that it asks for."""
+    names = asked_for(function)
+    return lambda given: function(given.model, **{name: getattr(given, name) for name in names})
+
+
+def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters after the first, which is the model; one with a default keeps it."""
+    try:
+        further = list(inspect.signature(function).parameters.values())[1:]
+    except (NameError, TypeError, ValueError):
+        # A function of C has no signature; from Python 3.14 on an annotation may name what is imported for types alone.
+        return ()
+    return tuple(p.name for p in further if p.kind in _BY_NAME and p.default is inspect.Parameter.empty)

@@ -1,0 +1,70 @@
+"""Settings of verl that contradict one another, or that nothing reads."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note, unknown
+from fsdp_doctor.check.frameworks.verl.roles import ACTOR, CRITIC, REF, SFT, VerlModel
+from fsdp_doctor.check.settings import Settings
+from fsdp_doctor.matrix.axes import Strategy
+
+_OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
+_ROOTS = ("actor_rollout_ref", "critic", "engine")
+_OTHER_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+
+
+def of_model(model: VerlModel, strategy: Strategy | None, settings: Settings) -> Iterator[ConfigFinding]:
+    """strategy: None for an engine other than FSDP1 and FSDP2."""
+    yield from _two_strategies(model, settings)
+    on = {name: settings.first(*model.keys(name)) for name in _OFFLOADS if settings.flag(*model.keys(name))}
+    policy = on.get("offload_policy")
+    manual = [row for name, row in on.items() if name != "offload_policy"]
+    if model.forward_only:
+        if on:
+            sentence = f"{model.role}: verl puts this model under the policy, whatever these settings say"
+            yield note(sentence, *on.values())
+    elif policy and strategy == "fsdp1":
+        sentence = f"{model.role}: offload_policy has no effect with FSDP1; only strategy=fsdp2 reads it"
+        yield conflict(sentence, policy, model.strategy_row(settings))
+    elif policy and strategy == "fsdp2" and manual:
+        sentence = f"{model.role}: the policy and a manual offload are both on; the policy takes precedence"
+        yield conflict(sentence, policy, *manual)
+    if strategy == "fsdp2" and settings.flag(*model.keys("use_orig_params")):
+        sentence = f"{model.role}: FSDP2 does not read use_orig_params"
+        yield note(sentence, settings.first(*model.keys("use_orig_params")))
+
+
+def own_strategy_not_set(model: VerlModel, settings: Settings) -> list[ConfigFinding]:
+    """The engine's own setting is ``fsdp`` by default, and until PR 5885 it followed no other."""
+    outer = model.outer_strategy(settings)
+    if model.inner_strategy(settings) or not outer or outer.value == "fsdp":
+        return []
+    sentence = f"{model.role}: an engine before PR 5885, as in v0.7.1, uses FSDP1 unless fsdp_config.strategy is set"
+    return [note(sentence, outer)]
+
+
+def misplaced(settings: Settings) -> list[ConfigFinding]:
+    """An offload asked for where verl's FSDP does not read it."""
+    sections = [section for model in (ACTOR, REF, CRITIC, SFT) for section in model.sections]
+    found = []
+    for row in settings:
+        section, _, name = row.key.rpartition(".")
+        other = any(word in section for word in _OTHER_ENGINES)
+        if name in _OFFLOADS and section not in sections and not other and section.startswith(_ROOTS):
+            near = difflib.get_close_matches(section, sections, n=1, cutoff=0)
+            found.append(
+                unknown(f"verl's FSDP does not read {name} in {section} (did you mean {near[0]}.{name}?)", row)
+            )
+    return found
+
+
+def _two_strategies(model: VerlModel, settings: Settings) -> Iterator[ConfigFinding]:
+    inner, outer = model.inner_strategy(settings), model.outer_strategy(settings)
+    if inner and outer and inner.value != outer.value and inner.key != outer.key:
+        sentence = (
+            f"{model.role}: two different strategies: since PR 5885 (v0.8.0) the engine follows the first, before that "
+            "the second"
+        )
+        yield conflict(sentence, outer, inner)

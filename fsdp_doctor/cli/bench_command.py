@@ -1,0 +1,128 @@
+"""``fsdp-doctor bench``: its options, made into what the benchmark is asked to measure."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_doctor.bench.request import DTYPES, OFFLOADS, PATHS, SHAPES, STRATEGIES, BenchOptions
+from fsdp_doctor.cli import files, starting, values
+from fsdp_doctor.cli.starting import RankOptions
+from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.machine import launch
+from fsdp_doctor.matrix.paths import is_user_path
+
+if TYPE_CHECKING:
+    from fsdp_doctor.bench.tables import BenchResult
+
+NAME = "bench"
+EXIT_CODES = (
+    "Exit codes: 0 measured; 2 usage; 3 cannot run here, or nothing was measured; "
+    "4 the doctor's own fault; 130 interrupted."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredOptions:
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face configuration.")
+    ] = "small"
+    layers: Annotated[int | None, typer.Option(help="Number of decoder layers, instead of the model's own.")] = None
+    strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}.  [default: fsdp2]")] = None
+    offload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(OFFLOADS)}.  [default: none]")] = None
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of the shards and, after a colon, of the output: {', '.join(DTYPES)}.  [default: bf16]"),
+    ] = None
+    bucket_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Device memory of one bucket of full_tensors, for example 384MiB."),
+    ] = None
+    path: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this path; module:function measures a function of your own."),
+    ] = None
+    repeat: Annotated[int, typer.Option(help="Timed runs of each path; the median is reported.")] = 5
+
+    def read(self, device: str, json_file: pathlib.Path | None) -> BenchOptions:
+        strategies = values.words("--strategy", self.strategy, STRATEGIES, "fsdp2")
+        return BenchOptions(
+            model=self.model,
+            directory=None if self.model in SHAPES else values.model_directory(self.model, SHAPES),
+            layers=None if self.layers is None else values.positive("--layers", self.layers),
+            strategies=strategies,
+            offloads=values.words("--offload", self.offload, OFFLOADS, "none"),
+            dtypes=values.words("--dtype", self.dtype, DTYPES, "bf16"),
+            bucket_bytes=values.size("--bucket-bytes", self.bucket_bytes) if self.bucket_bytes is not None else None,
+            paths=_known_paths(values.split(self.path), strategies),
+            repeat=values.positive("--repeat", self.repeat),
+            device=device,
+            json_file=json_file,
+        )
+
+
+def run(
+    *,
+    measured: MeasuredOptions,
+    ranks: RankOptions,
+    json_file: Annotated[
+        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was measured.")
+    ] = None,
+) -> None:
+    """Measure how fast weights can be extracted, against the bandwidth.
+
+    One run measures the bandwidth of the links (copies between host and device, the all-gather), then every path.
+
+    An option that takes a list can be repeated, or take several values separated by commas.
+    """
+    ranks.check()
+    if json_file is not None and launch.is_rank_zero():
+        files.check_writable(json_file)
+    options = measured.read(ranks.device, json_file)
+    starting.check_versions()
+    if not launch.under_torchrun():
+        starting.start_ranks(ranks)
+    from fsdp_doctor.bench import tables
+    from fsdp_doctor.bench.benchmark import run as measure
+
+    result = measure(options)
+    if launch.is_rank_zero():
+        sys.stdout.write(tables.as_text(result, shutil.get_terminal_size((132, 24)).columns))
+        if json_file is not None:
+            files.write(json_file, tables.as_json(result))
+        _report_what_is_missing(options, result)
+
+
+def _known_paths(names: list[str], strategies: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises UsageError for a path that none of the strategies has."""
+    known = list(dict.fromkeys(itertools.chain.from_iterable(PATHS[strategy] for strategy in strategies)))
+    for name in names:
+        if not is_user_path(name) and name not in known:
+            raise UsageError(
+                f"--path: {' and '.join(strategies)} has no path {name!r} to measure; "
+                f"use one of {', '.join(known)}, or module:function"
+            )
+    return tuple(names)
+
+
+def _report_what_is_missing(options: BenchOptions, result: BenchResult) -> None:
+    """Tells which named paths were not measured. Raises CannotRun where none was."""
+    measured = {(row.strategy, row.offload, row.path) for row in result.measured}
+    wanted = itertools.product(options.strategies, options.offloads, options.paths)
+    missing = [" ".join(one) for one in wanted if one not in measured]
+    if missing:
+        print(
+            f"note: not measured: {', '.join(missing)}; "
+            "the strategy has no such path, or the path is known to fail under that offload",
+            file=sys.stderr,
+        )
+    if not measured:
+        raise CannotRun("nothing was measured: no path of --path works under this --strategy and --offload")
+    if all(row.error for row in result.measured):
+        raise CannotRun("nothing was measured: every path raised")

@@ -1,0 +1,56 @@
+"""``fsdp-doctor check``: what a training configuration amounts to."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fsdp_doctor.cli import starting, values
+from fsdp_doctor.cli.starting import RankOptions
+from fsdp_doctor.errors import CannotRun, UsageError
+
+NAME = "check"
+EXIT_CODES = (
+    "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; "
+    "4 the output cannot be written. With --probe, that of the probe."
+)
+
+
+def run(
+    *,
+    config: Annotated[
+        list[str],
+        typer.Argument(help="YAML, JSON, TOML, a pasted command, - for standard input, or an override a.b=value."),
+    ],
+    framework_version: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="Of the framework, for example 0.7.1, or main.  [default: all versions]"),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of ranks, if the configuration does not say; --probe runs on as many.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Then run exactly those cases.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Check a training configuration for known failures, without a GPU.
+
+    Prints which cases of the matrix it amounts to, and what is known about them.
+    """
+    from fsdp_doctor.check import cases, check, presentation
+
+    if world_size is not None:
+        values.positive("--world-size", world_size)
+    if probe and as_json:
+        raise UsageError("--probe prints the probe's report, so it cannot be combined with --json")
+    result = check(config, framework_version=framework_version, world_size=world_size)
+    sys.stdout.write(presentation.as_json(result) if as_json else presentation.as_text(result))
+    if not probe:
+        raise SystemExit(result.exit_code)
+    sys.stdout.flush()
+    named = [word for case in cases(result) for word in ("--case", case.id)]
+    if not named:
+        raise CannotRun("the configuration does not amount to any case that the probe can run")
+    starting.check_versions()
+    starting.start_ranks(RankOptions(nproc=world_size), ["probe", *named])

@@ -1,0 +1,67 @@
+"""``fsdp-doctor explain``: the root cause in a log, or the catalogue itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
+
+NAME = "explain"
+EXIT_CODES = "Exit codes: 0 the catalogue knows the cause; 1 it does not; 2 usage; 4 the output cannot be written."
+
+
+def run(
+    *,
+    logs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE|-]...", help="Logs or tracebacks; - is standard input, the default.", show_default=False
+        ),
+    ] = None,
+    entry: Annotated[str | None, typer.Option(metavar="ID", help="Print this entry of the catalogue instead.")] = None,
+    all_: Annotated[bool, typer.Option("--list", help="List the catalogue instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Find the root cause in the log of a job, and its remedy.
+
+    Prints what the catalogue of known failures has on it: cause, remedy, references, a case that reproduces it.
+    """
+    if (all_ or entry is not None) and logs:
+        raise UsageError("--entry and --list print the catalogue and read no file; use them without a FILE")
+    if logs and logs.count("-") > 1:
+        raise UsageError("standard input can be read only once; give a single -")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    if all_ or entry is not None:
+        _print_catalogue(entry, as_json=as_json, width=width)
+    else:
+        _explain([None if log == "-" else pathlib.Path(log) for log in logs or ["-"]], as_json=as_json, width=width)
+
+
+def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
+    from fsdp_doctor.explain import text
+    from fsdp_doctor.known import catalogue
+
+    chosen = catalogue.known_failures() if entry is None else (catalogue.known_failure(entry),)
+    if as_json:
+        print(json.dumps([text.entry_as_dict(one) for one in chosen], indent=1))
+    elif entry is not None:
+        print("\n".join(text.entry_lines(chosen[0], width)))
+    else:
+        print("\n".join(f"{one.id}\t{one.verdict}\t{one.evidence}\t{one.title}" for one in chosen))
+
+
+def _explain(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
+    from fsdp_doctor.explain import explain, text
+
+    found = explain(logs)
+    sys.stdout.write(text.as_json(found) + "\n" if as_json else text.as_text(found, width))
+    raise SystemExit(EXIT_OK if found.entry is not None else EXIT_BAD_VERDICT)

@@ -1,0 +1,166 @@
+"""``fsdp-doctor probe``: its options, made into what the probe is asked to do."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_doctor.cli import files, starting, values
+from fsdp_doctor.cli.selecting import SelectionOptions
+from fsdp_doctor.cli.starting import RankOptions
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine import launch
+from fsdp_doctor.machine.devices import RunDevice
+
+if TYPE_CHECKING:
+    from fsdp_doctor.probe.probe_options import ProbeOptions
+    from fsdp_doctor.report.formats import Format
+
+NAME = "probe"
+EXIT_CODES = (
+    "Exit codes: 0 nothing bad, or all as --expect says; 1 a bad verdict, or one that --expect does not have; "
+    "2 usage; 3 cannot run here; 4 the doctor's own fault; 130 interrupted."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory that each device has, for example 2GiB.")
+    ] = None
+    no_late_completion: Annotated[
+        bool,
+        typer.Option("--no-late-completion", help="Let non-blocking copies of the emulated device finish immediately."),
+    ] = False
+
+    def of_type(self, name: str) -> RunDevice:
+        return RunDevice(
+            type=values.device(name),
+            memory=values.size("--device-memory", self.device_memory) if self.device_memory is not None else None,
+            late_completion=not self.no_late_completion,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for each stage of a case; by default it follows what the stages of this run have taken, "
+            "5 to 30."
+        ),
+    ] = None
+    start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0
+    grace: Annotated[float, typer.Option(help="Seconds to wait for the other ranks after one has failed.")] = 5.0
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Host memory that one worker may use, for example 8GiB.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    format: Annotated[
+        str,
+        typer.Option(
+            help="Of stdout: table, lines, json, markdown, junit, svg. auto is table on a terminal, otherwise lines."
+        ),
+    ] = "auto"
+    json_file: Annotated[
+        pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the whole report.")
+    ] = None
+    markdown: Annotated[
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Write the report for a GitHub issue.")
+    ] = None
+    junit: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None
+    svg: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write a picture of the matrix.")] = None
+    host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's host name into the report.")] = (
+        False
+    )
+
+    @property
+    def files(self) -> dict[Format, pathlib.Path]:
+        """By format, those that were asked for."""
+        named: dict[Format, pathlib.Path | None] = {
+            "json": self.json_file,
+            "markdown": self.markdown,
+            "junit": self.junit,
+            "svg": self.svg,
+        }
+        return {name: file for name, file in named.items() if file is not None}
+
+    def check_writable(self) -> None:
+        from fsdp_doctor.report.journal import journal_of
+
+        files.check_distinct({f"--{name}": file for name, file in self.files.items()})
+        for file in self.files.values():
+            files.check_writable(file)
+        if self.json_file is not None:
+            files.check_writable(journal_of(self.json_file))
+
+
+def run(
+    *,
+    selection: SelectionOptions,
+    ranks: RankOptions,
+    device: DeviceOptions,
+    limits: LimitOptions,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Run each bad case a second time, in fresh workers.")
+    ] = False,
+    output: OutputOptions,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="known|REPORT",
+            help="Exit code 0 where the verdicts are what the catalogue foretells for this torch, device and "
+            "number of ranks, or those of a report; 1 with the others listed first.",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,
+) -> None:
+    """Run the matrix and report what works here.
+
+    Under torchrun it runs on torchrun's ranks; otherwise it starts torchrun on this node.
+
+    An option that selects cases can be repeated, or take several values separated by commas.
+    """
+    from fsdp_doctor.probe.probe_options import ProbeOptions
+    from fsdp_doctor.report.journal import read_report
+
+    if resume and output.json_file is None:
+        raise UsageError("--resume continues the report that --json names; give --json FILE")
+    selected = selection.select()
+    ranks.check()
+    earlier = output.json_file if resume else None
+    options = ProbeOptions(
+        cases=selected.cases,
+        device=device.of_type(ranks.device),
+        model=selected.model,
+        timeout=values.positive("--timeout", limits.timeout) if limits.timeout is not None else None,
+        start_timeout=values.positive("--start-timeout", limits.start_timeout),
+        grace=values.positive("--grace", limits.grace),
+        host_memory=values.size("--host-memory", limits.host_memory) if limits.host_memory is not None else None,
+        confirm=confirm,
+        format=values.output_format(output.format),
+        outputs=output.files,
+        expect=values.baseline(expect) if expect is not None else None,
+        resume_from=read_report(earlier) if earlier and earlier.exists() else None,
+        host_name=output.host_name,
+    )
+    output.check_writable()
+    starting.check_versions()
+    if not launch.under_torchrun():
+        starting.start_ranks(ranks)
+    raise SystemExit(_conduct(options))
+
+
+def _conduct(options: ProbeOptions) -> int:
+    from fsdp_doctor.probe.command import conduct
+
+    code = conduct(options)
+    if code:
+        launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
+    return code

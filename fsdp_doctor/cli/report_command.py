@@ -1,0 +1,44 @@
+"""``fsdp-doctor report``: a JSON report in another format."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from fsdp_doctor.cli import files, values
+
+NAME = "report"
+EXIT_CODES = "Exit codes: 0 printed, whatever the verdicts; 2 usage; 4 the output cannot be written."
+
+
+def run(
+    *,
+    file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
+    format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit or svg.")] = "table",
+    output: Annotated[
+        pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout.")
+    ] = None,
+) -> None:
+    """Convert a JSON report to any of the formats."""
+    from fsdp_doctor.report import formats
+    from fsdp_doctor.report.journal import read_report
+    from fsdp_doctor.report.layout import summary
+
+    name = values.output_format(format)
+    found = read_report(file)
+    on_terminal = output is None and sys.stdout.isatty()
+    text = formats.render(
+        found,
+        "table" if name == "auto" else name,
+        width=shutil.get_terminal_size((132, 24)).columns,
+        color=on_terminal and "NO_COLOR" not in os.environ,
+    )
+    files.write(output, text)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(summary(found), file=sys.stderr)

@@ -1,0 +1,102 @@
+"""The options that select cases, and the cases that they select."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from fsdp_doctor.cli import values
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import AXES, AXIS, AxisName
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.selection import Selection, select
+
+_BUILT_IN_MODELS = tuple(name for name in AXIS["model"].values if name != "custom")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """The selected cases, and the directory of the user's own model, if one was given."""
+
+    cases: tuple[Case, ...]
+    model: pathlib.Path | None
+
+
+def _option(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Selection", **more)
+
+
+def _axis(name: AxisName) -> Any:
+    return _option(f"--{name}", help=f"{', '.join(AXIS[name].values)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionOptions:
+    strategy: Annotated[list[str] | None, _axis("strategy")] = None
+    offload: Annotated[list[str] | None, _axis("offload")] = None
+    staging: Annotated[list[str] | None, _axis("staging")] = None
+    dims: Annotated[list[str] | None, _axis("dims")] = None
+    phase: Annotated[list[str] | None, _axis("phase")] = None
+    backend: Annotated[list[str] | None, _axis("backend")] = None
+    sharding: Annotated[list[str] | None, _axis("sharding")] = None
+    pinning: Annotated[list[str] | None, _axis("pinning")] = None
+    transfer: Annotated[list[str] | None, _axis("transfer")] = None
+    model: Annotated[
+        list[str] | None,
+        _option("--model", help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
+    ] = None
+    path: Annotated[
+        list[str] | None,
+        _option(
+            "--path",
+            help="Only this path (see `fsdp-doctor list --paths`); module:function adds a function of your own.",
+        ),
+    ] = None
+    case: Annotated[list[str] | None, _option("--case", metavar="ID", help="One case, by its id.")] = None
+    expression: Annotated[
+        str, _option("-k", metavar="EXPR", help="Words in case ids, joined by and, or, not, parentheses.")
+    ] = ""
+    full: Annotated[bool, _option("--full", help="Every axis, not only the default matrix.")] = False
+    fix: Annotated[bool, _option("--fix", help="Also run full_tensors in each scenario.")] = False
+    last_failed: Annotated[
+        pathlib.Path | None,
+        _option("--last-failed", metavar="REPORT", help="The bad cases of an earlier JSON report."),
+    ] = None
+
+    def select(self) -> Selected:
+        """Raises UsageError for a value, path or id that does not exist, CannotRun where no case is left."""
+        built_in, directory = _models(values.split(self.model))
+        of_axes = {axis.name: getattr(self, axis.name) for axis in AXES} | {"model": built_in}
+        selection = Selection(
+            axes={axis: tuple(values.split(given)) for axis, given in of_axes.items() if given},
+            case_ids=(*(self.case or ()), *(_bad_cases(self.last_failed) if self.last_failed else ())),
+            paths=tuple(values.split(self.path)),
+            expression=self.expression,
+            full=self.full,
+            fix=self.fix,
+            custom_model=directory is not None,
+        )
+        return Selected(cases=tuple(select(selection)), model=directory)
+
+
+def _bad_cases(file: pathlib.Path) -> tuple[str, ...]:
+    from fsdp_doctor.report.journal import read_report
+
+    bad = tuple(result.id for result in read_report(file).bad)
+    if not bad:
+        raise UsageError(f"--last-failed: {file} has no bad case")
+    return bad
+
+
+def _models(names: list[str]) -> tuple[list[str], pathlib.Path | None]:
+    """Separates the built-in models from a directory."""
+    built_in = [name for name in names if name in _BUILT_IN_MODELS]
+    directories = [values.model_directory(name, _BUILT_IN_MODELS) for name in names if name not in _BUILT_IN_MODELS]
+    if len(directories) > 1:
+        raise UsageError("--model takes one directory")
+    if not directories:
+        return built_in, None
+    return [*built_in, "custom"], directories[0]

@@ -1,0 +1,110 @@
+"""Which part of a tensor a rank holds, worked out from the placements alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import Placement, Replicate
+
+from fsdp_doctor.fsdp import private
+
+Slices: TypeAlias = tuple[slice, ...]
+_Runs: TypeAlias = tuple[range, ...]
+
+
+class LayoutError(RuntimeError):
+    """Shards that do not fit together as their placements say, or placements that are not understood."""
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """The part of a tensor that one rank holds.
+
+    runs: for each dim of the tensor, the indices that the rank holds, in the order in which its shard has them.
+    """
+
+    runs: tuple[_Runs, ...]
+
+    @classmethod
+    def of_slices(cls, slices: Slices) -> HeldPart:
+        return cls(tuple((range(part.start, part.stop),) for part in slices))
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(sum(map(len, runs)) for runs in self.runs)
+
+    def read(self, full: torch.Tensor) -> torch.Tensor:
+        """The rank's shard of the full tensor: a view where it lies in one block, otherwise a copy."""
+        blocks = list(self._blocks())
+        if len(blocks) == 1:
+            return full[blocks[0][0]]
+        shard = full.new_empty(self.shape)
+        for whole, own in blocks:
+            shard[own] = full[whole]
+        return shard
+
+    def write(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """Puts the rank's shard, of any shape with as many elements, into its place in the full tensor."""
+        shard = shard.view(self.shape)
+        for whole, own in self._blocks():
+            full[whole] = shard[own]
+
+    def _blocks(self) -> Iterator[tuple[Slices, Slices]]:
+        """(where it lies in the tensor, where it lies in the shard) of each block."""
+        for block in itertools.product(*map(_placed, self.runs)):
+            yield tuple(whole for whole, _ in block), tuple(own for _, own in block)
+
+
+def held_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> HeldPart:
+    """What a rank holds of a tensor of ``shape``, by torch.chunk's division; nothing if the mesh does not have it.
+
+    mesh: the ranks, as ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each cuts what the
+    ones before it left. Raises LayoutError for a placement that is neither replicated nor sharded.
+    """
+    found = (mesh == rank).nonzero()
+    if not len(found):
+        return HeldPart(tuple((range(0),) for _ in shape))
+    runs: list[_Runs] = [(range(length),) for length in shape]
+    for size, place, placement in zip(mesh.shape, found[0].tolist(), placements, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        stretches = private.num_interleaved(placement)
+        if stretches is None:
+            raise LayoutError(f"a tensor that is placed as {placement} is not divided into shards")
+        dim = placement.dim  # type: ignore[attr-defined]
+        cut = (_chunk(stretch, size, place) for stretch in (_chunk(runs[dim], stretches, i) for i in range(stretches)))
+        runs[dim] = _joined(itertools.chain.from_iterable(cut))
+    return HeldPart(tuple(runs))
+
+
+def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
+    """One of ``count`` chunks of the indices, as torch.chunk divides; the last ones may be shorter, or empty."""
+    length = -(-sum(map(len, runs)) // count)
+    begin, end = index * length, (index + 1) * length
+    found = []
+    for run in runs:
+        found.append(run[max(begin, 0) : max(end, 0)])
+        begin, end = begin - len(run), end - len(run)
+    return tuple(found)
+
+
+def _joined(runs: Iterator[range]) -> _Runs:
+    """Neighbours as one, without empty ones; one empty run for none at all."""
+    joined: list[range] = []
+    for run in filter(len, runs):
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return tuple(joined) or (range(0),)
+
+
+def _placed(runs: _Runs) -> Iterator[tuple[slice, slice]]:
+    begin = 0
+    for run in runs:
+        yield slice(run.start, run.stop), slice(begin, begin + len(run))
+        begin += len(run)

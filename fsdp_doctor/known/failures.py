@@ -1,0 +1,138 @@
+"""One known failure: what it is, how it is recognized, and in which cases of which runs it shows."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
+from fsdp_doctor.known.signatures import one_line
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.paths import FIX, is_user_path
+from fsdp_doctor.verdict.classification import VerdictKind
+
+REPORTED = "reported"
+_ANY_NUMBER = SpecifierSet()
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """A part of the matrix, and the runs in which it fails.
+
+    values: values of axes, ``path`` among them, each also with ``*``; the other axes are free.
+    device: the kinds of device; on the CPU offloading moves nothing, so it is in none that does not name it.
+    ranks, shard_group: how many ranks there are, and how many a parameter is sharded over, as version specifiers.
+    shards: whether all ranks' shards of a parameter are of one size.
+    """
+
+    values: Mapping[str, tuple[str, ...]]
+    device: tuple[DeviceKind, ...] = ("emulated", "accelerator")
+    ranks: SpecifierSet = _ANY_NUMBER
+    shard_group: SpecifierSet = _ANY_NUMBER
+    shards: tuple[Shards, ...] = ("even", "uneven")
+
+    def holds(self, case: Case, context: RunContext) -> bool:
+        """Whether the case of that run is in the part. The fix is in none that does not name it."""
+        if case.path == FIX and "path" not in self.values:
+            return False
+        return (
+            context.device_kind in self.device
+            and self.ranks.contains(str(context.world_size))
+            and self.shard_group.contains(str(context.shard_group(case.scenario)))
+            and any(shards in self.shards for shards in context.possible_shards(case.scenario))
+            and all(_matches(_value(case, axis), allowed) for axis, allowed in self.values.items())
+        )
+
+    @property
+    def narrowness(self) -> int:
+        """How many axes it names, the path above all: of two entries that show, the one with the narrower says more."""
+        return len(self.values) + 2 * ("path" in self.values)
+
+
+def _value(case: Case, axis: str) -> str:
+    value: str = case.path if axis == "path" else getattr(case.scenario, axis)
+    return value
+
+
+def _matches(value: str, allowed: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(value, pattern) for pattern in allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFailure:
+    """One way in which extraction fails, with what to do.
+
+    verdict: what it shows as in the matrix, or would.
+    signatures: regular expressions over an exception's ``Type: message``, one line, any device.
+    frames: further ones over the traceback, for a message that other failures share: unless one of them matches,
+        the entry is no more than possible.
+    check: how to see it where nothing raises; only a silent failure has it.
+    symptoms: regular expressions over the doctor's own reason, for a failure that is silent elsewhere.
+    triggers: the cases and runs in which it shows.
+    race: it needs a non-blocking copy that is not done when it is read. So it shows for certain on the emulated device,
+        perhaps on an accelerator, and never where such a copy finishes at once.
+    torch: the versions that show it, as a version specifier; empty for all that were tried.
+    evidence: the id of a case that reproduces it on two ranks, or ``reported``.
+    evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
+    cause, remedy: sentences. code: the remedy in code.
+    references: ``owner/repository#number``, or a file of torch.
+    """
+
+    id: str
+    group: str
+    title: str
+    verdict: VerdictKind
+    cause: str
+    remedy: str
+    evidence: str
+    evidence_device: str = ""
+    signatures: tuple[re.Pattern[str], ...] = ()
+    frames: tuple[re.Pattern[str], ...] = ()
+    check: str = ""
+    symptoms: tuple[re.Pattern[str], ...] = ()
+    triggers: tuple[Trigger, ...] = ()
+    race: bool = False
+    torch: str = ""
+    frameworks: tuple[str, ...] = ()
+    code: str = ""
+    references: tuple[str, ...] = ()
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether a case of the matrix shows it."""
+        return self.evidence != REPORTED
+
+    def says(self, message: str) -> bool:
+        """Whether the exception's text, or its first line, has one of its signatures."""
+        texts = {one_line(message), one_line(message.split("\n", 1)[0])}
+        return any(pattern.search(text) for pattern in self.signatures for text in texts)
+
+    def has_frame(self, traceback: str) -> bool:
+        return any(pattern.search(traceback) for pattern in self.frames)
+
+    def shows_on(self, torch: str) -> bool:
+        """Whether that version of torch shows it; any that is not known is taken to."""
+        return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
+
+    def triggered_by(self, case: Case, context: RunContext) -> bool:
+        """Whether the case is one that it is recognized in, with any torch."""
+        return any(trigger.holds(case, context) for trigger in self.triggers)
+
+    def expected_in(self, case: Case, context: RunContext) -> bool:
+        """Whether the case shows it, or in a race may show it."""
+        in_time = self.race and context.non_blocking_copies == "at once"
+        return self.triggered_by(case, context) and self.shows_on(context.torch) and not in_time
+
+    def certain_in(self, case: Case, context: RunContext) -> bool:
+        """Whether a case that it is expected in must show it: no race decides, and path and model are ours."""
+        raced = self.race and context.non_blocking_copies == "at any time"
+        return not raced and not is_user_path(case.path) and case.scenario.model != "custom"
+
+    def narrowness(self, case: Case, context: RunContext) -> int:
+        """That of its narrowest trigger that holds."""
+        return max(trigger.narrowness for trigger in self.triggers if trigger.holds(case, context))

@@ -1,0 +1,86 @@
+"""Where cases run, as far as it decides what fails there: the torch, the device and the ranks of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from typing_extensions import assert_never
+
+from fsdp_doctor.matrix.axes import Model
+from fsdp_doctor.matrix.cases import Scenario
+
+DeviceKind: TypeAlias = Literal["cpu", "emulated", "accelerator"]
+Shards: TypeAlias = Literal["even", "uneven"]
+CopyCompletion: TypeAlias = Literal["at once", "late", "at any time"]
+
+# By model, what the first dimension of every parameter divides by where its dims are even.
+EVEN_DIMS: dict[Model, int] = {
+    "qwen3": 16,
+    "qwen3-tied": 16,
+    "qwen3-buffers": 16,
+    "qwen2": 32,
+    "qwen3-moe": 4,
+    "qwen3.5": 4,
+    "qwen3-lora": 4,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The facts about a run that the catalogue's triggers ask for, beside the case.
+
+    torch: its version; empty where it is not known, and then every version is meant.
+    device: as in ``torch.device``; every type but ``cpu`` and ``emulated`` is an accelerator.
+    world_size: the number of ranks.
+    late_completion: whether the emulated device's non-blocking copies finish late.
+    """
+
+    torch: str = ""
+    device: str = "cuda"
+    world_size: int = 2
+    late_completion: bool = True
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        match self.device:
+            case "cpu":
+                return "cpu"
+            case "emulated":
+                return "emulated"
+            case _:
+                return "accelerator"
+
+    @property
+    def non_blocking_copies(self) -> CopyCompletion:
+        """When a non-blocking copy to the host is done: on an accelerator, that is a race."""
+        match self.device_kind:
+            case "cpu":
+                return "at once"
+            case "emulated":
+                return "late" if self.late_completion else "at once"
+            case "accelerator":
+                return "at any time"
+            case kind:
+                assert_never(kind)
+
+    def shard_group(self, scenario: Scenario) -> int:
+        """How many ranks a parameter is sharded over."""
+        match scenario.sharding:
+            case "full":
+                return self.world_size
+            case "hsdp":
+                return 2
+            case "size1":
+                return 1
+            case sharding:
+                assert_never(sharding)
+
+    def possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
+        """Whether all ranks' shards of every parameter are of one size; both where the model is the user's own."""
+        group = self.shard_group(scenario)
+        if group == 1:
+            return ("even",)
+        if scenario.model == "custom":
+            return ("even", "uneven")
+        return ("even",) if scenario.dims == "even" and EVEN_DIMS[scenario.model] % group == 0 else ("uneven",)

@@ -1,0 +1,106 @@
+"""The report before anything ran: what is run and where, or the earlier report that is gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shlex
+import sys
+
+from fsdp_doctor import __version__
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.machine import launch
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.environment import home_as_tilde, without_torch
+from fsdp_doctor.probe.probe_options import ProbeOptions
+from fsdp_doctor.report.document import Report
+
+ON_THE_CPU = (
+    "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
+    "offloading causes cannot show here. CPUOffloadPolicy runs unpinned: there is nothing to pin memory for."
+)
+ON_THE_EMULATED_DEVICE = (
+    "The device is emulated in host memory: torch's FSDP code is the real one, the accelerator is not, and seconds "
+    "say nothing about a GPU."
+)
+EAGER = "Late completion is off: non-blocking copies finished at once, so no race of theirs can show."
+
+
+def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice) -> Report:
+    """``device`` is the one that the run has, which ``options`` may leave to be found.
+
+    Raises UsageError where the earlier report's results cannot stand beside this run's.
+    """
+    report = Report(
+        version=__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        command=home_as_tilde(shlex.join(["fsdp-doctor", *sys.argv[1:]])),
+        device=device.type,
+        world_size=place.world_size,
+        num_selected=len(options.cases),
+        environment=without_torch(options.host_name),
+        rerun_options=_rerun_options(options, place),
+        notes=_notes(device),
+    )
+    earlier = options.resume_from
+    if earlier is None:
+        return report
+    if (was := _conditions(earlier)) != (now := _conditions(report)):
+        raise UsageError(
+            f"--resume: the report is of {was}, this run is of {now}; "
+            "their results cannot stand in one report: leave --resume out to begin again"
+        )
+    selected = set(options.cases)
+    return dataclasses.replace(
+        earlier,
+        command=report.command,
+        num_selected=report.num_selected,
+        results=tuple(r for r in earlier.results if r.case in selected and r.verdict.kind != "lost"),
+    )
+
+
+def run_context(report: Report, device: RunDevice) -> RunContext:
+    """What the catalogue has to know of the run."""
+    return RunContext(
+        torch=_torch(report),
+        device=device.type,
+        world_size=report.world_size,
+        late_completion=device.late_completion,
+    )
+
+
+def _conditions(report: Report) -> str:
+    """Under which all results of a report were made. The device is the one that there was, however it was asked for."""
+    asked = f"--device {report.device}"
+    options = " ".join(report.rerun_options.replace(asked, "").split())
+    return f"{report.world_size} ranks of {report.device} with torch {_torch(report)} and options {options!r}"
+
+
+def _torch(report: Report) -> str:
+    version: str = report.environment.get("packages", {}).get("torch", "")
+    return version
+
+
+def _notes(device: RunDevice) -> tuple[str, ...]:
+    if device.type == "cpu":
+        return (ON_THE_CPU,)
+    if device.type != "emulated":
+        return ()
+    return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
+
+
+def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
+    """What a command that runs one case alone needs besides the case."""
+    words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
+    if options.device.type != "auto":
+        words += ["--device", options.device.type]
+    if options.device.memory is not None:
+        words += ["--device-memory", str(options.device.memory)]
+    if not options.device.late_completion:
+        words += ["--no-late-completion"]
+    if options.model is not None:
+        words += ["--model", home_as_tilde(str(options.model))]
+    if options.host_memory is not None:
+        words += ["--host-memory", str(options.host_memory)]
+    return shlex.join(words)

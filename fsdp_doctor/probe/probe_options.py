@@ -1,0 +1,40 @@
+"""What ``fsdp-doctor probe`` was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.probe.baseline import Baseline
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.formats import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """The options, read.
+
+    timeout, start_timeout, grace: seconds for a stage of a case (None follows what the stages of the run
+    have taken), for starting workers and building a model, and for the other ranks once one is in trouble.
+    host_memory: bytes that a worker may hold, None for no limit.
+    outputs: files to write, by format. expect: what the verdicts are held against.
+    """
+
+    cases: tuple[Case, ...]
+    device: RunDevice = dataclasses.field(default_factory=RunDevice)
+    model: pathlib.Path | None = None
+    timeout: float | None = None
+    start_timeout: float = 300.0
+    grace: float = 5.0
+    host_memory: int | None = None
+    confirm: bool = False
+    format: Format | Literal["auto"] = "auto"
+    outputs: Mapping[Format, pathlib.Path] = dataclasses.field(default_factory=dict)
+    expect: Baseline = None
+    resume_from: Report | None = None
+    host_name: bool = False

@@ -1,0 +1,108 @@
+"""What a path under test is called with: the model, and by name what its further parameters ask for."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from program import ROOT, doctor, probe
+
+from fsdp_doctor.case.paths.arguments import PathArguments, asked_for, called_by_name
+from fsdp_doctor.case.paths.lookup import function_of, load_user_path
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.paths import PATHS
+
+_MODEL = torch.nn.Linear(2, 2)
+_DEVICE = torch.device("cpu")
+_OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
+_GIVEN = PathArguments(model=_MODEL, device=_DEVICE, optimizer=_OPTIMIZER)
+_MINE = """\
+def weights(wrapped, optimizer, device, suffix=""):
+    assert optimizer.state, "the optimizer of the training steps"
+    for name, parameter in wrapped.named_parameters():
+        yield name + suffix, parameter.full_tensor().to(device)
+
+def asks_for_a_tokenizer(model, tokenizer):
+    return {}
+"""
+_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+
+
+def test_the_model_comes_first_whatever_its_parameter_is_called() -> None:
+    def path(wrapped: Any) -> Any:
+        return wrapped
+
+    assert called_by_name(path)(_GIVEN) is _MODEL
+
+
+def test_further_parameters_get_the_argument_of_their_name() -> None:
+    def path(model: Any, device: Any, *, optimizer: Any) -> Any:
+        return model, device, optimizer
+
+    assert called_by_name(path)(_GIVEN) == (_MODEL, _DEVICE, _OPTIMIZER)
+
+
+def test_a_parameter_with_a_default_keeps_it_even_if_its_name_is_an_arguments() -> None:
+    def path(model: Any, device: str = "meta", **others: Any) -> Any:
+        return device, others
+
+    assert called_by_name(path)(_GIVEN) == ("meta", {})
+
+
+def test_a_callable_without_a_signature_gets_the_model_alone() -> None:
+    assert called_by_name(type)(_GIVEN) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("row", [row for row in PATHS if not row.function.startswith("on_lora")], ids=str)
+def test_every_path_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
+    assert set(asked_for(function_of(row))) <= {"optimizer", "device", "scratch", "control"}
+
+
+def test_the_modules_of_the_paths_import_nothing_of_ours() -> None:
+    """A script of ``fsdp-doctor repro`` has their functions as they stand."""
+    modules = sorted((ROOT / "fsdp_doctor" / "case" / "paths").glob("on_*.py"))
+    assert len(modules) == 3
+    for module in modules:
+        for node in ast.walk(ast.parse(module.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith(("fsdp_doctor", "."))], module
+
+
+def test_a_users_function_that_asks_for_what_there_is_not_is_refused_when_it_is_loaded(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_loaded.py").write_text(_MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match="its parameter tokenizer"):
+        load_user_path("mine_loaded:asks_for_a_tokenizer")
+    load_user_path("mine_loaded:weights")
+    with pytest.raises(UsageError, match="its parameter optimizer"):
+        load_user_path("mine_loaded:weights", ("model", "device"))
+
+
+def test_a_users_function_is_given_the_scenarios_optimizer_and_device(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.py").write_text(_MINE)
+    done = probe(tmp_path, *_SCENARIO, "--path", "mine:weights", env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert done.kind("mine:weights") == "ok", done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "parameter"),
+    [
+        (("probe", "--device", "cpu", *_SCENARIO), "mine:asks_for_a_tokenizer", "tokenizer"),
+        (("bench", "--device", "cpu"), "mine:weights", "optimizer"),
+    ],
+)
+def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
+    tmp_path: pathlib.Path, command: tuple[str, ...], path: str, parameter: str
+) -> None:
+    (tmp_path / "mine.py").write_text(_MINE)
+    done = doctor(*command, "--path", path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path)
+    assert (done.code, done.stdout) == (2, "")
+    assert f"its parameter {parameter} is nothing that a path is given" in re.sub(r"\s+", " ", done.stderr)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,113 @@
+"""What the catalogue foretells, by torch, device and ranks; and that every committed report keeps to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+from program import ROOT
+
+from fsdp_doctor.known.catalogue import foretold, known_failures, of_case
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.probe import baseline
+from fsdp_doctor.report.document import recognized
+from fsdp_doctor.report.journal import read_report
+
+_REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json*"))
+# Buffers that a path moves and moves back counted as a change when these reports were made; see their README.
+_SINCE_THEN = {
+    "fsdp2/param/staged/qwen3-buffers/state_dict.held",
+    "fsdp2/param+optimizer/staged/qwen3-buffers/state_dict.held",
+}
+
+
+def _case(case_id: str) -> Case:
+    return select(Selection(case_ids=(case_id,)))[0]
+
+
+def _ids(case_id: str, **context: object) -> list[str]:
+    """What is foretold of a case, an ok as such."""
+    outcomes = foretold(_case(case_id), RunContext(**{"torch": "2.13.0", "device": "emulated", **context}))  # type: ignore[arg-type]
+    return ["ok" if entry is None else entry.id for entry in outcomes]
+
+
+@pytest.mark.parametrize("file", _REPORTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_verdict_of_a_committed_report_is_foretold(file: pathlib.Path) -> None:
+    report = read_report(file)
+    context = RunContext(
+        torch=report.environment["packages"]["torch"], device=report.device, world_size=report.world_size
+    )
+    results = tuple(recognized(result, context) for result in report.results if result.id not in _SINCE_THEN)
+    assert len(results) > 250
+    assert baseline.surprises(dataclasses.replace(report, results=results), "known", context) == []
+
+
+@pytest.mark.parametrize(
+    ("case_id", "context", "expected"),
+    [
+        # The device.
+        ("fsdp2/policy/staged/state_dict", {}, ["fsdp2-pinned-policy-half-moved"]),
+        ("fsdp2/policy/staged/state_dict", {"device": "cuda"}, ["fsdp2-pinned-policy-half-moved"]),
+        ("fsdp2/policy/staged/state_dict", {"device": "cpu"}, ["ok"]),
+        ("fsdp2/none/staged/summon_full_params", {"device": "cpu"}, ["summon-full-params-noop-on-fsdp2"]),
+        # torch.
+        ("fsdp2/policy/staged/state_dict", {"torch": "2.8.1"}, ["ok"]),
+        ("fsdp2/policy/staged/state_dict", {"torch": ""}, ["fsdp2-pinned-policy-half-moved"]),
+        # Ranks: three make every shard uneven, one makes FSDP1 NO_SHARD.
+        ("fsdp2/none/unstaged/from_local", {"world_size": 2}, ["ok"]),
+        ("fsdp2/none/unstaged/from_local", {"world_size": 3}, ["uneven-from-local-rebuild"]),
+        ("fsdp2/none/unstaged/from_local", {"world_size": 3, "device": "cpu"}, ["uneven-from-local-over-gloo"]),
+        ("fsdp2/none/unstaged/from_local", {"world_size": 8}, ["ok"]),
+        ("fsdp2/none/unstaged/uneven/from_local", {"world_size": 2}, ["uneven-from-local-rebuild"]),
+        ("fsdp2/none/unstaged/uneven/from_local", {"world_size": 1}, ["ok"]),
+        ("fsdp1/policy/unstaged/state_dict", {"world_size": 2}, ["ok"]),
+        ("fsdp1/policy/unstaged/state_dict", {"world_size": 1}, ["fsdp1-size1-policy-keeps-the-model"]),
+        ("fsdp1/policy/unstaged/size1/state_dict", {"world_size": 2}, ["fsdp1-size1-policy-keeps-the-model"]),
+        ("fsdp1/policy/unstaged/fresh/state_dict", {"world_size": 1}, ["ok"]),
+        ("fsdp1/none/unstaged/full_state_dict.rank0+cpu", {"world_size": 1}, ["fsdp1-size1-ignores-offload-to-cpu"]),
+        ("fsdp1/none/unstaged/local_state_dict", {"world_size": 1}, ["ok"]),
+        ("fsdp1/param/unstaged/local_state_dict", {"world_size": 1}, ["fsdp1-manual-offload-then-state-dict"]),
+        ("fsdp1/none/unstaged/size1/get_optimizer_state_dict", {"world_size": 1}, ["ok"]),
+        (
+            "fsdp1/none/unstaged/size1/get_optimizer_state_dict",
+            {"world_size": 2},
+            ["fsdp1-optimizer-state-of-a-subgroup"],
+        ),
+        # A race: certain where copies are late, perhaps on an accelerator, never where they finish at once.
+        ("fsdp2/param/unstaged/nonblocking/state_dict", {}, ["non-blocking-d2h-read-too-early"]),
+        ("fsdp2/param/unstaged/nonblocking/state_dict", {"device": "cuda"}, ["non-blocking-d2h-read-too-early", "ok"]),
+        ("fsdp2/param/unstaged/nonblocking/state_dict", {"late_completion": False}, ["ok"]),
+        (
+            "fsdp1/optimizer/unstaged/size1/nonblocking/get_optimizer_state_dict",
+            {"world_size": 1, "device": "cuda"},
+            ["nonblocking-offload-optimizer-state-unsharded", "fsdp1-size1-optimizer-state-on-cpu"],
+        ),
+        # What a path of the user's own does is not known for certain.
+        ("fsdp1/policy/unstaged/module:function", {"world_size": 1}, ["fsdp1-size1-policy-keeps-the-model", "ok"]),
+    ],
+)
+def test_what_is_foretold_depends_on_torch_device_and_ranks(
+    case_id: str, context: dict[str, object], expected: list[str]
+) -> None:
+    assert _ids(case_id, **context) == expected
+
+
+def test_nothing_that_offloading_causes_is_foretold_on_the_cpu() -> None:
+    context = RunContext(device="cpu")
+    found = {entry.id for case in select(Selection(full=True, fix=True)) for entry in of_case(case, context)}
+    assert found == {
+        "summon-full-params-noop-on-fsdp2",
+        "uneven-from-local-over-gloo",
+        "merged-lora-read-late",
+        "layered-summon-collects-nothing",
+    }
+
+
+def test_every_entry_of_a_race_waits_for_a_non_blocking_copy() -> None:
+    races = [entry for entry in known_failures() if entry.race]
+    assert len(races) > 3
+    for entry in races:
+        assert all(trigger.values["transfer"] == ("nonblocking",) for trigger in entry.triggers), entry.id

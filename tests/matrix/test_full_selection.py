@@ -1,0 +1,63 @@
+"""What ``--full`` selects beside the options that name axis values."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fsdp_doctor.matrix.axes import AXES, AXIS
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.selection import Selection, select
+
+_ONE_VALUE = [{axis.name: (value,)} for axis in AXES for value in axis.values if value != "custom"]
+_LAST_VALUES = [{axis.name: (list(axis.values)[-1],)} for axis in AXES if axis.name != "model"]
+_TWO_VALUES = [a | b for a, b in itertools.combinations(_LAST_VALUES, 2)]
+# Two values that the full matrix has together nowhere.
+_TOGETHER_NOWHERE = {"model": ("qwen3-moe",), "dims": ("uneven",)}
+
+
+def _full(**axes: tuple[str, ...]) -> list[Case]:
+    return select(Selection(full=True, axes=axes))
+
+
+_FULL = _full()
+
+
+@pytest.mark.parametrize("asked", _ONE_VALUE, ids=lambda asked: "-".join(*asked.values()))
+def test_a_filter_beside_full_leaves_exactly_the_cases_of_full_that_have_the_value(
+    asked: dict[str, tuple[str, ...]],
+) -> None:
+    (axis, (value,)) = next(iter(asked.items()))
+    assert _full(**asked) == [case for case in _FULL if getattr(case.scenario, axis) == value]
+
+
+def test_two_filters_beside_full_never_select_more_than_one_of_them_where_full_has_both() -> None:
+    whole = set(_FULL)
+    met = 0
+    for asked in _TWO_VALUES:
+        selected = set(_full(**asked))
+        if selected <= whole:
+            met += 1
+            (first, one), (second, other) = asked.items()
+            assert selected == set(_full(**{first: one})) & set(_full(**{second: other}))
+    assert met > 5
+
+
+def test_values_that_full_has_together_nowhere_are_taken_as_without_full() -> None:
+    selected = _full(**_TOGETHER_NOWHERE)
+    assert selected == select(Selection(axes=_TOGETHER_NOWHERE))
+    assert {(case.scenario.model, case.scenario.dims) for case in selected} == {("qwen3-moe", "uneven")}
+
+
+def test_the_parts_of_full_by_strategy_add_up_to_it() -> None:
+    parts = [_full(strategy=(strategy,)) for strategy in AXIS["strategy"].values]
+    assert sum(map(len, parts)) == len(_FULL)
+
+
+def test_a_model_of_the_users_own_takes_the_place_of_the_default_one_and_departures_to_other_models_go() -> None:
+    selected = select(Selection(full=True, custom_model=True))
+    assert {case.scenario.model for case in selected} == {"custom"}
+    assert {case.scenario.changed(model="qwen3") for case in selected} == {
+        case.scenario for case in _FULL if case.scenario.model == "qwen3"
+    }

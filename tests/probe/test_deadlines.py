@@ -1,0 +1,125 @@
+"""A hang is found soon, and what is merely slow is not called one."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from program import Run, probe, user_paths
+
+from fsdp_doctor.probe.activity import Activity
+from fsdp_doctor.probe.deadlines import Deadline, Deadlines
+from fsdp_doctor.probe.job import Limits
+
+_ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "-k", "processes")
+_HANGS = ("collective_of_one_rank", "stopped")
+_COST_SECONDS = 10
+_HEALTHY_SECONDS = 0.5
+
+
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    paths = user_paths(*(f"processes:{name}" for name in ("healthy", *_HANGS, "healthy_1")))
+    return probe(tmp_path_factory.mktemp("hanging"), *_ONE_SCENARIO, *paths)
+
+
+@pytest.mark.parametrize("name", _HANGS)
+def test_a_hang_costs_10_seconds_at_most_where_no_deadline_is_given(hanging: Run, name: str) -> None:
+    """On a machine that has time for it, as the healthy case before it tells."""
+    result, slowness = hanging.result(f":{name}"), hanging.result(":healthy").wall_seconds / _HEALTHY_SECONDS
+    assert result.verdict.kind == "hang", result.verdict
+    assert result.wall_seconds < _COST_SECONDS * max(1.0, slowness), result.verdict
+
+
+@pytest.mark.parametrize("name", _HANGS)
+def test_the_reason_says_in_which_stage_and_for_how_long(hanging: Run, name: str) -> None:
+    found = re.match(
+        r"no progress in stage (extract|agree) for ([\d.]+) s: ", hanging.result(f":{name}").verdict.reason
+    )
+    assert found
+    assert 5 <= float(found[2]) <= 30
+
+
+def test_the_case_after_a_hang_is_ok(hanging: Run) -> None:
+    assert hanging.kind(":healthy_1") == "ok"
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """As many processes that do nothing but work as there are processors."""
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+def test_a_path_that_works_for_long_on_a_busy_machine_is_no_hang(tmp_path: pathlib.Path, busy_machine: None) -> None:
+    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:works_for_12_seconds"))
+    assert run.kind(":works_for_12_seconds") == "ok", run.result(":works_for_12_seconds").verdict
+    assert run.result(":works_for_12_seconds").wall_seconds > 12
+
+
+@pytest.mark.parametrize(("longest", "idle"), [(0.0, 5.0), (0.5, 5.0), (2.0, 8.0), (5.0, 20.0), (60.0, 30.0)])
+def test_the_deadline_follows_the_slowest_that_was_seen(longest: float, idle: float) -> None:
+    deadlines = Deadlines(Limits())
+    for seconds in (longest, longest / 2):
+        deadlines.saw(seconds)
+    assert deadlines.of("extract") == Deadline(idle=idle, busy=30.0)
+
+
+def test_what_grows_with_the_model_has_the_time_of_a_start() -> None:
+    deadlines = Deadlines(Limits(start=123.0))
+    for stage in ("start", "build", "reference", "fingerprint", "verify"):
+        assert deadlines.of(stage) == Deadline(idle=None, busy=123.0)
+
+
+def test_a_given_deadline_follows_nothing() -> None:
+    deadlines = Deadlines(Limits(stage=12.0))
+    deadlines.saw(100.0)
+    assert deadlines.of("next step") == Deadline(idle=None, busy=12.0)
+
+
+def _session_of(program: str) -> subprocess.Popen[str]:
+    """A process that leads a session and has said that it is there."""
+    command = [sys.executable, "-c", f"import os, signal, subprocess, sys; print(flush=True); {program}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def _idle_seconds(program: str, seconds: float = 1.0) -> float:
+    """For how long the session is idle of that time; it is looked at ten times."""
+    process = _session_of(program)
+    try:
+        activity = Activity(process.pid)
+        idle = 0.0
+        for _ in range(10):
+            time.sleep(seconds / 10)
+            idle = activity.idle_seconds()
+        return idle
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("program", ["signal.pause()", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_process_that_waits_or_is_stopped_is_idle(program: str) -> None:
+    assert _idle_seconds(program) > 0.5
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["exec('while True: pass')", "subprocess.run([sys.executable, '-c', 'while True: pass'])"],
+)
+def test_a_process_that_works_or_has_another_work_for_it_is_not_idle(program: str) -> None:
+    assert _idle_seconds(program) < 0.5

@@ -1,0 +1,191 @@
+"""``--expect``: which verdicts are a surprise, what is said of them, and the exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+
+import pytest
+from program import Run, doctor, probe
+
+from fsdp_doctor.errors import CannotRun, DoctorFault
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.matrix.cases import parse_case_id
+from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.probe import baseline
+from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.verdict.classification import Verdict, VerdictKind
+
+_GPUS = RunContext(torch="2.13.0+cu130", device="cuda", world_size=2)
+_HALF_MOVED = "fsdp2/policy/staged/state_dict"
+_FINE = "fsdp2/none/staged/state_dict"
+_RACE = "fsdp2/param/unstaged/nonblocking/state_dict"
+_TORCH = tuple(int(part) for part in importlib.metadata.version("torch").split("+")[0].split(".")[:2])
+_emulated = pytest.mark.skipif(_TORCH < (2, 10), reason="the emulated device needs torch 2.10")
+
+
+def _result(case_id: str, kind: VerdictKind, known: str = "") -> CaseResult:
+    verdict = Verdict(kind=kind, reason="" if kind == "ok" else "it broke")
+    return CaseResult(case=parse_case_id(case_id, PATH_NAMES), verdict=verdict, known=known)
+
+
+def _report(*results: CaseResult) -> Report:
+    return Report(
+        version="0",
+        created="",
+        command="",
+        device="cuda",
+        world_size=2,
+        num_selected=len(results),
+        environment={},
+        results=results,
+    )
+
+
+def _judged(*results: CaseResult, context: RunContext = _GPUS) -> tuple[list[str], str, int]:
+    """What is said of each surprise, the last line, and the exit code."""
+    report = _report(*results)
+    said = baseline.surprises(report, "known", context)
+    return said, baseline.conclusion(report, said, context), baseline.exit_code(report, "known", said)
+
+
+_AS_KNOWN = _result(_HALF_MOVED, "crash", "fsdp2-pinned-policy-half-moved")
+
+
+def test_what_is_foretold_is_no_surprise() -> None:
+    said, last, code = _judged(_AS_KNOWN, _result(_FINE, "ok"))
+    assert (said, code) == ([], 0)
+    assert last == "2 cases: 1 ok, 1 as torch 2.13 is known to fail, 0 unforeseen"
+
+
+def test_a_failure_that_is_not_foretold_comes_first_and_one_that_is_not_seen_after_it() -> None:
+    said, last, code = _judged(_result(_HALF_MOVED, "ok"), _result(_FINE, "hang"))
+    assert said == [
+        f"unforeseen: {_FINE} is hang, not ok: it broke",
+        f"foretold and not seen: {_HALF_MOVED} is ok, not crash (fsdp2-pinned-policy-half-moved)",
+    ]
+    assert code == 1
+    assert last == "2 cases: 0 ok, 0 as torch 2.13 is known to fail, 2 unforeseen"
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("crash", ""), ("crash", "fsdp2-params-not-on-cpu-at-lazy-init"), ("hang", "fsdp2-pinned-policy-half-moved")],
+)
+def test_the_same_verdict_for_another_reason_and_the_same_reason_with_another_verdict_are_unforeseen(
+    kind: VerdictKind, known: str
+) -> None:
+    said, _, code = _judged(_result(_HALF_MOVED, kind, known))
+    recognized = f" ({known})" if known else ""
+    assert said == [
+        f"unforeseen: {_HALF_MOVED} is {kind}{recognized}, not crash (fsdp2-pinned-policy-half-moved): it broke"
+    ]
+    assert code == 1
+
+
+def test_what_another_torch_does_not_show_is_unforeseen_on_it() -> None:
+    assert _judged(_AS_KNOWN, context=RunContext(torch="2.8.0"))[2] == 1
+    assert _judged(_result(_HALF_MOVED, "ok"), context=RunContext(torch="2.8.0"))[2] == 0
+
+
+@pytest.mark.parametrize("won", [True, False])
+def test_a_race_may_be_won_or_lost_on_an_accelerator(won: bool) -> None:
+    result = _result(_RACE, "ok") if won else _result(_RACE, "wrong", "non-blocking-d2h-read-too-early")
+    assert _judged(result)[2] == 0
+    # The emulated device's copies are late for certain.
+    assert _judged(result, context=RunContext(torch="2.13.0", device="emulated"))[2] == won
+
+
+def test_a_case_that_did_not_run_is_neither_foretold_nor_unforeseen() -> None:
+    said, last, code = _judged(_result(_HALF_MOVED, "unsupported"), _result(_FINE, "skipped"), _AS_KNOWN)
+    assert (said, code) == ([], 0)
+    assert last == "3 cases: 0 ok, 1 as torch 2.13 is known to fail, 2 not run, 0 unforeseen"
+
+
+@pytest.mark.parametrize("expected", [None, "known"])
+def test_a_run_of_which_nothing_could_run_cannot_be_judged(expected: baseline.Baseline) -> None:
+    with pytest.raises(CannotRun):
+        baseline.exit_code(_report(_result(_FINE, "unsupported")), expected, [])
+
+
+@pytest.mark.parametrize("expected", [None, "known", _report()])
+def test_a_lost_result_is_the_doctors_fault_whatever_is_expected(expected: baseline.Baseline) -> None:
+    with pytest.raises(DoctorFault, match="1 cases have no result"):
+        baseline.exit_code(_report(_result(_FINE, "lost")), expected, [])
+
+
+def test_against_a_report_a_better_verdict_is_a_surprise_too_and_a_new_case_is_expected_to_be_ok() -> None:
+    expected = _report(_result(_FINE, "crash"), _AS_KNOWN)
+    run = _report(_result(_FINE, "ok"), _AS_KNOWN, _result(_RACE, "wrong"))
+    said = baseline.surprises(run, expected, _GPUS)
+    assert said == [f"expected ok, got wrong: {_RACE}", f"expected crash, got ok: {_FINE}"]
+    assert baseline.exit_code(run, expected, said) == 1
+    assert baseline.surprises(expected, expected, _GPUS) == []
+    assert baseline.exit_code(expected, expected, []) == 0
+
+
+# The program.
+
+_SELECTED = ("--strategy", "fsdp2", "--offload", "none,policy", "--staging", "staged")
+
+
+def _last(run: Run) -> str:
+    return run.stderr.rstrip().splitlines()[-1]
+
+
+def test_a_run_whose_failures_are_known_ends_with_0_and_says_so_last(tmp_path: pathlib.Path) -> None:
+    done = probe(tmp_path, *_SELECTED, "--path", "summon_full_params,unshard", "--expect", "known")
+    assert done.code == 0, done.stderr
+    torch = ".".join(map(str, _TORCH))
+    assert _last(done) == f"4 cases: 2 ok, 2 as torch {torch} is known to fail, 0 unforeseen"
+
+
+def test_a_failure_of_the_users_own_path_is_unforeseen_and_told_first(tmp_path: pathlib.Path) -> None:
+    words = ("--path", "summon_full_params,faults.values:drops_a_key", "--expect", "known")
+    done = probe(tmp_path, *_SELECTED, *words)
+    assert done.code == 1
+    first, second = done.stderr.splitlines()[:2]
+    for line, offload in ((first, "none"), (second, "policy")):
+        assert line.startswith(f"unforeseen: fsdp2/{offload}/staged/faults.values:drops_a_key is incomplete, not ok: ")
+    assert _last(done).endswith("known to fail, 2 unforeseen")
+
+
+def test_a_report_whose_file_is_called_known_is_given_with_a_directory(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "known").write_text(json.dumps({"schema": "another"}))
+    done = doctor("probe", *_SELECTED, "--expect", "./known", cwd=tmp_path)
+    assert done.code == 2
+    assert "known is no report of fsdp-doctor" in done.stderr
+
+
+@_emulated
+def test_one_rank_of_fsdp1_is_foretold_with_every_offload(tmp_path: pathlib.Path) -> None:
+    """One GPU is the first thing that many try; there FSDP1 falls back to NO_SHARD."""
+    words = ("--nproc", "1", "--strategy", "fsdp1", "--offload", "none,param,optimizer,policy", "--fix")
+    done = probe(tmp_path, *words, "--expect", "known", device="emulated")
+    assert done.code == 0, done.stderr
+    assert done.report is not None
+    shown = {result.known for result in done.report.bad}
+    assert shown == {
+        "fsdp1-manual-offload-then-state-dict",
+        "fsdp1-size1-ignores-offload-to-cpu",
+        "fsdp1-size1-optimizer-state-on-cpu",
+        "fsdp1-size1-policy-keeps-the-model",
+    }
+    assert all(result.verdict.kind == "ok" for result in done.report.results if result.case.path == "full_tensors")
+
+
+@_emulated
+def test_three_ranks_whose_shards_are_uneven_are_foretold_to_hang(tmp_path: pathlib.Path) -> None:
+    words = ("--nproc", "3", "--timeout", "6", "--case", "fsdp2/none/unstaged/from_local")
+    done = probe(tmp_path, *words, "--case", "fsdp2/none/unstaged/dcp", "--expect", "known", device="emulated")
+    assert done.code == 0, done.stderr
+    assert (done.kind("from_local"), done.kind("dcp")) == ("hang", "ok")
+
+
+@_emulated
+def test_a_race_is_not_foretold_where_copies_finish_at_once(tmp_path: pathlib.Path) -> None:
+    for eager, kind in (((), "wrong"), (("--no-late-completion",), "ok")):
+        done = probe(tmp_path, "--case", _RACE, *eager, "--expect", "known", device="emulated")
+        assert done.code == 0, done.stderr
+        assert done.kind("state_dict") == kind

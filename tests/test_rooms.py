@@ -1,0 +1,122 @@
+"""The rooms of the package: which may import which, what is named once, and how large a piece may be."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "fsdp_doctor"
+# A room may import from the rooms before it, and from itself. CONTRIBUTING.md says what each is for.
+ROOMS = (
+    *("errors", "machine", "matrix", "verdict", "known", "report", "fsdp", "extract", "examination"),
+    *("case", "probe", "explain", "check", "repro", "bench", "cli"),
+)
+# It stands alone: it imports nothing of ours.
+EMULATED = "emulated"
+# What the package's root offers to users: reached by the two entry points and nobody else.
+ROOT = ("__init__", "__main__")
+MOST_PARAMETERS = 8
+MOST_LINES = 400
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _name(module: pathlib.Path) -> str:
+    """Dotted, below the package; a room's own ``__init__`` has the room's name."""
+    parts = module.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def _tree(module: pathlib.Path) -> ast.Module:
+    return ast.parse(module.read_text(), str(module))
+
+
+def _imported_rooms(module: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of every import of ours, wherever in the module it is."""
+    for node in ast.walk(_tree(module)):
+        match node:
+            case ast.ImportFrom(level=level) if level:
+                yield node.lineno, "a relative import, which this test does not follow"
+            case ast.ImportFrom(module="fsdp_doctor", names=names):
+                yield from ((node.lineno, name.name) for name in names if name.name != "__version__")
+            case ast.ImportFrom(module=str() as source) if source.startswith("fsdp_doctor."):
+                yield node.lineno, source.split(".")[1]
+            case ast.Import(names=names):
+                for name in names:
+                    if name.name.startswith("fsdp_doctor."):
+                        yield node.lineno, name.name.split(".")[1]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if _name(m) not in ROOT], ids=_name)
+def test_a_module_imports_only_rooms_before_its_own(module: pathlib.Path) -> None:
+    room = _room(_name(module))
+    if room == EMULATED:
+        allowed = {EMULATED}
+    else:
+        # Registering the emulated device is an import of it; `machine` alone knows when.
+        allowed = {*ROOMS[: ROOMS.index(room) + 1], *({EMULATED} if room == "machine" else ())}
+    upwards = [f"line {line}: {imported}" for line, imported in _imported_rooms(module) if imported not in allowed]
+    assert upwards == []
+
+
+def test_every_room_has_a_place_in_the_order() -> None:
+    assert {_room(_name(module)) for module in MODULES} == {*ROOMS, EMULATED, *ROOT}
+
+
+def _public_types(module: pathlib.Path) -> Iterator[str]:
+    """Names of the classes and type aliases that stand at the top of a module and have no leading underscore."""
+    for node in _tree(module).body:
+        match node:
+            case ast.ClassDef(name=name):
+                found = name
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                found = name
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id=generic))) if (
+                generic in ("Literal", "Callable", "Mapping", "Union", "Optional", "dict", "tuple", "list")
+            ):
+                found = name
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp(op=ast.BitOr())) if name[:1].isupper():
+                found = name
+            case _:
+                continue
+        if not found.startswith("_"):
+            yield found
+
+
+def test_a_public_type_is_defined_once() -> None:
+    where: dict[str, list[str]] = {}
+    for module in MODULES:
+        for name in _public_types(module):
+            where.setdefault(name, []).append(_name(module))
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+
+
+def test_a_file_name_stands_for_one_module() -> None:
+    names = Counter(module.stem for module in MODULES if module.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=_name)
+def test_no_function_takes_nine_parameters(module: pathlib.Path) -> None:
+    functions = [node for node in ast.walk(_tree(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = {f"{function.name}, line {function.lineno}": _num_parameters(function.args) for function in functions}
+    assert {name: number for name, number in found.items() if number > MOST_PARAMETERS} == {}
+
+
+def _num_parameters(arguments: ast.arguments) -> int:
+    """``self`` among them."""
+    starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+    return len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *starred])
+
+
+@pytest.mark.parametrize("module", MODULES, ids=_name)
+def test_a_module_has_at_most_400_lines(module: pathlib.Path) -> None:
+    assert len(module.read_text().splitlines()) <= MOST_LINES
