@@ -4,13 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: probe test lint bench clean
+.PHONY: probe check test lint unit bench clean
 
 probe: $(INSTALLED)
 	$(BIN)/fsdp-doctor probe --format table --expect known
 
+# What needs no other process, in under a minute; `test` is everything.
+check: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest --quiet -m "not processes"
+
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,8 +1,64 @@
-"""Nothing is shared between tests but the helpers in program.py and the functions in faults/."""
+"""Which tests start processes, and what all tests share of those that cost much.
+
+A test whose file imports what starts them (``program``, ``support.ranks``, ``support.forked``) is marked ``processes``.
+Any other one belongs to ``make check`` and fails if it starts a process.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+if TYPE_CHECKING:
+    from support.ranks import Groups
+
+_START_PROCESSES = ("program", "support.ranks", "support.forked")
+_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
+_started: list[str] | None = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and _starts_processes(item):
+            item.add_marker("processes")
+
+
+def _starts_processes(item: pytest.Function) -> bool:
+    return any(getattr(value, "__module__", "") in _START_PROCESSES for value in vars(item.module).values())
+
+
+def _note_a_started_process(event: str, arguments: tuple[Any, ...]) -> None:
+    if _started is not None and event in _EVENTS:
+        _started.append(f"{event} {arguments[:2]}")
+        raise RuntimeError(f"a test that is not marked `processes` starts one: {_started[-1]}")
+
+
+sys.addaudithook(_note_a_started_process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    global _started
+    _started = None if item.get_closest_marker("processes") else []
+    try:
+        result = yield
+        if _started:
+            pytest.fail(f"it started a process: {_started}", pytrace=False)
+        return result
+    finally:
+        _started = None
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    from support.ranks import Groups
+
+    groups = Groups()
+    yield groups
+    groups.end()

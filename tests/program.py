@@ -13,12 +13,13 @@ import tempfile
 import time
 import uuid
 
+from support.emulation import needs_emulation
+from support.places import ROOT, TESTS
+
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.records import RankReport
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests"
 LIMIT_SECONDS = 600
 _TAG = "FSDP_DOCTOR_TEST_RUN"
 
@@ -120,18 +121,32 @@ def start_probe(
 
 
 def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None) -> Run:
-    """``fsdp-doctor probe``, with its report read back."""
+    """``fsdp-doctor probe``, with its report read back. Skips the test where there can be no emulated device."""
+    if device == "emulated":
+        needs_emulation()
     json_file = directory / "report.json"
     return start_probe(json_file, *arguments, device=device, env=env).wait(json_file)
 
 
 @functools.cache
-def default_matrix() -> Report:
-    """The default matrix on the emulated device, run once for all tests that look at it."""
-    run = probe(pathlib.Path(tempfile.mkdtemp()), device="emulated")
+def default_matrix_file() -> pathlib.Path:
+    """The report of the default matrix with the fix on the emulated device, run once for all tests that read it."""
+    directory = pathlib.Path(_session_directory().name)
+    run = probe(directory, "--fix", device="emulated")
     assert run.report is not None, run.stderr
     assert run.report.complete, run.stderr
-    return run.report
+    return directory / "report.json"
+
+
+@functools.cache
+def _session_directory() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the session ends."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def default_matrix() -> Report:
+    return read_report(default_matrix_file())
 
 
 def torchrun(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:

@@ -1,0 +1,101 @@
+"""fsdp-doctor bench: what it says, on CPU ranks and on the emulated device. What it measures is not tested."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from program import Run, doctor
+from support.emulation import needs_emulation
+
+
+def bench(tmp_path: pathlib.Path, *options: str, cwd: pathlib.Path | None = None) -> tuple[Run, dict[str, Any]]:
+    file = tmp_path / "bench.json"
+    run = doctor("bench", "--repeat", "1", "--json", str(file), *options, cwd=cwd)
+    return run, json.loads(file.read_text()) if file.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]:
+    needs_emulation()
+    return bench(
+        tmp_path_factory.mktemp("bench"),
+        *(
+            "--device",
+            "emulated",
+            "--strategy",
+            "fsdp2,fsdp1",
+            "--offload",
+            "none,policy,param",
+            "--dtype",
+            "fp32:bf16",
+        ),
+    )
+
+
+def test_every_path_is_measured_over_every_offload_under_which_it_makes_sense(
+    emulated: tuple[Run, dict[str, Any]],
+) -> None:
+    run, report = emulated
+    assert run.code == 0, run.stderr
+    rows = {(row["strategy"], row["offload"], row["path"]) for row in report["measured"]}
+    for offload in ("none", "policy", "param"):
+        assert {("fsdp2", offload, "full_tensors"), ("fsdp2", offload, "state_dict.to.full_tensor")} <= rows
+        assert ("fsdp1", offload, "full_state_dict") in rows
+    assert ("fsdp2", "param", "stage-whole-model") in rows
+    assert ("fsdp2", "none", "stage-whole-model") not in rows
+    assert not [row["error"] for row in report["measured"] if row["error"]]
+
+
+def test_each_row_has_its_time_its_bytes_its_ratio_and_its_memory(emulated: tuple[Run, dict[str, Any]]) -> None:
+    _, report = emulated
+    (whole,) = {row["full_bytes"] for row in report["measured"] if row["strategy"] == "fsdp2"}
+    for row in report["measured"]:
+        assert row["seconds"] > 0
+        assert row["peak_extra_bytes"] > 0
+        assert (row["ratio"] is None) == (row["path"] in ("full_state_dict", "get_model_state_dict.full+cpu"))
+    # The small shape's parameters in bf16, the tied one once.
+    assert whole == 2 * (4096 * 256 + 4 * (3 * 256 * 768 + 2 * 256 * 256 + 2 * 256 * 128 + 2 * 256 + 2 * 32) + 256)
+    assert all(rate > 0 for rate in report["links"].values())
+
+
+def test_the_table_has_a_line_for_each_row(emulated: tuple[Run, dict[str, Any]]) -> None:
+    run, report = emulated
+    for row in report["measured"]:
+        model = f"{row['strategy']} {row['offload']} {row['dtypes']}"
+        assert [line for line in run.stdout.splitlines() if model in line and row["path"] in line]
+    assert "2 ranks of emulated" in run.stdout
+
+
+def test_a_smaller_bucket_takes_less_memory(tmp_path: pathlib.Path, emulated: tuple[Run, dict[str, Any]]) -> None:
+    run, report = bench(
+        tmp_path, "--device", "emulated", "--dtype", "bf16", "--path", "full_tensors", "--bucket-bytes", "256KiB"
+    )
+    assert run.code == 0, run.stderr
+    (row,) = report["measured"]
+    largest = 2 * 4096 * 256
+    assert row["peak_extra_bytes"] <= 2 * (256 << 10) + largest
+
+
+def test_a_path_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_its_error(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from fsdp_doctor import full_tensors\n"
+        "def good(model):\n    yield from full_tensors(model)\n"
+        "def broken(model):\n    raise KeyError('lm_head')\n",
+    )
+    run, report = bench(tmp_path, "--device", "cpu", "--path", "mine:good,mine:broken", cwd=tmp_path)
+    assert run.code == 0, run.stderr
+    good, bad = report["measured"]
+    assert good["seconds"] > 0
+    assert bad["error"] == "KeyError: 'lm_head'"
+
+
+def test_fsdp1_without_an_accelerator_is_refused_in_a_sentence() -> None:
+    run = doctor("bench", "--device", "cpu", "--strategy", "fsdp1")
+    assert run.code == 3
+    assert "torch's FSDP1 needs an accelerator" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,26 @@
+"""What ``fsdp-doctor bench`` refuses."""
+
+from __future__ import annotations
+
+import pytest
+from support.inside import doctor
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--model", "qwen9"), "--model qwen9: neither a built-in model"),
+        (("--offload", "some"), "--offload: unknown value 'some'; use one of none, param, policy, policy-unpinned"),
+        (("--dtype", "int8"), "--dtype: unknown value 'int8'; use one of bf16, fp32, fp32:bf16"),
+        (("--bucket-bytes", "0"), "--bucket-bytes 0: not a size"),
+        (("--path", "telepathy"), "fsdp2 has no path 'telepathy' to measure"),
+        (("--repeat", "0"), "--repeat must be more than 0"),
+        (("--layers", "-1"), "--layers must be more than 0"),
+        (("--device", "tpu"), "--device: unknown value 'tpu'; use one of auto"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_a_sentence(options: tuple[str, ...], sentence: str) -> None:
+    run = doctor("bench", *options)
+    assert run.code == 2
+    assert sentence in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,35 @@
+"""What must work without torch does not import it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from program import run
+from support.places import TESTS
+
+_CONFIG = TESTS / "check" / "configs" / "verl_grpo.yaml"
+_PROGRAMS = {
+    "the package, until what needs it is asked for": "import fsdp_doctor",
+    "explain": "import fsdp_doctor.cli; from fsdp_doctor.explain import explain, text",
+    "repro": (
+        "from fsdp_doctor.repro import expected, script; from fsdp_doctor.matrix.selection import Selection, select; "
+        "case = select(Selection(case_ids=('fsdp2/policy/staged/state_dict',)))[0]; script(case, expected(case))"
+    ),
+    "check": (
+        "from fsdp_doctor.check import check, presentation; "
+        f"presentation.as_text(check([{str(_CONFIG)!r}])); presentation.as_json(check([{str(_CONFIG)!r}]))"
+    ),
+}
+
+
+@pytest.mark.parametrize("program", _PROGRAMS.values(), ids=_PROGRAMS)
+def test_torch_and_frameworks_are_not_imported_by(program: str) -> None:
+    said = "import sys; print(sorted({'torch', 'transformers', 'accelerate', 'verl'} & set(sys.modules)))"
+    done = run(sys.executable, "-c", f"{program}; {said}")
+    assert (done.code, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_package_has_what_needs_torch_too() -> None:
+    done = run(sys.executable, "-c", "import sys, fsdp_doctor; fsdp_doctor.examine; assert 'torch' in sys.modules")
+    assert done.code == 0, done.stderr

@@ -1,0 +1,39 @@
+"""``examine`` in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_doctor import examine
+
+
+def test_without_a_process_group_a_plain_model_is_said_not_to_be_fsdp() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    (found,) = examine(model, torch.optim.AdamW(model.parameters()), raise_on_bad=True).findings
+    assert (found.kind, found.severity) == ("not-fsdp", "note")
+    assert found.sentence.startswith("The Sequential is not an FSDP model")
+
+
+def test_the_examination_prints_as_it_does_for_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    import rich
+
+    examination = examine(nn.Linear(2, 2))
+    rich.print(examination)
+    shown = capsys.readouterr().out
+    assert "2 parameters, 0 buffers" in shown
+    assert "2 parameters, 0 buffers" in str(examination)
+    assert len(repr(examination)) < 500
+
+
+def test_every_entry_that_a_finding_names_is_in_the_catalogue() -> None:
+    import inspect
+    import re
+
+    from fsdp_doctor.examination import findings
+    from fsdp_doctor.known import catalogue
+
+    named = set(re.findall(r'"((?:fsdp[12]|optim|non|full)[a-z0-9]*(?:-[a-z0-9]+){3,})"', inspect.getsource(findings)))
+    assert len(named) >= 10
+    assert not named - {entry.id for entry in catalogue.known_failures()}

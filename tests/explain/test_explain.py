@@ -1,0 +1,296 @@
+"""``fsdp-doctor explain``: the root cause out of logs as they come, and what is said where nothing is known."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+
+import pytest
+from support.inside import doctor
+
+from fsdp_doctor.explain import Explanation, explain
+
+_STORAGE = (
+    'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
+    '"cuda:{}".  This is no longer allowed; the devices must match.'
+)
+_UNSHARD = "AssertionError: Expects tensor to be on the compute device cuda:{}, was on cpu"
+_DURING = "During handling of the above exception, another exception occurred:"
+_BEGIN = "Traceback (most recent call last):"
+
+
+def _traceback(raised: str) -> list[str]:
+    return [
+        _BEGIN,
+        '  File "/opt/verl/verl/workers/fsdp_workers.py", line 652, in rollout_mode',
+        "    params = self.actor_module_fsdp.state_dict()",
+        '  File "/opt/env/lib/python3.12/site-packages/torch/nn/modules/module.py", line 2256, in state_dict',
+        "    hook(self, prefix, keep_vars)",
+        raised,
+    ]
+
+
+def _interleaved(streams: list[list[str]], seed: int = 0) -> list[str]:
+    """Each stream's lines in their order, the streams mixed."""
+    order = random.Random(seed)
+    waiting = [list(stream) for stream in streams]
+    lines = []
+    while any(waiting):
+        lines.append(order.choice([stream for stream in waiting if stream]).pop(0))
+    return lines
+
+
+def _explained(tmp_path: pathlib.Path, lines: list[str] | str) -> Explanation:
+    file = tmp_path / "log.txt"
+    file.write_text(lines if isinstance(lines, str) else "\n".join(lines) + "\n", encoding="utf-8")
+    return explain([file])
+
+
+def _entry(found: Explanation) -> str:
+    return found.entry.id if found.entry is not None else ""
+
+
+def _sources(found: Explanation) -> set[str]:
+    assert found.cause is not None
+    return found.cause.sources
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_64_interleaved_ranks_every_one_that_raised_is_named(tmp_path: pathlib.Path, seed: int) -> None:
+    streams = [[f"[rank{rank}]: {line}" for line in _traceback(_STORAGE.format(rank % 8))] for rank in range(64)]
+    found = _explained(tmp_path, _interleaved(streams, seed))
+    assert _entry(found) == "fsdp2-pinned-policy-half-moved"
+    assert _sources(found) == {f"rank {rank}" for rank in range(64)}
+
+
+def test_what_followed_on_other_ranks_is_not_the_cause_though_it_comes_first_in_the_log(tmp_path: pathlib.Path) -> None:
+    cascade = "[rank1]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40214"
+    watchdog = (
+        "[rank2]:[E1121 12:34:56.789 ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=512, OpType=_ALLGATHER_BASE)"
+    )
+    lines = [cascade, watchdog, *(f"[rank0]: {line}" for line in _traceback(_UNSHARD.format(0)))]
+    found = _explained(tmp_path, lines)
+    assert (_entry(found), _sources(found)) == ("fsdp1-manual-offload-then-state-dict", {"rank 0"})
+    assert sum(found.consequences.values()) == 2
+
+
+def test_time_stamps_decide_where_the_logs_of_ranks_stand_one_after_the_other(tmp_path: pathlib.Path) -> None:
+    late = ["2026-04-13 10:00:09,000 INFO sync", *_traceback(_UNSHARD.format(0))]
+    early = ["2026-04-13 10:00:01,500 INFO sync", *_traceback(_STORAGE.format(1))]
+    files = [tmp_path / "rank0.log", tmp_path / "rank1.log"]
+    for file, lines in zip(files, (late, early), strict=True):
+        file.write_text("\n".join(lines) + "\n")
+    found = explain(files)
+    assert _entry(found) == "fsdp2-pinned-policy-half-moved"
+    assert found.cause is not None
+    assert found.cause.first.file == str(files[1])
+
+
+def test_rays_prefixes_and_colours_are_taken_off_whether_or_not_the_escape_survived(tmp_path: pathlib.Path) -> None:
+    for colour in ("\x1b[36m{}\x1b[0m ", "[36m{}[0m "):
+        prefix = colour.format("(WorkerDict pid=812, ip=10.0.0.1)")
+        other = colour.format("(WorkerDict pid=813, ip=10.0.0.1)")
+        streams = [[prefix + line for line in _traceback(_STORAGE.format(0))]]
+        streams += [[other + line for line in _traceback(_STORAGE.format(1))]]
+        found = _explained(tmp_path, _interleaved(streams))
+        assert _entry(found) == "fsdp2-pinned-policy-half-moved"
+        assert _sources(found) == {"pid 812 on 10.0.0.1", "pid 813 on 10.0.0.1"}
+
+
+def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: pathlib.Path) -> None:
+    lines = [
+        "ray.exceptions.RayTaskError(AssertionError): ray::WorkerDict.compute_log_prob() (pid=618, ip=10.0.0.1)",
+        '  File "/opt/verl/verl/single_controller/ray/base.py", line 399, in func',
+        "    return getattr(self.worker_dict[key], name)(*args, **kwargs)",
+        _UNSHARD.format(0) + " [repeated 7x across cluster]",
+    ]
+    found = _explained(tmp_path, lines)
+    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
+    assert found.cause is not None
+    assert found.cause.first.text == _UNSHARD.format(0)
+    assert found.others == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '> Traceback (most recent call last): File "/a/fsdp_workers.py", line 652, in rollout_mode params = '
+        'self.actor.state_dict() RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a\n'
+        '> storage on different device "npu:0". This is no longer allowed; the devices must match.\n',
+        "Hi, training works but the sync dies with\n```\nRuntimeError: Attempted to set the storage of a tensor on "
+        "device \u201ccpu\u201d\nto a storage on different device \u201ccuda:0\u201d.\n```\nAny idea?\n",
+        '  RuntimeError: Attempted to set the storage of a tensor on device "cpu"\r\n  to a storage on different device'
+        ' "cuda:0"\r\n',
+        'it says Attempted to set the storage of a tensor on device "cpu" to a storage on different device "cuda:0"',
+    ],
+    ids=["one line", "smart quotes in prose", "windows line ends", "no exception's name"],
+)
+def test_a_message_that_lost_its_form_in_an_issue_is_found(tmp_path: pathlib.Path, text: str) -> None:
+    assert _entry(_explained(tmp_path, text)) == "fsdp2-pinned-policy-half-moved"
+
+
+def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Path) -> None:
+    lines = [
+        *(f"[rank0]: {line}" for line in _traceback(_UNSHARD.format(0))),
+        *(f"[rank3]: {line}" for line in _traceback(_STORAGE.format(3))),
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_12:34:56",
+        "  host      : localhost",
+        "  rank      : 3 (local_rank: 3)",
+        "  exitcode  : 1 (pid: 4229)",
+    ]
+    found = _explained(tmp_path, lines)
+    assert (_entry(found), _sources(found)) == ("fsdp2-pinned-policy-half-moved", {"rank 3"})
+    assert found.summary is not None
+    assert found.summary.sentence == "torchrun saw rank 3 fail first, with exit code 1"
+
+
+def test_a_rank_that_was_killed_without_a_word_is_told_from_torchruns_summary(tmp_path: pathlib.Path) -> None:
+    lines = ["Root Cause (first observed failure):", "  rank      : 1 (local_rank: 1)", "  exitcode  : -9 (pid: 4229)"]
+    file = tmp_path / "log.txt"
+    file.write_text("\n".join(lines))
+    run = doctor("explain", str(file))
+    assert run.code == 1
+    assert "torchrun saw rank 1 fail first, with SIGKILL" in run.stdout
+
+
+def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path) -> None:
+    lines = [*_traceback("ImportError: cannot import name 'flash_attn_func'"), *_traceback(_UNSHARD.format(0))]
+    found = _explained(tmp_path, lines)
+    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
+    assert [other.type for other in found.others] == ["ImportError"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (["worker-0  | " + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        (["[pod/job-0/pytorch] " + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        ([">" + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        (_traceback("mypkg.SyncAborted: no"), "SyncAborted: no"),
+        (_traceback("_queue.Empty"), "Empty"),
+        (["FutureWarning: old", "loss/MeanSquaredError: 0.123", *_traceback("TypeError: bad")], "TypeError: bad"),
+        (["WARNING ImportError: No module named flash_attn", *_traceback("TypeError: bad")], "TypeError: bad"),
+        (
+            [*_traceback("KeyError: 'x'"), "", _DURING, "", *_traceback("ValueError: no x")],
+            "ValueError: no x",
+        ),
+        (
+            ["RuntimeError: [buffer.cc:81] Timed out waiting 1800000ms for recv", *_traceback("IndexError: 1")],
+            "IndexError: 1",
+        ),
+        (_traceback("KeyboardInterrupt") + _traceback("ValueError: SIGTERM handler"), "ValueError: SIGTERM handler"),
+        (
+            [
+                f"ValueError: cannot decode {chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}"
+                for i in range(2500)
+            ]
+            + _traceback(_UNSHARD.format(0)),
+            _UNSHARD.format(0),
+        ),
+    ],
+    ids=[
+        *("compose's label", "a pod's label", "quoted without a space", "any name after frames", "a bare name"),
+        *("warnings and metrics", "a logged exception", "a handled exception", "a wait in vain", "the word SIGTERM"),
+        "thousands of others",
+    ],
+)
+def test_the_cause_is_found_among(tmp_path: pathlib.Path, lines: list[str], cause: str) -> None:
+    found = _explained(tmp_path, lines)
+    assert found.cause is not None
+    assert found.cause.first.text == cause
+
+
+@pytest.mark.parametrize(
+    "raised", ["AssertionError", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
+)
+def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pathlib.Path, raised: str) -> None:
+    text = "\n".join([_BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised])
+    found = _explained(tmp_path, text)
+    assert (found.entry, bool(found.possible)) == (None, True)
+
+
+def test_long_tracebacks_of_64_interleaved_ranks_keep_their_frames(tmp_path: pathlib.Path) -> None:
+    deep = [f'  File "/opt/a{i}.py", line {i}, in f{i}' for i in range(38)]
+    last = '  File "/opt/torch/distributed/tensor/_api.py", line 500, in full_tensor'
+    raised = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    streams = [[f"[rank{rank}]: {line}" for line in (_BEGIN, *deep, last, raised)] for rank in range(64)]
+    assert _entry(_explained(tmp_path, _interleaved(streams))) == "full-gather-runs-out-of-memory"
+
+
+def test_holes_that_a_truncated_log_has_are_no_binary_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_bytes(b"INFO a line\n" * 50 + b"\0" * 20 + "\n".join(_traceback(_UNSHARD.format(0))).encode())
+    assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"
+
+
+def test_where_only_consequences_are_in_the_log_that_is_said(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("[rank1]: RuntimeError: Connection closed by peer [127.0.0.1]:40214\n")
+    run = doctor("explain", str(file))
+    assert "The log has only consequences of a failure elsewhere" in run.stdout
+    assert "The rank that failed or hung first is not in this log" in run.stdout
+
+
+def test_what_is_not_known_is_said_with_what_is_near_and_what_to_attach(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(
+        "\n".join(_traceback("RuntimeError: cannot set the storage of a tensor, a different storage is held"))
+    )
+    run = doctor("explain", str(file))
+    assert run.code == 1
+    assert "It is not in the catalogue of known failures." in run.stdout
+    assert (
+        "fsdp2-pinned-policy-half-moved"
+        in run.stdout.split("Entries with a similar message")[1].split("To report it")[0]
+    )
+    assert "fsdp-doctor env" in run.stdout.split("To report it, attach:")[1]
+
+
+def test_a_match_prints_cause_remedy_code_references_and_the_case(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("\n".join(_traceback(_STORAGE.format(0))))
+    run = doctor("explain", str(file))
+    assert run.code == 0
+    for part in (
+        "Root cause: ",
+        "Cause: ",
+        "Remedy: ",
+        "full_tensor()",
+        "verl-project/verl#5995",
+        "in rollout_mode",
+    ):
+        assert part in run.stdout
+    assert "Reproduce: fsdp-doctor probe --case 'fsdp2/policy/staged/state_dict'" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"", "is empty"), (b"  \n\n", "is empty"), (b"\x7fELF\x00\x01\x02", "is not a text file"), (None, "cannot read")],
+    ids=["empty", "blank", "binary", "missing"],
+)
+def test_what_is_no_log_is_refused_in_a_sentence(tmp_path: pathlib.Path, content: bytes | None, expected: str) -> None:
+    file = tmp_path / "log.txt"
+    if content is not None:
+        file.write_bytes(content)
+    run = doctor("explain", str(file))
+    assert (run.code, run.stdout) == (2, "")
+    assert expected in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_an_entry_can_be_printed_and_all_listed() -> None:
+    assert "Remedy: " in doctor("explain", "--entry", "summon-full-params-noop-on-fsdp2").stdout
+    listed = doctor("explain", "--list").stdout.splitlines()
+    assert len(listed) >= 45
+    refused = doctor("explain", "--entry", "summon-full-params")
+    assert (refused.code, "did you mean" in refused.stderr) == (2, True)
+
+
+def test_a_line_without_an_end_is_read_too(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("." * 3_000_000 + "\n" + "\n".join(_traceback(_UNSHARD.format(0))))
+    assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"

@@ -1,0 +1,158 @@
+"""The catalogue: an entry is whole, is found by the message as reported, and foretells the case that it names."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.places import TESTS
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.catalogue import (
+    Found,
+    KnownFailure,
+    known_failure,
+    known_failures,
+    nearest,
+    of_case,
+    of_finding,
+    of_message,
+)
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.verdict.classification import MEANING
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_MESSAGES: dict[str, list[str]] = tomllib.loads((TESTS / "known" / "messages.toml").read_text())["messages"]
+_ENTRIES = pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: entry.id)
+_REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
+
+
+def _case(case_id: str) -> Case:
+    return select(Selection(case_ids=(case_id,)))[0]
+
+
+def _context(entry: KnownFailure, torch: str) -> RunContext:
+    """Where the evidence of an entry is to show it."""
+    return RunContext(torch=torch, device=entry.evidence_device or "emulated")
+
+
+def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
+    ids = [entry.id for entry in known_failures()]
+    assert len(ids) >= 45
+    assert len(set(ids)) == len(ids)
+
+
+@_ENTRIES
+def test_an_entry_says_cause_remedy_and_where_it_is_from(entry: KnownFailure) -> None:
+    assert entry.verdict in MEANING
+    assert all((entry.title, entry.cause, entry.remedy, entry.references))
+    assert entry.signatures or entry.check, "neither a message nor a way to see it"
+    assert not entry.title.endswith(".")
+    assert "turn offload off" not in entry.remedy.lower()
+
+
+@_ENTRIES
+def test_a_trigger_names_axes_and_values_that_there_are(entry: KnownFailure) -> None:
+    import fnmatch
+
+    for trigger in entry.triggers:
+        for axis, patterns in trigger.values.items():
+            known = PATH_NAMES if axis == "path" else tuple(AXIS[axis].values)
+            for pattern in patterns:
+                assert fnmatch.filter(known, pattern), f"{axis}={pattern} is nothing"
+
+
+@pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
+def test_the_evidence_is_a_case_that_the_entry_is_expected_in(entry: KnownFailure) -> None:
+    torch = "" if not entry.torch else next(v for v in ("2.11.0", "2.13.0") if entry.shows_on(v))
+    assert of_case(_case(entry.evidence), _context(entry, torch))[0] is entry
+
+
+@pytest.mark.parametrize(("name", "message"), [(name, text) for name, texts in _MESSAGES.items() for text in texts])
+def test_the_message_as_reported_finds_its_entry_first(name: str, message: str) -> None:
+    sure, possible = of_message(message)
+    assert [*sure, *possible][0].id == name
+    assert bool(sure) == (not known_failure(name).frames)
+
+
+def test_every_signature_has_a_reported_message_that_it_matches() -> None:
+    texts = [text for found in _MESSAGES.values() for text in found]
+    for entry in known_failures():
+        for pattern in entry.signatures:
+            assert any(entry.says(text) for text in texts), f"{entry.id}: no message for {pattern.pattern}"
+
+
+@pytest.mark.parametrize(
+    ("message", "traceback", "expected"),
+    [
+        (
+            "RuntimeError: No backend type associated with device type cpu",
+            "in clip_grad_norm_",
+            "clip-grad-cpu-shard-nccl-only",
+        ),
+        (
+            "RuntimeError: No backend type associated with device type cpu",
+            "in full_tensor",
+            "full-tensor-cpu-shard-nccl-only",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "in _broadcast_state_dict", "dsd-load-oom-broadcast"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "in full_tensor", "full-gather-runs-out-of-memory"),
+        (
+            "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0, cpu",
+            'File "torch/optim/adamw.py", line 220, in step',
+            "optim-on-wrong-device-after-offload",
+        ),
+    ],
+)
+def test_of_entries_with_one_message_the_traceback_decides(message: str, traceback: str, expected: str) -> None:
+    assert of_message(message, traceback)[0][0].id == expected
+
+
+def test_smart_quotes_and_line_breaks_do_not_hide_a_message() -> None:
+    text = (
+        "RuntimeError: Attempted to set the storage of a tensor\n  on device \u201ccpu\u201d "
+        "to a storage on different device \u201ccuda:0\u201d"
+    )
+    assert of_message(text)[0][0].id == "fsdp2-pinned-policy-half-moved"
+
+
+def test_what_is_near_is_near_by_its_words_and_nonsense_is_near_nothing() -> None:
+    near = nearest("RuntimeError: cannot change the storage of a tensor to a storage on a different device here")
+    assert near[0].id in (
+        "fsdp2-pinned-policy-half-moved",
+        "dtensor-wrapper-local-split",
+        "fsdp2-eager-optimizer-state",
+    )
+    assert nearest("ZeroDivisionError: division by zero") == []
+
+
+def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(UsageError, match="fsdp2-pinned-policy-half-moved"):
+        known_failure("fsdp2-pinned-policy-halfmoved")
+
+
+def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_before_it() -> None:
+    cases = select(Selection(full=True, paths=(FIX,)))
+    expected = {entry.id for case in cases for entry in of_case(case, RunContext())}
+    assert expected == {"nonblocking-offload-uneven-shards"}
+
+
+def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
+    found = Found(
+        kind="misplaced",
+        reasons=("on cpu where cuda was promised: model.norm.weight",),
+        messages=(
+            "RuntimeError: attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'",
+        ),
+    )
+    entry = of_finding(_case("fsdp2/policy/staged/parameters.full_tensor"), found, RunContext())
+    assert entry is not None
+    assert entry.id == "half-moved-gathers-on-the-host"

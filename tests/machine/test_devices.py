@@ -1,0 +1,22 @@
+"""What a device cannot be told is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine.devices import RunDevice, load
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ({"late_completion": False}, "--no-late-completion is for the emulated device"),
+        ({"memory": 1 << 30}, "--device-memory is for an accelerator"),
+    ],
+)
+def test_a_device_that_cannot_be_told_so_refuses(told: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        load(RunDevice(type="cpu", **told), "cpu")

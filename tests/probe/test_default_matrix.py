@@ -1,0 +1,57 @@
+"""The default matrix on the emulated device: run once, and held against GPUs, the catalogue and every format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from program import default_matrix, default_matrix_file
+from support.inside import doctor
+from support.places import ROOT
+
+from fsdp_doctor.known.catalogue import of_case
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.report.comparison import differences, on_common_cases
+from fsdp_doctor.report.failure_groups import distinct_failures
+from fsdp_doctor.report.journal import read_report
+
+_TWO_H200S = ROOT / "examples" / "reports" / "2xh200.json"
+
+
+def test_it_agrees_with_two_h200s() -> None:
+    """In verdict, exception, message, what was yielded, and what training did next, over the cases that both have.
+
+    A path or an axis value that is newer than the committed report is listed and not compared, so adding one
+    needs no GPU.
+    """
+    committed = read_report(_TWO_H200S)
+    found = differences(default_matrix(), committed, frozenset({"device"}))
+    compared = on_common_cases(found)
+    for difference in found:
+        if difference not in compared:
+            print("only in one report:", difference.case_id)
+    assert {result.id for result in committed.results} & {result.id for result in default_matrix().results}
+    assert compared == []
+
+
+def test_every_finding_is_known() -> None:
+    report = default_matrix()
+    assert len(report.bad) > 90
+    assert [result.id for result in report.bad if not result.known] == []
+    assert all(failure.known is not None for failure in distinct_failures(report))
+
+
+def test_the_catalogue_foretells_every_verdict() -> None:
+    for result in default_matrix().results:
+        known = of_case(result.case, RunContext(torch=torch.__version__, device="emulated"))
+        assert result.verdict.kind in ("unsupported", known[0].verdict if known else "ok"), result.id
+
+
+@pytest.mark.parametrize("form", ["table", "lines", "markdown", "junit", "json"])
+def test_every_format_for_people_names_the_entry(form: str) -> None:
+    shown = doctor("report", str(default_matrix_file()), "--format", form).stdout
+    assert "fsdp2-pinned-policy-half-moved" in shown
+
+
+def test_the_table_prints_the_remedy() -> None:
+    shown = doctor("report", str(default_matrix_file())).stdout
+    assert "remedy: Leave a model under CPUOffloadPolicy where it is." in shown

@@ -1,0 +1,190 @@
+"""The matrix on the emulated accelerator: the failures of a GPU, as real cases, on a machine without one."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from program import Run, doctor, probe, user_paths
+from support.emulation import needs_emulation
+
+from fsdp_doctor.known.catalogue import KnownFailure, known_failures, of_case
+from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.selection import Selection, select
+
+_HALF_MOVED = (
+    'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
+    '"emulated:0".  This is no longer allowed; the devices must match.'
+)
+_GRADIENT = "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'emulated'"
+
+# Case: the verdict, and what its reason says.
+_CASES: dict[str, tuple[str, str]] = {
+    # verl issue 5995
+    "fsdp2/policy/staged/state_dict": ("crash", _HALF_MOVED),
+    "fsdp2/policy/unstaged/state_dict": ("ok", ""),
+    "fsdp2/policy/staged/parameters.full_tensor": ("misplaced", "on cpu where emulated was promised"),
+    "fsdp2/policy/staged/from_local": ("poisoned", _GRADIENT),
+    "fsdp2/policy/staged/full_tensors": ("ok", ""),
+    # verl PR 4726
+    "fsdp1/param/unstaged/full_state_dict": (
+        "crash",
+        "AssertionError: Expects tensor to be on the compute device emulated:0, was on cpu",
+    ),
+    "fsdp1/param/unstaged/full_tensors": ("ok", ""),
+    "fsdp1/param/staged/full_state_dict": ("ok", ""),
+    "fsdp2/param/unstaged/device-only/parameters.full_tensor": (
+        "crash",
+        "No backend type associated with device type cpu",
+    ),
+    "fsdp1/policy/unstaged/size1/get_model_state_dict.full": ("leak", "device memory not given back"),
+    "fsdp2/none/unstaged/qwen3-moe/unshard": ("ok", ""),
+    "fsdp2/policy/unstaged/qwen3.5/state_dict": ("ok", ""),
+    "fsdp2/param/staged/state_dict.held": ("leak", "bytes of shards stay on the device though the model was offloaded"),
+    # verl PR 7014
+    "fsdp2/none/unstaged/qwen3-lora/lora.merged": ("ok", ""),
+    "fsdp2/none/unstaged/qwen3-lora/lora.merged.read_late": ("wrong", "4096 of 4096 elements differ"),
+    "fsdp2/none/unstaged/qwen3-lora/lora.adapter": ("ok", ""),
+    "fsdp2/policy/staged/qwen3-lora/full_tensors": ("ok", ""),
+    "fsdp1/param/unstaged/qwen3-lora/full_tensors": ("ok", ""),
+    "fsdp1-orig/none/unstaged/qwen3-lora/full_tensors": ("ok", ""),
+    "fsdp1/none/unstaged/qwen3-lora/lora.merged": ("ok", ""),
+    "fsdp2/param/unstaged/qwen3-lora/uneven/full_tensors": ("ok", ""),
+    # Ranks that gather different sizes stand still, as under NCCL; gloo alone would end a process.
+    "fsdp2/none/unstaged/uneven/from_local": ("hang", "no progress in stage extract"),
+}
+# A non-blocking offload, read before it has arrived; the corruption of uneven weights; nothing of it
+# where the doctor's copies are on time.
+_RACES: dict[str, tuple[str, str]] = {
+    "fsdp2/param/unstaged/nonblocking/state_dict": ("wrong", "elements differ"),
+    "fsdp2/param/unstaged/nonblocking/parameters.full_tensor": ("wrong", "elements differ"),
+    "fsdp2/param/staged/nonblocking/state_dict": ("ok", ""),
+    "fsdp2/param/staged/uneven/nonblocking/weights_info": ("poisoned", "the loss of training step 3 is nan"),
+}
+
+
+_REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of all these, and of the case that each entry of the catalogue names as its evidence."""
+    cases = dict.fromkeys([*_CASES, *_RACES, *_evidence("")])
+    return _probe_cases(tmp_path_factory.mktemp("run"), *cases, options=("--timeout", "8"))
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The evidence that shows on the CPU alone."""
+    return _probe_cases(tmp_path_factory.mktemp("on_the_cpu"), *_evidence("cpu"), device="cpu")
+
+
+def _evidence(device: str) -> list[str]:
+    entries = [entry for entry in _REPRODUCED if entry.shows_on(torch.__version__)]
+    return [entry.evidence for entry in entries if entry.evidence_device == device]
+
+
+def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = (), device: str = "emulated") -> Run:
+    return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device=device)
+
+
+def _case(case_id: str) -> Case:
+    return select(Selection(case_ids=(case_id,)))[0]
+
+
+@pytest.mark.parametrize("case", list(_CASES))
+def test_a_case_ends_as_it_does_on_a_gpu(run: Run, case: str) -> None:
+    verdict = run.result(case).verdict
+    assert verdict.kind == _CASES[case][0], verdict
+    assert _CASES[case][1] in verdict.reason
+
+
+def test_the_report_says_emulated_and_never_cuda(run: Run) -> None:
+    assert run.report is not None
+    assert run.report.device == "emulated"
+    assert any("emulated" in note for note in run.report.notes)
+    verdicts = [(result.verdict.reason, result.verdict.also, result.yielded) for result in run.report.results]
+    assert "cuda" not in str(verdicts)
+
+
+@pytest.mark.parametrize("case", list(_RACES))
+def test_a_race_shows_on_every_run(run: Run, case: str) -> None:
+    verdict = run.result(case).verdict
+    assert verdict.kind == _RACES[case][0], verdict
+    assert _RACES[case][1] in verdict.reason
+
+
+def test_corrupted_training_weights_are_named(run: Run) -> None:
+    also = " ".join(run.result("fsdp2/param/staged/uneven/nonblocking/weights_info").verdict.also)
+    assert "the next training step would start from other weights" in also
+
+
+@pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
+def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: KnownFailure) -> None:
+    if not entry.shows_on(torch.__version__):
+        context = RunContext(torch=torch.__version__, device=entry.evidence_device or "emulated")
+        assert of_case(_case(entry.evidence), context)[:1] != [entry]
+        return
+    shown: Run = request.getfixturevalue("on_the_cpu" if entry.evidence_device == "cpu" else "run")
+    result = shown.result(entry.evidence)
+    assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
+
+
+def test_without_late_completion_no_race_shows(tmp_path: pathlib.Path) -> None:
+    run = _probe_cases(tmp_path, *_RACES, options=("--no-late-completion",))
+    assert {result.verdict.kind for result in run.report.results} == {"ok"}
+    assert any("Late completion is off" in note for note in run.report.notes)
+
+
+def test_a_path_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> None:
+    """600 KiB hold the shards of the small model, and not its full tensors beside them."""
+    run = _probe_cases(
+        tmp_path, "fsdp2/none/unstaged/fresh/get_model_state_dict.full", options=("--device-memory", "600KiB")
+    )
+    result = run.result("get_model_state_dict.full")
+    assert result.verdict.kind == "oom"
+    assert "OutOfMemoryError: emulated out of memory" in result.verdict.reason
+    assert "total capacity of 600.00 KiB" in result.verdict.reason
+    assert {report.record.stage for report in result.ranks if report.record} == {"extract"}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+    paths = user_paths("values:keeps_memory", "values:changes_a_weight_on_rank_1")
+    needs_emulation()
+    return probe(tmp_path_factory.mktemp("faults"), *scenario, *paths, device="auto", env=_without_gpus())
+
+
+def test_it_is_the_default_where_there_is_no_accelerator(faults: Run) -> None:
+    assert faults.report is not None
+    assert faults.report.device == "emulated"
+
+
+def test_a_leak_is_counted_in_bytes_of_the_device(faults: Run) -> None:
+    verdict = faults.result(":keeps_memory").verdict
+    assert verdict.kind == "leak"
+    assert "bytes of device memory not given back" in verdict.reason
+
+
+def test_a_change_on_one_rank_alone_has_both_ranks_build_anew(faults: Run) -> None:
+    """Otherwise one of them would go on with its model while the other builds: the next case would hang."""
+    assert faults.kind(":changes_a_weight_on_rank_1") == "poisoned"
+    assert faults.kind("/state_dict") == "ok"
+
+
+def test_without_a_compiler_the_refusal_is_one_sentence_and_names_the_cpu(tmp_path: pathlib.Path) -> None:
+    env = _without_gpus() | {"FSDP_DOCTOR_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
+    done = doctor("probe", "--case", "fsdp2/none/unstaged/weights_info", env=env)
+    said = [line for line in done.stderr.splitlines() if line.startswith("fsdp-doctor:")]
+    assert done.code == 3, done.stderr
+    assert len(said) == 1, done.stderr
+    for part in ("no accelerator", "CXX=no-such-compiler", "--device cpu"):
+        assert part in said[0]
+    assert "Traceback" not in done.stderr
+
+
+def _without_gpus() -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ""}

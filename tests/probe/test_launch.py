@@ -1,0 +1,165 @@
+"""Every way to start the program starts the same program."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import socket
+import sys
+
+import pytest
+from program import Run, Started, doctor, probe, run, torchrun
+from support import inside
+from support.places import ROOT
+
+from fsdp_doctor.matrix.paths import FIX
+from fsdp_doctor.report.journal import read_report
+
+_TWO_CASES = (
+    "--device",
+    "cpu",
+    "--strategy",
+    "fsdp2",
+    "--offload",
+    "none,policy",
+    "--staging",
+    "staged",
+    "--path",
+    "unshard",
+)
+_HALF_BAD = (*_TWO_CASES[:-1], "summon_full_params,unshard")
+_IDS = ["fsdp2/none/staged/unshard", "fsdp2/policy/staged/unshard"]
+
+
+def _ids(run: Run) -> list[str]:
+    return [line.split("\t")[0] for line in run.stdout.splitlines()]
+
+
+def test_torchrun_with_the_launcher_file_of_a_checkout(tmp_path: pathlib.Path) -> None:
+    """From a copy of the checkout that is not installed: the file finds the package beside itself."""
+    shutil.copytree(ROOT / "fsdp_doctor", tmp_path / "fsdp_doctor")
+    shutil.copy(ROOT / "fsdp-doctor", tmp_path / "fsdp-doctor")
+    done = torchrun("--nproc-per-node=2", "fsdp-doctor", "probe", *_TWO_CASES, env={"PYTHONPATH": ""}, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert _ids(done) == _IDS
+    assert done.left == []
+
+
+def test_the_launcher_file_alone_from_another_directory(tmp_path: pathlib.Path) -> None:
+    done = run(sys.executable, str(ROOT / "fsdp-doctor"), "probe", *_TWO_CASES, env={"PYTHONPATH": ""}, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert _ids(done) == _IDS
+
+
+def test_torchrun_with_the_module_tells_a_bad_verdict_in_its_summary() -> None:
+    paths = ("unshard,summon_full_params",)
+    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", *_TWO_CASES[:-1], *paths)
+    assert done.code == 1
+    assert set(_IDS) < set(_ids(done))
+    assert "fsdp-doctor: exit code 1: a verdict is bad" in done.stderr
+
+
+def test_torchrun_with_the_installed_command() -> None:
+    scripts = pathlib.Path(sys.executable).parent
+    path = {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    done = torchrun("--no-python", "--nproc-per-node=2", "fsdp-doctor", "probe", *_TWO_CASES, env=path)
+    assert done.code == 0, done.stderr
+    assert _ids(done) == _IDS
+
+
+def test_two_nodes_joined_by_one_rendezvous() -> None:
+    """Two torchrun agents on this machine: the way it runs on two nodes, but for the network between."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    rendezvous = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    command = (sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "fsdp_doctor", "probe", *_TWO_CASES)
+    agents = [Started(*command), Started(*command)]
+    runs = [agent.wait() for agent in agents]
+    assert [done.code for done in runs] == [0, 0], runs
+    assert sorted(len(_ids(done)) for done in runs) == [0, 2], "one node speaks for both"
+    assert all(done.left == [] for done in runs)
+
+
+@pytest.fixture(scope="module")
+def half_bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
+    """A run of two ok and two bad cases into a pipe, and its report."""
+    directory = tmp_path_factory.mktemp("half_bad")
+    return probe(directory, *_HALF_BAD[2:], "--confirm"), directory / "report.json"
+
+
+def test_confirm_runs_a_bad_case_again_in_fresh_workers(half_bad: tuple[Run, pathlib.Path]) -> None:
+    done, _ = half_bad
+    assert done.code == 1
+    assert done.report is not None
+    confirmed = {result.case.path: result.confirmed for result in done.report.results}
+    assert confirmed == {"summon_full_params": True, "unshard": None}
+    assert "\tconfirmed\t" in done.stdout
+
+
+def test_a_pipe_gets_lines_and_no_live_line(half_bad: tuple[Run, pathlib.Path]) -> None:
+    done, _ = half_bad
+    assert len(done.stdout.splitlines()) == 4
+    assert "\x1b[" not in done.stdout + done.stderr
+    assert "starting the workers" not in done.stdout + done.stderr
+
+
+def test_expectations_that_are_met_are_exit_code_0_and_surprises_1_in_both_directions(
+    half_bad: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    text = half_bad[1].read_text()
+    expected = tmp_path / "report.json"
+    expected.write_text(text)
+    assert doctor("probe", *_HALF_BAD, "--expect", str(expected)).code == 0
+    expected.write_text(text.replace('"kind": "wrong"', '"kind": "ok"'))
+    worse = doctor("probe", *_HALF_BAD, "--expect", str(expected))
+    assert worse.code == 1
+    assert "expected ok, got wrong: fsdp2/none/staged/summon_full_params" in worse.stderr
+    expected.write_text(text.replace('"kind": "ok"', '"kind": "crash"'))
+    better = doctor("probe", *_HALF_BAD, "--expect", str(expected))
+    assert better.code == 1
+    assert "expected crash, got ok: fsdp2/none/staged/unshard" in better.stderr
+
+
+def test_last_failed_selects_the_bad_cases_of_a_report(half_bad: tuple[Run, pathlib.Path]) -> None:
+    listed = inside.doctor("list", "--last-failed", str(half_bad[1]))
+    assert listed.stdout.split() == ["fsdp2/none/staged/summon_full_params", "fsdp2/policy/staged/summon_full_params"]
+
+
+def test_the_command_alone_starts_torchrun_on_two_ranks_and_writes_every_output(tmp_path: pathlib.Path) -> None:
+    """On two ranks where there is no accelerator; each output is the same again from the JSON."""
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "junit", "svg")}
+    flags = [word for name, file in files.items() for word in (f"--{name}", str(file))]
+    command = str(pathlib.Path(sys.executable).parent / "fsdp-doctor")
+    done = run(command, "probe", *_TWO_CASES, "--fix", *flags, "--format", "table")
+    assert done.code == 0, done.stderr
+    assert "on 2 ranks of cpu" in done.stderr
+    assert [result.id for result in read_report(files["json"]).results if result.case.path != FIX] == _IDS
+    assert "full_tensors" in done.stdout
+    for name in ("markdown", "junit"):
+        again = inside.doctor("report", str(files["json"]), "--format", name)
+        assert again.stdout == files[name].read_text()
+    svg = tmp_path / "again.svg"
+    assert inside.doctor("report", str(files["json"]), "--format", "svg", "-o", str(svg)).code == 0
+    assert "full_tensors" in svg.read_text()
+
+
+def test_a_configuration_and_a_checkpoint_of_the_users_own_are_what_is_built(tmp_path: pathlib.Path) -> None:
+    import torch
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, max_position_embeddings=32,
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path / "config")
+    torch.manual_seed(7)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
+    for directory in ("config", "checkpoint"):
+        selected = ("--strategy", "fsdp2", "--offload", "policy", "--path", "state_dict", "--fix")
+        done = probe(tmp_path, "--model", str(tmp_path / directory), *selected)
+        assert done.code == 0, done.stderr
+        assert {result.case.scenario.model for result in read_report(tmp_path / "report.json").results} == {"custom"}
+        assert {result.verdict.kind for result in done.report.results} == {"ok"} if done.report else False
