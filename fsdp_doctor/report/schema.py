@@ -83,7 +83,7 @@ def _result() -> _Schema:
     properties = identity | case["properties"] | result["properties"]
     return result | {
         "properties": properties,
-        "required": [name for name in properties if name not in NOT_IN_OLDER_REPORTS],
+        "required": _always_there(properties),
     }
 
 
@@ -99,9 +99,13 @@ def _object(kind: Any, without: tuple[str, ...] = ()) -> _Schema:
             for name, hint in hints.items()
             if name not in without
         },
-        "required": [] if is_typeddict(kind) else [field.name for field in dataclasses.fields(kind)],
+        "required": [] if is_typeddict(kind) else _always_there(field.name for field in dataclasses.fields(kind)),
         "additionalProperties": False,
     }
+
+
+def _always_there(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in NOT_IN_OLDER_REPORTS]
 
 
 def _schema_of(hint: Any) -> _Schema:

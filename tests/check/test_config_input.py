@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from program import ROOT
+from support.places import ROOT
 
 from fsdp_doctor.check import check, reading
 from fsdp_doctor.errors import UsageError
@@ -26,6 +26,7 @@ def _shell(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("redirection", ["<&-", "0>/dev/null"])
 def test_a_standard_input_that_cannot_be_read_is_a_usage_error(redirection: str) -> None:
     done = _shell(f'exec "$0" -m fsdp_doctor check - {redirection}')

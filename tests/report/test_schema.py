@@ -14,7 +14,7 @@ import pytest
 from program import ROOT
 
 from fsdp_doctor.report import schema
-from fsdp_doctor.report.document import NOT_IN_OLDER_REPORTS, Report
+from fsdp_doctor.report.document import Report
 from fsdp_doctor.verdict.classification import MEANING
 from fsdp_doctor.verdict.records import RankReport
 
@@ -60,7 +60,9 @@ def test_it_has_every_field_and_no_other() -> None:
     rank = _published()["$defs"]["rank"]
     assert list(rank["properties"]) == rank["required"] == [field.name for field in dataclasses.fields(RankReport)]
     result = _published()["$defs"]["result"]
-    assert set(result["properties"]) - set(result["required"]) == NOT_IN_OLDER_REPORTS
+    assert set(result["properties"]) - set(result["required"]) == {"yielded", "known"}
+    record = _published()["$defs"]["record"]
+    assert set(record["properties"]) - set(record["required"]) == {"yielded", "retire"}
     assert "device" not in _published()["$defs"]["environment"]["properties"]
 
 
