@@ -49,8 +49,7 @@ class LimitOptions:
     timeout: Annotated[
         float | None,
         typer.Option(
-            help="Seconds for each stage of a case; by default it follows what the stages of this run have taken, "
-            "5 to 30."
+            help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"
         ),
     ] = None
     start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0
@@ -115,8 +114,8 @@ def run(
         str | None,
         typer.Option(
             metavar="known|REPORT",
-            help="Exit code 0 where the verdicts are what the catalogue foretells for this torch, device and "
-            "number of ranks, or those of a report; 1 with the others listed first.",
+            help="The expected verdicts: as the catalogue foretells for this torch, device and number of ranks, or as in "
+            "a JSON report. Exit code 1 if there are others, which are listed.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,

@@ -56,11 +56,11 @@ def exit_code(report: Report, baseline: Baseline, surprises: Sequence[str]) -> i
     Raises DoctorFault where a case has no result, CannotRun where nothing could be run, unless a report expected that.
     """
     if lost := report.of_kind("lost"):
-        raise DoctorFault(f"{lost} cases have no result through the doctor's own fault")
+        raise DoctorFault(f"{lost} cases have no result, which is the doctor's own fault")
     if surprises or (baseline is None and report.bad):
         return EXIT_BAD_VERDICT
     if not isinstance(baseline, Report) and not report.of_kind("ok") and not report.bad:
-        raise CannotRun("none of the selected cases could be run here; the reasons stand with the cases")
+        raise CannotRun("none of the selected cases could be run here; the reason is given with each case")
     return EXIT_OK
 
 

@@ -116,7 +116,7 @@ class _Watch:
         now = time.monotonic()
         if self._stopped_at is not None:
             if now - self._stopped_at > _REPORT_SECONDS:
-                raise DoctorFault("a supervisor did not report in time; its rank cannot be told")
+                raise DoctorFault("a supervisor did not report in time, and it is not known on which rank")
             return
         self._still += min(now - self._looked_at, _LATE_SECONDS)
         self._looked_at = now

@@ -49,7 +49,7 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice) 
     if (was := _conditions(earlier)) != (now := _conditions(report)):
         raise UsageError(
             f"--resume: the report is of {was}, this run is of {now}; "
-            "their results cannot stand in one report: leave --resume out to begin again"
+            "their results cannot be combined; leave --resume out to start again"
         )
     selected = set(options.cases)
     return dataclasses.replace(

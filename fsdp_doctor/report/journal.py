@@ -88,9 +88,9 @@ def read_report(path: pathlib.Path) -> Report:
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the report {path}: {_reason(error)}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no report of fsdp-doctor: it is not JSON ({error})") from None
+        raise UsageError(f"{path} is not a report of fsdp-doctor: it is not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise UsageError(f"{path} is no report of fsdp-doctor: its 'schema' is not {SCHEMA!r}")
+        raise UsageError(f"{path} is not a report of fsdp-doctor: its 'schema' is not {SCHEMA!r}")
     version = data.get("schema_version")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise UsageError(

@@ -78,10 +78,10 @@ def test_a_users_function_that_asks_for_what_there_is_not_is_refused_when_it_is_
 ) -> None:
     (tmp_path / "mine_loaded.py").write_text(_MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UsageError, match="its parameter tokenizer"):
+    with pytest.raises(UsageError, match="no argument 'tokenizer'"):
         load_user_path("mine_loaded:asks_for_a_tokenizer")
     load_user_path("mine_loaded:weights")
-    with pytest.raises(UsageError, match="its parameter optimizer"):
+    with pytest.raises(UsageError, match="no argument 'optimizer'"):
         load_user_path("mine_loaded:weights", ("model", "device"))
 
 
@@ -104,5 +104,5 @@ def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
     (tmp_path / "mine.py").write_text(_MINE)
     done = doctor(*command, "--path", path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path)
     assert (done.code, done.stdout) == (2, "")
-    assert f"its parameter {parameter} is nothing that a path is given" in re.sub(r"\s+", " ", done.stderr)
+    assert f"a path has no argument {parameter!r}" in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from fsdp_doctor.errors import UsageError
     ("path", "sentence"),
     [
         ("no_such_module:function", "cannot import no_such_module: ModuleNotFoundError"),
-        ("faults.values:no_such_function", "no_such_function in faults.values has no such name"),
+        ("faults.values:no_such_function", "no_such_function in faults.values does not exist"),
         ("faults.values:not_a_function", "is a str, not a function"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_report_whose_file_is_called_known_is_given_with_a_directory(tmp_path:
     (tmp_path / "known").write_text(json.dumps({"schema": "another"}))
     done = doctor("probe", *_SELECTED, "--expect", "./known", cwd=tmp_path)
     assert done.code == 2
-    assert "known is no report of fsdp-doctor" in done.stderr
+    assert "known is not a report of fsdp-doctor" in done.stderr
 
 
 @_emulated

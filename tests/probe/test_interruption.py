@@ -95,7 +95,7 @@ def test_a_partial_report_of_other_ranks_is_not_gone_on_with(finished: pathlib.P
     shutil.copy(finished, tmp_path)
     run = probe(tmp_path, *_SCENARIO, "--resume", "--nproc", "3")
     assert run.code == 2
-    assert "their results cannot stand in one report" in run.stderr
+    assert "their results cannot be combined" in run.stderr
     assert run.report is not None
     assert run.report.world_size == 2
 

@@ -45,12 +45,12 @@ def load_user_path(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Call
         raise UsageError(f"--path {name}: cannot import {module_name}: {type(error).__name__}: {error}") from None
     function = getattr(module, attribute, None)
     if not callable(function):
-        what = "has no such name" if function is None else f"is a {type(function).__name__}, not a function"
+        what = "does not exist" if function is None else f"is a {type(function).__name__}, not a function"
         raise UsageError(f"--path {name}: {attribute or 'an empty name'} in {module_name} {what}")
     if unknown := [parameter for parameter in asked_for(function) if parameter not in given]:
         known = ", ".join(argument for argument in given if argument != "model")
         raise UsageError(
-            f"--path {name}: its parameter {unknown[0]} is nothing that a path is given; after the model it may ask "
-            f"for {known}, and any other parameter needs a default"
+            f"--path {name}: a path has no argument {unknown[0]!r}; after the model its parameters can be {known}, "
+            "and any other parameter needs a default"
         )
     return function, getattr(function, "contract", Contract())
