@@ -14,8 +14,10 @@ import time
 import uuid
 
 from support.emulation import needs_emulation
+from support.forked import run_doctor
 from support.places import ROOT, TESTS
 
+from fsdp_doctor.machine.launch import num_ranks
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.records import RankReport
@@ -120,12 +122,26 @@ def start_probe(
     return Started(*command, env=env)
 
 
+def launched_probe(directory: pathlib.Path, *arguments: str, device: str = "cpu") -> Run:
+    """``fsdp-doctor probe`` in a new interpreter, which starts torchrun; with its report read back."""
+    json_file = directory / "report.json"
+    return start_probe(json_file, *arguments, device=device).wait(json_file)
+
+
 def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None) -> Run:
-    """``fsdp-doctor probe``, with its report read back. Skips the test where there can be no emulated device."""
+    """``fsdp-doctor probe`` on every rank, with its report read back.
+
+    As torchrun starts it, but that no interpreter starts: a rank is forked from a process that has imported torch.
+    Skips the test where there can be no emulated device.
+    """
     if device == "emulated":
         needs_emulation()
     json_file = directory / "report.json"
-    return start_probe(json_file, *arguments, device=device, env=env).wait(json_file)
+    ranks = int(arguments[arguments.index("--nproc") + 1]) if "--nproc" in arguments else num_ranks(device)
+    words = ("probe", "--device", device, "--json", str(json_file), *arguments)
+    done = run_doctor(words, ranks, env or {})
+    report = read_report(json_file) if json_file.exists() else None
+    return Run(done.code, done.stdout, done.stderr, done.left, report)
 
 
 @functools.cache

@@ -26,7 +26,8 @@ class CaseResult:
 
     seconds: the slowest rank's time inside the path. peak_extra_bytes: the largest rank's.
     wall_seconds: everything that the case cost, building and checking included.
-    yielded: by rank, how many entries of each sort the path yielded; empty where it did not get through.
+    yielded: by rank, how many entries of each form, dtype and kind of device the path yielded; empty where it
+        did not get through.
     known: the id of the catalogue's entry that a bad verdict shows; empty where there is none.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
     """

@@ -12,6 +12,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import VerdictKind
 
@@ -41,11 +42,15 @@ class Expectation:
 
 
 def expected(case: Case) -> Expectation:
-    """What the catalogue knows of the case, on the torch that is installed here if there is one."""
+    """What the catalogue knows of the case, on the torch that is installed here if there is one.
+
+    Raises UsageError for what a script cannot see.
+    """
     versions = _installed()
     entry = next(iter(catalogue.of_case(case, RunContext(torch=versions.get("torch", "")))), None)
     if entry is None:
         return Expectation(kind="ok", title="Nothing is known to break here", source=_CATALOGUE, versions=versions)
+    _check_that_a_script_can_see(case, entry.verdict)
     return Expectation(
         kind=entry.verdict,
         # What also shows without an exception is known by its verdict alone.
@@ -55,6 +60,12 @@ def expected(case: Case) -> Expectation:
         source=_CATALOGUE,
         versions=versions,
     )
+
+
+def _check_that_a_script_can_see(case: Case, kind: VerdictKind) -> None:
+    """Raises UsageError for values of the optimizer's state: a script has nothing to compare them with."""
+    if kind == "wrong" and find_path(case.path, case.scenario.version).contract.form == "optimizer":
+        raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 
 
 def _installed() -> dict[str, str]:
@@ -76,6 +87,7 @@ def reported(case: Case, report: Report) -> Expectation:
         raise UsageError(f"case {case.id!r}: that {_CHANGED} the training state, the doctor alone can see")
     if report.world_size != 2 and case.scenario.sharding != "hsdp":
         raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
+    _check_that_a_script_can_see(case, result.verdict.kind)
     known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
     return Expectation(
         kind=result.verdict.kind,

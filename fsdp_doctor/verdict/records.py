@@ -64,7 +64,7 @@ class Record:
     peak_extra_bytes: device memory that the path had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
     num_tensors: how many entries the path yielded on this rank so far.
-    yielded: once the path is through, how many of each sort: form, dtype and kind of device.
+    yielded: once the path is through, how many of each form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
     retire: what the path left behind in the process that could not be undone, so that no other case
         may run in it; empty if there is nothing.

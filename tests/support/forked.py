@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from program import ROOT, TESTS
 
 from support.emulation import needs_emulation
+from support.places import ROOT, TESTS
 
 _IMPORTED_ONCE = [
     "torch.distributed.fsdp",
@@ -33,34 +34,36 @@ _IMPORTED_ONCE = [
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
     "support.ranks",
+    "fsdp_doctor.probe.worker_process",
 ]
 _SECONDS_OF_A_SCRIPT = 180
+_SECONDS_OF_A_PROBE = 600
+# For the other ranks, once rank 0 has ended, and for what they started.
+_SECONDS_AFTER = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Ranks that were started together, and the file that they print into."""
+    """Ranks that were started together, and the files that they print into."""
 
     ranks: list[BaseProcess]
-    output: pathlib.Path
+    stdout: pathlib.Path
+    stderr: pathlib.Path
 
     def printed(self) -> str:
-        return self.output.read_text(errors="replace")
+        return self.stdout.read_text(errors="replace") + self.stderr.read_text(errors="replace")
 
 
 @contextlib.contextmanager
-def job(device: str, target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Job]:
+def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Job]:
     """A rank for each tuple of arguments, which calls ``target`` with it; none outlives the context."""
-    if device == "emulated":
-        needs_emulation()
     # Listens on the loopback interface alone.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:
-        started = Job([], pathlib.Path(directory) / "output")
-        started.output.touch()
+        started = Job([], pathlib.Path(directory) / "stdout", pathlib.Path(directory) / "stderr")
         for rank, own in enumerate(arguments):
             place = _place(rank, len(arguments), store.port)
-            start = (device, place, started.output, target, own)
+            start = (place, started.stdout, started.stderr, target, own)
             started.ranks.append(_fork_server().Process(target=_rank, args=start, daemon=True))
             started.ranks[-1].start()
         try:
@@ -82,10 +85,53 @@ class ScriptRun:
 
 def run_script(script: pathlib.Path, device: str = "emulated", ranks: int = 2) -> ScriptRun:
     """A standalone script on every rank, as torchrun runs it."""
-    with job(device, _run_as_main, [(str(script),)] * ranks) as started:
+    if device == "emulated":
+        needs_emulation()
+    with job(_run_as_main, [(str(script), device)] * ranks) as started:
         for process in started.ranks:
             process.join(_SECONDS_OF_A_SCRIPT)
         return ScriptRun([process.exitcode for process in started.ranks], started.printed())
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorRun:
+    """``code`` is rank 0's. ``left``: processes of the run that were still alive after it."""
+
+    code: int
+    stdout: str
+    stderr: str
+    left: list[str]
+
+
+def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> DoctorRun:
+    """``fsdp-doctor ARGUMENTS`` as torchrun starts it on every rank."""
+    alive, held = multiprocessing.Pipe(duplex=False)
+    kept_by_all = os.readlink(f"/proc/self/fd/{held.fileno()}")
+    with job(_run_the_doctor, [(list(arguments), env, held)] * ranks) as started:
+        held.close()
+        first, *others = started.ranks
+        first.join(_SECONDS_OF_A_PROBE)
+        for process in others:
+            process.join(_SECONDS_AFTER)
+        assert first.exitcode is not None, f"no end within {_SECONDS_OF_A_PROBE} seconds: {started.printed()}"
+        printed = started.stdout.read_text(errors="replace"), started.stderr.read_text(errors="replace")
+    with alive, contextlib.suppress(EOFError):
+        if not alive.poll(_SECONDS_AFTER):
+            return DoctorRun(first.exitcode, *printed, _end_all_that_hold(kept_by_all))
+        alive.recv()
+    return DoctorRun(first.exitcode, *printed, left=[])
+
+
+def _end_all_that_hold(pipe: str) -> list[str]:
+    """The command lines of the processes that have the pipe open."""
+    left = []
+    for process in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(process.name)
+            if pid != os.getpid() and pipe in [os.readlink(file) for file in (process / "fd").iterdir()]:
+                left.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                os.kill(pid, signal.SIGKILL)
+    return left
 
 
 @functools.cache
@@ -106,17 +152,28 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _rank(
-    device: str, place: dict[str, str], output: pathlib.Path, target: Callable[..., Any], arguments: tuple[Any, ...]
+    place: dict[str, str],
+    stdout: pathlib.Path,
+    stderr: pathlib.Path,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(file, number)
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ |= place
-    if device == "emulated":
-        import fsdp_doctor.emulated  # noqa: F401, which registers the device
     target(*arguments)
 
 
-def _run_as_main(script: str) -> None:
+def _run_as_main(script: str, device: str) -> None:
+    if device == "emulated":
+        import fsdp_doctor.emulated  # noqa: F401, which registers the device
     runpy.run_path(script, run_name="__main__")
+
+
+def _run_the_doctor(arguments: list[str], env: dict[str, str], held: Any) -> None:
+    """``held`` stays open in this process and in those that it forks."""
+    os.environ |= env
+    sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.argv = ["fsdp-doctor", *arguments]
+    runpy.run_module("fsdp_doctor", run_name="__main__")

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from support import forked
+from support.emulation import needs_emulation
 
 Check = Callable[[], None]
 
@@ -107,11 +108,13 @@ class _Group:
 
     def __init__(self, setting: Setting, seconds_of_a_check: int) -> None:
         self._seconds = seconds_of_a_check
+        if setting.device == "emulated":
+            needs_emulation()
         pipes = [multiprocessing.Pipe() for _ in range(setting.ranks)]
         self._ours = [ours for ours, _ in pipes]
         self._stack = contextlib.ExitStack()
         arguments = [(setting.device, self._seconds, theirs) for _, theirs in pipes]
-        self._job = self._stack.enter_context(forked.job(setting.device, _serve, arguments))
+        self._job = self._stack.enter_context(forked.job(_serve, arguments))
 
     def end(self) -> str:
         """What the ranks printed."""
@@ -190,7 +193,11 @@ def of_all_ranks(said: Any) -> list[Any]:
 
 def _serve(device: str, seconds_of_a_check: int, commands: Connection) -> None:
     os.environ["FSDP_DOCTOR_TEST_DEVICE"] = device
-    backend = "gloo" if device == "cpu" else "cpu:gloo,emulated:emulated"
+    backend = "gloo"
+    if device == "emulated":
+        import fsdp_doctor.emulated  # noqa: F401, which registers the device
+
+        backend = "cpu:gloo,emulated:emulated"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=SECONDS_OF_A_COLLECTIVE))
     if device == "emulated":
         accelerator().set_device(this_rank())
