@@ -48,9 +48,7 @@ class DeviceOptions:
 class LimitOptions:
     timeout: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"
-        ),
+        typer.Option(help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"),
     ] = None
     start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0
     grace: Annotated[float, typer.Option(help="Seconds to wait for the other ranks after one has failed.")] = 5.0
@@ -114,8 +112,8 @@ def run(
         str | None,
         typer.Option(
             metavar="known|REPORT",
-            help="The expected verdicts: as the catalogue foretells for this torch, device and number of ranks, or as in "
-            "a JSON report. Exit code 1 if there are others, which are listed.",
+            help="The expected verdicts: as the catalogue foretells for this torch, device and number of ranks, "
+            "or as in a JSON report. Exit code 1 if there are others, which are listed.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,
