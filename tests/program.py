@@ -128,20 +128,26 @@ def launched_probe(directory: pathlib.Path, *arguments: str, device: str = "cpu"
     return start_probe(json_file, *arguments, device=device).wait(json_file)
 
 
-def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None) -> Run:
-    """``fsdp-doctor probe`` on every rank, with its report read back.
+def forked_doctor(*arguments: str, ranks: int = 2, env: dict[str, str] | None = None) -> Run:
+    """``fsdp-doctor ARGUMENTS`` on every rank, as torchrun starts it, but that no interpreter starts.
 
-    As torchrun starts it, but that no interpreter starts: a rank is forked from a process that has imported torch.
+    A rank is forked from a process that has imported torch.
+    """
+    done = run_doctor(arguments, ranks, env or {})
+    return Run(done.code, done.stdout, done.stderr, done.left)
+
+
+def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None) -> Run:
+    """``fsdp-doctor probe`` on forked ranks, with its report read back.
+
     Skips the test where there can be no emulated device.
     """
     if device == "emulated":
         needs_emulation()
     json_file = directory / "report.json"
     ranks = int(arguments[arguments.index("--nproc") + 1]) if "--nproc" in arguments else num_ranks(device)
-    words = ("probe", "--device", device, "--json", str(json_file), *arguments)
-    done = run_doctor(words, ranks, env or {})
-    report = read_report(json_file) if json_file.exists() else None
-    return Run(done.code, done.stdout, done.stderr, done.left, report)
+    done = forked_doctor("probe", "--device", device, "--json", str(json_file), *arguments, ranks=ranks, env=env)
+    return dataclasses.replace(done, report=read_report(json_file) if json_file.exists() else None)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from fsdp_doctor.cli import (
     starting,
 )
 from fsdp_doctor.cli.option_groups import flattened
-from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed
+from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed, UsageError
 from fsdp_doctor.machine import launch
 
 app = typer.Typer(
@@ -94,7 +94,7 @@ def _run() -> None:
 def _say_why(error: FsdpDoctorError) -> None:
     if isinstance(error, OutputClosed):
         return
-    if not launch.is_rank_zero() and isinstance(error, CannotRun):
+    if not launch.is_rank_zero() and isinstance(error, CannotRun | UsageError):
         # Most likely rank 0 says the same. If it does, torchrun ends this process meanwhile.
         time.sleep(2)
     # torchrun ends the other ranks when rank 0 has ended: why, rank 0 has said.

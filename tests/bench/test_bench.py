@@ -7,13 +7,13 @@ import pathlib
 from typing import Any
 
 import pytest
-from program import Run, doctor
+from program import Run, doctor, forked_doctor
 from support.emulation import needs_emulation
 
 
-def bench(tmp_path: pathlib.Path, *options: str, cwd: pathlib.Path | None = None) -> tuple[Run, dict[str, Any]]:
+def bench(tmp_path: pathlib.Path, *options: str, **how: Any) -> tuple[Run, dict[str, Any]]:
     file = tmp_path / "bench.json"
-    run = doctor("bench", "--repeat", "1", "--json", str(file), *options, cwd=cwd)
+    run = forked_doctor("bench", "--repeat", "1", "--json", str(file), *options, **how)
     return run, json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -87,7 +87,9 @@ def test_a_path_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_i
         "def good(model):\n    yield from full_tensors(model)\n"
         "def broken(model):\n    raise KeyError('lm_head')\n",
     )
-    run, report = bench(tmp_path, "--device", "cpu", "--path", "mine:good,mine:broken", cwd=tmp_path)
+    run, report = bench(
+        tmp_path, "--device", "cpu", "--path", "mine:good,mine:broken", env={"PYTHONPATH": str(tmp_path)}
+    )
     assert run.code == 0, run.stderr
     good, bad = report["measured"]
     assert good["seconds"] > 0

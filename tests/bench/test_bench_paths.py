@@ -6,9 +6,10 @@ import json
 import pathlib
 
 import pytest
-from program import ROOT, TESTS, doctor
+from program import forked_doctor
+from support.inside import doctor
 
-_ONE_RANK = ("bench", "--device", "cpu", "--nproc", "1", "--repeat", "1")
+_BENCH = ("bench", "--device", "cpu", "--repeat", "1")
 
 
 @pytest.mark.parametrize(
@@ -24,22 +25,22 @@ def test_a_path_that_no_strategy_has_is_refused_with_those_that_it_has(strategy:
 
 def test_what_an_offload_is_known_to_break_is_named_and_the_rest_is_measured(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bench.json"
-    done = doctor(*_ONE_RANK, "--offload", "none,param", "--path", "unshard", "--json", str(file))
+    done = forked_doctor(*_BENCH, "--offload", "none,param", "--path", "unshard", "--json", str(file), ranks=1)
     assert done.code == 0, done.stderr
     assert "note: not measured: fsdp2 param unshard;" in done.stderr
     assert [row["offload"] for row in json.loads(file.read_text())["measured"]] == ["none"]
 
 
 def test_nothing_measured_is_exit_code_3() -> None:
-    done = doctor(*_ONE_RANK, "--offload", "param", "--path", "unshard")
+    done = forked_doctor(*_BENCH, "--offload", "param", "--path", "unshard", ranks=1)
     assert done.code == 3
     assert "fsdp-doctor: nothing was measured: no path of --path works" in done.stderr
 
 
 def test_nothing_but_errors_is_exit_code_3(tmp_path: pathlib.Path) -> None:
     (tmp_path / "broken_path.py").write_text("def broken(model):\n    raise KeyError('lm_head')\n")
-    path = {"PYTHONPATH": f"{ROOT}:{TESTS}:{tmp_path}"}
-    done = doctor(*_ONE_RANK, "--path", "broken_path:broken", env=path)
+    path = {"PYTHONPATH": str(tmp_path)}
+    done = forked_doctor(*_BENCH, "--path", "broken_path:broken", env=path, ranks=1)
     assert done.code == 3
     assert "KeyError: 'lm_head'" in done.stdout
     assert "fsdp-doctor: nothing was measured: every path raised" in done.stderr

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from program import ROOT, doctor, probe
+from program import forked_doctor, probe
+from support.places import ROOT
 
 from fsdp_doctor.case.paths.arguments import PathArguments, asked_for, called_by_name
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
@@ -87,7 +88,7 @@ def test_a_users_function_that_asks_for_what_there_is_not_is_refused_when_it_is_
 
 def test_a_users_function_is_given_the_scenarios_optimizer_and_device(tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine.py").write_text(_MINE)
-    done = probe(tmp_path, *_SCENARIO, "--path", "mine:weights", env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    done = probe(tmp_path, *_SCENARIO, "--path", "mine:weights", env={"PYTHONPATH": str(tmp_path)})
     assert done.kind("mine:weights") == "ok", done.stdout
 
 
@@ -102,7 +103,7 @@ def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
     tmp_path: pathlib.Path, command: tuple[str, ...], path: str, parameter: str
 ) -> None:
     (tmp_path / "mine.py").write_text(_MINE)
-    done = doctor(*command, "--path", path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path)
+    done = forked_doctor(*command, "--path", path, env={"PYTHONPATH": str(tmp_path)})
     assert (done.code, done.stdout) == (2, "")
     assert f"a path has no argument {parameter!r}" in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
-from support.places import ROOT
 
 from fsdp_doctor.check import check, reading
 from fsdp_doctor.errors import UsageError
-
-
-def _shell(command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", command, sys.executable],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("redirection", ["<&-", "0>/dev/null"])
-def test_a_standard_input_that_cannot_be_read_is_a_usage_error(redirection: str) -> None:
-    done = _shell(f'exec "$0" -m fsdp_doctor check - {redirection}')
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
-    assert "standard input" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 def test_a_closed_standard_input_is_refused_in_a_program_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import json
 import pathlib
 
 import pytest
-from program import ROOT, Run, doctor, torchrun
+from program import Run, doctor, forked_doctor, torchrun
+from support.places import ROOT
 
 from fsdp_doctor.matrix.selection import Selection, select
 
@@ -23,7 +24,7 @@ def _complaint(stderr: str) -> str:
 
 def test_a_configuration_that_transformers_does_not_know_is_the_models_fault_and_told(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    done = doctor(*_PROBE, "--model", str(tmp_path), "--strategy", "fsdp2", "--offload", "none")
+    done = forked_doctor(*_PROBE, "--model", str(tmp_path), "--strategy", "fsdp2", "--offload", "none")
     assert done.code == 2, done.stderr
     assert "no_such_model" in _complaint(done.stderr)
 
@@ -69,7 +70,7 @@ def _ids(axes: dict[str, tuple[str, ...]]) -> list[str]:
 @pytest.fixture(scope="module")
 def nothing_can_run() -> Run:
     ids = [case_id for axes in _CANNOT_BE_BUILT.values() for case_id in _ids(axes)]
-    return doctor(*_PROBE, *(word for case_id in ids for word in ("--case", case_id)))
+    return forked_doctor(*_PROBE, *(word for case_id in ids for word in ("--case", case_id)))
 
 
 def test_a_selection_of_which_nothing_can_run_is_exit_code_3(nothing_can_run: Run) -> None:

@@ -103,6 +103,13 @@ def test_a_closed_standard_input_is_a_usage_error(arguments: tuple[str, ...]) ->
     assert done.code == 2
 
 
+def test_a_standard_input_that_cannot_be_read_is_a_usage_error() -> None:
+    done = _run("0>/dev/null", "check", "-")
+    [sentence] = _sentences(done.stderr)
+    assert "standard input" in sentence
+    assert (done.code, done.stdout) == (2, "")
+
+
 def test_what_does_not_read_standard_input_does_without() -> None:
     done = _run("<&-", "list")
     assert done.code == 0

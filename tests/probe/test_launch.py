@@ -9,7 +9,7 @@ import socket
 import sys
 
 import pytest
-from program import Run, Started, doctor, probe, run, torchrun
+from program import Run, Started, launched_probe, probe, run, torchrun
 from support import inside
 from support.places import ROOT
 
@@ -28,7 +28,7 @@ _TWO_CASES = (
     "--path",
     "unshard",
 )
-_HALF_BAD = (*_TWO_CASES[:-1], "summon_full_params,unshard")
+_HALF_BAD = (*_TWO_CASES[2:-1], "summon_full_params,unshard")
 _IDS = ["fsdp2/none/staged/unshard", "fsdp2/policy/staged/unshard"]
 
 
@@ -86,7 +86,7 @@ def test_two_nodes_joined_by_one_rendezvous() -> None:
 def half_bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Path]:
     """A run of two ok and two bad cases into a pipe, and its report."""
     directory = tmp_path_factory.mktemp("half_bad")
-    return probe(directory, *_HALF_BAD[2:], "--confirm"), directory / "report.json"
+    return launched_probe(directory, *_HALF_BAD, "--confirm"), directory / "report.json"
 
 
 def test_confirm_runs_a_bad_case_again_in_fresh_workers(half_bad: tuple[Run, pathlib.Path]) -> None:
@@ -109,15 +109,15 @@ def test_expectations_that_are_met_are_exit_code_0_and_surprises_1_in_both_direc
     half_bad: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     text = half_bad[1].read_text()
-    expected = tmp_path / "report.json"
+    expected = tmp_path / "expected.json"
     expected.write_text(text)
-    assert doctor("probe", *_HALF_BAD, "--expect", str(expected)).code == 0
+    assert probe(tmp_path, *_HALF_BAD, "--expect", str(expected)).code == 0
     expected.write_text(text.replace('"kind": "wrong"', '"kind": "ok"'))
-    worse = doctor("probe", *_HALF_BAD, "--expect", str(expected))
+    worse = probe(tmp_path, *_HALF_BAD, "--expect", str(expected))
     assert worse.code == 1
     assert "expected ok, got wrong: fsdp2/none/staged/summon_full_params" in worse.stderr
     expected.write_text(text.replace('"kind": "ok"', '"kind": "crash"'))
-    better = doctor("probe", *_HALF_BAD, "--expect", str(expected))
+    better = probe(tmp_path, *_HALF_BAD, "--expect", str(expected))
     assert better.code == 1
     assert "expected crash, got ok: fsdp2/none/staged/unshard" in better.stderr
 

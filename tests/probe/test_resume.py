@@ -6,7 +6,7 @@ import json
 import pathlib
 
 import pytest
-from program import Run, doctor, probe
+from program import Run, probe
 
 _CASES = ("--case", "fsdp2/none/staged/unshard", "--case", "fsdp2/none/staged/dcp")
 
@@ -23,11 +23,11 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _resumed(directory: pathlib.Path, text: str, *arguments: str) -> Run:
     (directory / "report.json").write_text(text)
-    return doctor("probe", *_CASES, "--json", str(directory / "report.json"), "--resume", *arguments)
+    return probe(directory, *_CASES, "--resume", *arguments)
 
 
 def test_a_run_under_the_same_conditions_goes_on(tmp_path: pathlib.Path, partial: str) -> None:
-    done = _resumed(tmp_path, partial, "--device", "cpu")
+    done = _resumed(tmp_path, partial)
     assert done.code == 0, done.stderr
     data = json.loads((tmp_path / "report.json").read_text())
     assert [result["path"] for result in data["results"]] == ["unshard", "dcp"]
@@ -42,8 +42,8 @@ def test_the_device_is_the_one_that_the_report_had_however_it_was_asked_for(
     asked_for_auto = partial.replace(" --device cpu", "")
     assert asked_for_auto != partial
     of_a_gpu = json.dumps(json.loads(asked_for_auto) | {"device": "cuda"})
-    assert _resumed(tmp_path, asked_for_auto, "--device", "cpu").code == 0
-    refused = _resumed(tmp_path, of_a_gpu, "--device", "cpu")
+    assert _resumed(tmp_path, asked_for_auto).code == 0
+    refused = _resumed(tmp_path, of_a_gpu)
     assert refused.code == 2
     assert "--resume: the report is of 2 ranks of cuda with torch " in refused.stderr
     assert "this run is of 2 ranks of cpu with torch " in refused.stderr
@@ -63,7 +63,7 @@ def test_another_number_of_ranks_another_torch_and_other_options_are_refused(
 ) -> None:
     data = json.loads(partial)
     data["environment"]["packages"] |= changed
-    refused = _resumed(tmp_path, json.dumps(data), "--device", "cpu", *arguments)
+    refused = _resumed(tmp_path, json.dumps(data), *arguments)
     assert refused.code == 2
     assert said in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -161,6 +161,9 @@ def _rank(
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    for name in ("COLUMNS", "LINES"):
+        # What readline, which pytest imports, has put into the environment behind Python's back.
+        os.environ.pop(name, None)
     os.environ |= place
     target(*arguments)
 
