@@ -37,4 +37,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lora]'
+	# Where there is a C++ compiler, the emulated device is built here and not in the first test that uses it.
+	-$(BIN)/python -c 'import fsdp_doctor.emulated'
 	touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import re
 from collections.abc import Mapping
@@ -68,7 +69,8 @@ def _check_that_a_script_can_see(case: Case, kind: VerdictKind) -> None:
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 
 
-def _installed() -> dict[str, str]:
+@functools.cache
+def _installed() -> Mapping[str, str]:
     found = {}
     for package in ("torch", "transformers", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

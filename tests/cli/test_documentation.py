@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import typer
-from test_rooms import EMULATED, ROOMS
+from support.rooms import EMULATED, ROOMS
 
 from fsdp_doctor import errors
 from fsdp_doctor.cli.app import app

@@ -8,15 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from support.rooms import EMULATED, ROOMS
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "fsdp_doctor"
-# A room may import from the rooms before it, and from itself. CONTRIBUTING.md says what each is for.
-ROOMS = (
-    *("errors", "machine", "matrix", "verdict", "known", "report", "fsdp", "extract", "examination"),
-    *("case", "probe", "explain", "check", "repro", "bench", "cli"),
-)
-# It stands alone: it imports nothing of ours.
-EMULATED = "emulated"
 # What the package's root offers to users: reached by the two entry points and nobody else.
 ROOT = ("__init__", "__main__")
 MOST_PARAMETERS = 8
