@@ -22,7 +22,6 @@ _HALF_MOVED = "fsdp2/policy/staged/state_dict"
 _FINE = "fsdp2/none/staged/state_dict"
 _RACE = "fsdp2/param/unstaged/nonblocking/state_dict"
 _TORCH = tuple(int(part) for part in importlib.metadata.version("torch").split("+")[0].split(".")[:2])
-_emulated = pytest.mark.skipif(_TORCH < (2, 10), reason="the emulated device needs torch 2.10")
 
 
 def _result(case_id: str, kind: VerdictKind, known: str = "") -> CaseResult:
@@ -158,7 +157,6 @@ def test_a_report_whose_file_is_called_known_is_given_with_a_directory(tmp_path:
     assert "known is not a report of fsdp-doctor" in done.stderr
 
 
-@_emulated
 def test_one_rank_of_fsdp1_is_foretold_with_every_offload(tmp_path: pathlib.Path) -> None:
     """One GPU is the first thing that many try; there FSDP1 falls back to NO_SHARD."""
     words = ("--nproc", "1", "--strategy", "fsdp1", "--offload", "none,param,optimizer,policy", "--fix")
@@ -175,7 +173,6 @@ def test_one_rank_of_fsdp1_is_foretold_with_every_offload(tmp_path: pathlib.Path
     assert all(result.verdict.kind == "ok" for result in done.report.results if result.case.path == "full_tensors")
 
 
-@_emulated
 def test_three_ranks_whose_shards_are_uneven_are_foretold_to_hang(tmp_path: pathlib.Path) -> None:
     words = ("--nproc", "3", "--timeout", "6", "--case", "fsdp2/none/unstaged/from_local")
     done = probe(tmp_path, *words, "--case", "fsdp2/none/unstaged/dcp", "--expect", "known", device="emulated")
@@ -183,7 +180,6 @@ def test_three_ranks_whose_shards_are_uneven_are_foretold_to_hang(tmp_path: path
     assert (done.kind("from_local"), done.kind("dcp")) == ("hang", "ok")
 
 
-@_emulated
 def test_a_race_is_not_foretold_where_copies_finish_at_once(tmp_path: pathlib.Path) -> None:
     for eager, kind in (((), "wrong"), (("--no-late-completion",), "ok")):
         done = probe(tmp_path, "--case", _RACE, *eager, "--expect", "known", device="emulated")

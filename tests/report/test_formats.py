@@ -1,151 +1,34 @@
-"""The report in every format, and the schema of the JSON one."""
+"""The report in every format that is made for people and for programs that count tests."""
 
-import copy
 import dataclasses
 import itertools
-import json
-import pathlib
 from collections import Counter
-from typing import get_args
 from xml.etree import ElementTree
 
-import jsonschema
 import pytest
+from support.reports import (
+    CASES,
+    CONTROL,
+    GITHUB_LIMIT,
+    STACK,
+    TRACEBACK,
+    every_kind,
+    everything,
+    report,
+    result,
+    squeezed,
+)
 
-import fsdp_doctor
-from fsdp_doctor.machine.environment import without_torch
-from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report import markdown
-from fsdp_doctor.report.document import (
-    NOT_IN_OLDER_REPORTS,
-    CaseResult,
-    Report,
-    report_from_dict,
-    report_to_dict,
-    result_of,
-)
-from fsdp_doctor.report.failure_groups import distinct_failures, numbers
 from fsdp_doctor.report.formats import FORMATS, render
-from fsdp_doctor.report.layout import bytes_text, summary
+from fsdp_doctor.report.layout import summary
 from fsdp_doctor.verdict.classification import MEANING, Verdict
 from fsdp_doctor.verdict.records import (
-    Failure,
-    Problem,
-    ProblemKind,
     RankReport,
-    Ready,
-    Record,
-    Refused,
-    Stage,
-    Stop,
 )
-
-SCHEMA = json.loads((pathlib.Path(fsdp_doctor.__file__).parent / "report" / "schema.json").read_text())
-GITHUB_LIMIT = 65_536
-CASES = select(Selection())
-CONTROL = "\x00 \x1b[31mred\x1b[0m \x08 \ufffe \uffff"
-TRACEBACK = "Traceback (most recent call last):\n" + '  File "torch/x.py", line 1, in f\n    g(h)\n' * 100
-STACK = "Current thread 0x1 (most recent call first):\n" + '  File "torch/nn/modules/module.py", line 1 in call\n' * 40
-
-
-def result(case=CASES[0], kind="crash", reason="it broke", *, ranks=(), traceback="", **fields):
-    if traceback:
-        failure = Failure(type="RuntimeError", message=reason, traceback=traceback, time=1.5)
-        ranks = (RankReport(rank=0, record=Record(case_id=case.id, stage="extract", failure=failure, done=True)),)
-    verdict = Verdict(kind=kind, reason=reason, ranks=(0,) if ranks else (), also=fields.pop("also", ()))
-    return CaseResult(case=case, verdict=verdict, ranks=tuple(ranks), **fields)
-
-
-def report(*results, **fields):
-    return Report(
-        **{
-            "version": "0.1.0",
-            "created": "2026-01-01T00:00:00+00:00",
-            "command": "fsdp-doctor probe -k 'a & b < c'",
-            "device": "cuda",
-            "world_size": 2,
-            "num_selected": len(results),
-            "environment": {"python": "3.12", "torch": "2.9.0", "accelerators": ["An accelerator"]},
-            "complete": True,
-            "results": results,
-            **fields,
-        }
-    )
-
-
-def every_kind(**fields):
-    """A case for each verdict."""
-    return [result(case, kind, f"reason of {kind}", **fields) for case, kind in zip(CASES, MEANING, strict=False)]
-
-
-def everything():
-    """A report in which nothing is left at its default."""
-    case = Case(Scenario(**{axis.name: list(axis.values)[-1] for axis in AXES}), "mod:fn")
-    record = Record(
-        case_id=case.id,
-        stage="next step",
-        failure=Failure(type="RuntimeError", message="it\nbroke", traceback="Traceback\n", time=1.5),
-        unsupported="no",
-        problems=(Problem(kind="leak", detail="1 byte"),),
-        seconds=0.5,
-        peak_extra_bytes=7,
-        num_tensors=3,
-        healthy=False,
-        done=True,
-    )
-    facts = without_torch(host_name=True) | {
-        "torch": "2.9.0",
-        "cuda": "12.8",
-        "hip": "6",
-        "accelerators": ["An accelerator"],
-        "nccl": "2.27",
-        "driver": "570",
-    }
-    rank = RankReport(
-        rank=1,
-        record=record,
-        exit="SIGKILL",
-        exit_time=2.5,
-        oom_killed=True,
-        stopped="deadline",
-        stopped_detail="not done",
-        process_state="was stopped by a signal",
-        stack=STACK,
-        garbled="{",
-        output="text",
-        refused=Refused(reason="no device", exit_code=3),
-        ready=Ready(environment=facts),
-    )
-    verdict = Verdict(kind="leak", reason="1 byte", ranks=(1,), also=("poisoned: w",))
-    one = CaseResult(
-        case=case,
-        verdict=verdict,
-        seconds=0.5,
-        peak_extra_bytes=7,
-        wall_seconds=1.25,
-        confirmation=dataclasses.replace(verdict, kind="ok"),
-        ranks=(rank, RankReport(rank=0)),
-    )
-    return report(
-        one,
-        *every_kind(),
-        environment=facts,
-        rerun_options="--nproc 2",
-        notes=("a note",),
-        complete=False,
-        ended="SIGINT",
-        seconds=9.5,
-    )
-
-
-def squeezed(text):
-    return "".join(text.split())
-
-
-# All of them.
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -422,176 +305,3 @@ def test_the_picture_has_the_matrix_the_reasons_and_the_summary():
     words = "".join(ElementTree.fromstring(render(made, "svg").encode()).itertext())
     for part in (*MEANING, "reason of crash", CASES[0].path, summary(made), "2 x An accelerator"):
         assert squeezed(part) in squeezed(words)
-
-
-# JSON, its schema, and the way back.
-
-
-def test_a_report_comes_back_from_its_dict_and_from_its_json():
-    for made in (report(), report(*every_kind()), everything()):
-        assert report_from_dict(report_to_dict(made)) == made
-        assert report_from_dict(json.loads(render(made, "json"))) == made
-
-
-def validate(data):
-    jsonschema.validate(data, SCHEMA, cls=jsonschema.Draft202012Validator)
-
-
-def test_the_schema_is_a_schema():
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-
-
-@pytest.mark.parametrize("made", [report(), report(*every_kind()), everything()], ids=["empty", "kinds", "everything"])
-def test_what_is_written_is_valid_by_the_schema(made):
-    validate(json.loads(render(made, "json")))
-
-
-def objects(data, at=()):
-    """The place of every JSON object whose keys are ours, but for the tables of names."""
-    if isinstance(data, dict):
-        yield at
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        if key not in ("packages", "variables", "yielded"):
-            yield from objects(value, (*at, key))
-
-
-WHOLE = json.loads(render(dataclasses.replace(everything(), results=everything().results[:1]), "json"))
-PLACES = [pytest.param(place, id=".".join(map(str, place)) or "report") for place in objects(WHOLE)]
-
-
-def reached(place):
-    """A copy of WHOLE, and the object in it at that place."""
-    data = copy.deepcopy(WHOLE)
-    found = data
-    for key in place:
-        found = found[key]
-    return data, found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_the_schema_refuses_a_key_that_we_do_not_write(place):
-    data, found = reached(place)
-    validate(data)
-    found["zebra"] = 1
-    with pytest.raises(jsonschema.ValidationError):
-        validate(data)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_the_schema_refuses_a_value_of_another_type(place):
-    for key in reached(place)[1]:
-        data, found = reached(place)
-        found[key] = [[]]
-        with pytest.raises(jsonschema.ValidationError):
-            validate(data)
-
-
-@pytest.mark.parametrize("place", [place for place in PLACES if "environment" not in place.id])
-def test_the_schema_misses_a_key_that_we_always_write(place):
-    for key in reached(place)[1].keys() - NOT_IN_OLDER_REPORTS:
-        data, found = reached(place)
-        del found[key]
-        with pytest.raises(jsonschema.ValidationError):
-            validate(data)
-
-
-@pytest.mark.parametrize(
-    ("enum", "words"),
-    [
-        (SCHEMA["$defs"]["verdict_kind"], list(MEANING)),
-        (SCHEMA["$defs"]["stage"], get_args(Stage)),
-        (SCHEMA["$defs"]["problem"]["properties"]["kind"], get_args(ProblemKind)),
-        (SCHEMA["$defs"]["rank"]["properties"]["stopped"], get_args(Stop)),
-        *((SCHEMA["$defs"]["scenario"]["properties"][axis.name], list(axis.values)) for axis in AXES),
-    ],
-    ids=["verdict", "stage", "problem", "stop", *(axis.name for axis in AXES)],
-)
-def test_the_schema_has_the_words_of_the_code_and_no_others(enum, words):
-    assert enum["enum"] == list(words)
-
-
-@pytest.mark.parametrize(
-    "place", [("verdict", "kind"), ("confirmation", "kind"), ("ranks", 0, "record", "stage"), ("scenario", "offload")]
-)
-def test_the_schema_refuses_a_word_that_the_code_does_not_have(place):
-    *path, key = place
-    data, found = reached(("results", 0, *path))
-    found[key] = "zebra"
-    with pytest.raises(jsonschema.ValidationError):
-        validate(data)
-
-
-# What the formats share.
-
-
-def test_failures_that_differ_only_in_ranks_and_devices_are_one_and_the_most_frequent_is_first():
-    reasons = ["rank 0: other", "rank 0: on cuda:0", "ranks 1, 3: on cuda:1", "on cuda:7", "rank 2: OTHER"]
-    results = [result(case, reason=reason) for case, reason in zip(CASES, reasons, strict=False)]
-    results.append(result(CASES[10], "hang", "on cuda:0"))
-    results.append(result(CASES[11], "ok", ""))
-    failures = distinct_failures(report(*results))
-    assert [(f.number, f.kind, f.reason, len(f.results)) for f in failures] == [
-        (1, "crash", "rank 0: on cuda:0", 3),
-        (2, "crash", "rank 0: other", 1),
-        (3, "crash", "rank 2: OTHER", 1),
-        (4, "hang", "on cuda:0", 1),
-    ]
-    assert [numbers(failures).get(one.id) for one in results] == [2, 1, 1, 1, 3, 4, None]
-
-
-def test_a_failure_shows_the_traceback_of_a_rank_that_the_verdict_names():
-    case = CASES[0]
-
-    def rank(number):
-        failure = Failure(type="E", message="m", traceback=f"of rank {number}", time=1.0)
-        return RankReport(rank=number, record=Record(case_id=case.id, stage="extract", failure=failure))
-
-    verdict = Verdict(kind="crash", reason="m", ranks=(2,))
-    one = result_of(case, verdict, [rank(0), RankReport(rank=1), rank(2)], 1.0)
-    assert distinct_failures(report(one))[0].traceback == "of rank 2"
-
-
-def test_a_result_sums_up_the_slowest_and_the_largest_rank_and_keeps_reports_of_bad_cases_alone():
-    ranks = [
-        RankReport(rank=r, record=Record(case_id="x", stage="next step", seconds=s, peak_extra_bytes=p, done=True))
-        for r, (s, p) in enumerate([(0.25, 7), (0.75, None), (None, 3)])
-    ]
-    for kind in MEANING:
-        one = result_of(CASES[0], Verdict(kind=kind), [*ranks, RankReport(rank=3)], 2.0)
-        assert (one.seconds, one.peak_extra_bytes, one.wall_seconds) == (0.75, 7, 2.0)
-        assert bool(one.ranks) is one.verdict.bad
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, "3 cases on 2 ranks of cuda: 2 ok, 1 crash"),
-        (
-            {"complete": False, "num_selected": 9},
-            "3 cases of 9 selected (incomplete: still running) on 2 ranks of cuda",
-        ),
-        ({"complete": False, "num_selected": 9, "ended": "stopped by SIGINT"}, "(incomplete: stopped by SIGINT)"),
-        ({"results": ()}, "0 cases on 2 ranks of cuda: no result"),
-    ],
-)
-def test_the_summary_counts_verdicts_and_says_what_is_missing(fields, expected):
-    made = report(result(CASES[0], "ok"), result(CASES[1]), result(CASES[2], "ok"))
-    assert expected in summary(dataclasses.replace(made, **fields))
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (None, "-"),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1 << 20, "1.0 MiB"),
-        (3 << 29, "1.5 GiB"),
-        (5 << 40, "5120.0 GiB"),
-    ],
-)
-def test_a_size_is_written_in_the_unit_that_keeps_it_readable(number, text):
-    assert bytes_text(number) == text

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "fsdp_doctor"
+PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "fsdp_doctor"
 # A room may import from the rooms before it, and from itself. CONTRIBUTING.md says what each is for.
 ROOMS = (
     *("errors", "machine", "matrix", "verdict", "known", "report", "fsdp", "extract", "examination"),

@@ -1,0 +1,203 @@
+"""`fsdp-doctor check` reads a configuration of verl as verl would."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from support.checked import ACTOR, FSDP2, checked, flag, ids, of_kind, said, use_of
+
+from fsdp_doctor.check import cases, presentation
+from fsdp_doctor.known import catalogue
+
+
+@pytest.fixture
+def no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "known_failures", lambda: ())
+
+
+def test_issue_5995_is_staged_before_v0_8_and_not_since() -> None:
+    before = checked("verl_issue.md", version="0.7.1")
+    assert ids(use_of(before, "actor")) == ["fsdp2/policy/staged/state_dict.to.full_tensor"]
+    known = [one for one in of_kind(before, "known") if "verl-project/verl#5995" in presentation.as_text(before)]
+    assert known
+    assert before.exit_code == 1
+    since = checked("verl_issue.md", version="0.9.0")
+    assert ids(use_of(since, "actor")) == ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]
+    assert since.exit_code == 0
+
+
+def test_without_a_version_both_are_said() -> None:
+    uses = [use for use in checked("verl_issue.md").uses if use.role == "actor"]
+    assert [(use.versions.split(",")[0], ids(use)) for use in uses] == [
+        ("before v0.8.0", ["fsdp2/policy/staged/state_dict.to.full_tensor"]),
+        ("v0.8; v0.9.0; after v0.9.0", ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]),
+    ]
+
+
+@pytest.mark.usefixtures("no_catalogue")
+@pytest.mark.parametrize(
+    ("arguments", "version", "expected"),
+    [
+        ([flag("param_offload")], "0.9.0", "fsdp1/param/staged/nonblocking/sharded_state_dict.full_tensor"),
+        ([flag("use_orig_params")], "0.9.0", "fsdp1-orig/none/staged/sharded_state_dict.full_tensor"),
+        ([FSDP2, flag("param_offload")], "0.8.0", "fsdp2/param/staged/state_dict.held"),
+        ([FSDP2, flag("param_offload")], "0.9.0", "fsdp2/param/unstaged/state_dict.to.full_tensor"),
+        ([FSDP2, flag("param_offload")], "0.9.1", "fsdp2/param/unstaged/nonblocking/state_dict.to.full_tensor"),
+        ([FSDP2, flag("param_offload")], "main", "fsdp2/param/unstaged/nonblocking/state_dict.to.full_tensor"),
+        ([FSDP2, flag("optimizer_offload")], "0.9.0", "fsdp2/optimizer/unstaged/nonblocking/state_dict.to.full_tensor"),
+        ([FSDP2, flag("fsdp_size", "2")], "0.9.0", "fsdp2/none/unstaged/hsdp/state_dict.to.full_tensor"),
+        ([FSDP2, flag("fsdp_size", "1")], "0.9.0", "fsdp2/none/unstaged/size1/state_dict.to.full_tensor"),
+        ([FSDP2, flag("fsdp_size", "8")], "0.9.0", "fsdp2/none/unstaged/state_dict.to.full_tensor"),
+        ([FSDP2, "actor_rollout_ref.model.lora_rank=32"], "0.9.0", "fsdp2/none/staged/qwen3-lora/lora.adapter"),
+        (
+            [FSDP2, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora.merge=true"],
+            "0.8.0",
+            "fsdp2/none/staged/qwen3-lora/lora.merged.read_late",
+        ),
+        (
+            [FSDP2, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora.merge=true"],
+            "0.9.0",
+            "fsdp2/none/staged/qwen3-lora/lora.merged",
+        ),
+    ],
+)
+def test_the_sync_of_the_actor_is_the_case_that_its_version_runs(
+    arguments: list[str], version: str, expected: str
+) -> None:
+    result = checked(f"{ACTOR}.grad_clip=1.0", *arguments, version=version)
+    assert ids(use_of(result, "actor")) == [expected]
+
+
+def test_a_checkpoint_is_taken_only_where_verl_saves_and_was_staged_under_the_policy_in_v0_8() -> None:
+    asked = (FSDP2, flag("offload_policy"))
+    assert len(use_of(checked(*asked, version="0.8.0"), "actor").extractions) == 1
+    saving = (*asked, "trainer.save_freq=5", f"{ACTOR}.checkpoint.save_contents=[model,hf_model]")
+    for version, staging in (("0.8.0", "staged"), ("0.9.0", "unstaged")):
+        _, *checkpoints = ids(use_of(checked(*saving, version=version), "actor"))
+        assert checkpoints == [
+            f"fsdp2/policy/{staging}/state_dict",
+            f"fsdp2/policy/{staging}/get_model_state_dict.full+cpu",
+        ]
+
+
+@pytest.mark.parametrize(("version", "file"), [("0.9.0", "verl_grpo.yaml"), (None, "verl_grpo.yaml")])
+def test_actor_ref_and_critic_are_told_apart(version: str | None, file: str) -> None:
+    result = checked(file, version=version)
+    scenarios = {use.role: use.scenario for use in result.uses}
+    assert {role: (found.strategy, found.offload) for role, found in scenarios.items()} == {
+        "actor": ("fsdp2", "policy+param+optimizer"),
+        "ref": ("fsdp2", "policy"),
+        "critic": ("fsdp1", "param"),
+    }
+    assert use_of(result, "ref").extractions == ()
+
+
+def test_the_critic_of_the_old_layout_is_read_and_had_nccl_alone() -> None:
+    old = "critic.model.fsdp_config"
+    asked = ("critic.strategy=fsdp2", flag("offload_policy", section=old), "trainer.use_legacy_worker_impl=enable")
+    result = checked(*asked, "algorithm.adv_estimator=gae", "trainer.save_freq=1", version="0.7.1")
+    assert ids(use_of(result, "critic")) == ["fsdp2/policy/unstaged/device-only/state_dict"]
+    assert "has only the accelerator's backend" in said(result, "conflict")
+
+
+def test_models_that_are_not_built_are_not_checked() -> None:
+    result = checked("verl_grpo.yaml", "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=false", version="0.9.0")
+    assert [use.role for use in result.uses] == ["actor"]
+    assert "no critic is built" in said(result, "note")
+    assert "no reference model is built" in said(result, "note")
+
+
+def test_policy_and_manual_offload_is_a_conflict_that_the_policy_wins() -> None:
+    result = checked(FSDP2, flag("offload_policy"), flag("param_offload"), version="0.9.0")
+    (found,) = of_kind(result, "conflict")
+    assert "the policy takes precedence" in found.sentence
+    assert found.settings == (
+        f"{ACTOR}.fsdp_config.offload_policy=true (command line)",
+        f"{ACTOR}.fsdp_config.param_offload=true (command line)",
+    )
+    assert not of_kind(checked(FSDP2, flag("offload_policy"), version="0.9.0"), "conflict")
+
+
+def test_a_policy_is_ignored_under_fsdp1_and_its_case_has_none() -> None:
+    result = checked(flag("offload_policy"), flag("param_offload"), version="0.9.0")
+    assert "offload_policy has no effect with FSDP1" in said(result, "conflict")
+    assert use_of(result, "actor").scenario.offload == "param"
+
+
+def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_said() -> None:
+    assert "two different strategies" in said(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
+    assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")
+    assert "uses FSDP1 unless fsdp_config.strategy is set" in said(checked(FSDP2, version="0.7.1"), "note")
+    assert not of_kind(checked(FSDP2, version="0.8.0"), "note")
+
+
+def test_another_engine_has_no_case_and_says_so() -> None:
+    result = checked(f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true")
+    assert use_of(result, "actor").why_not == f"not under FSDP: {ACTOR}.strategy=megatron (command line)"
+    assert cases(result) == []
+    assert result.findings == ()
+
+
+def test_an_unknown_key_is_said_with_its_neighbours_and_so_is_one_in_the_wrong_place() -> None:
+    sentence = said(checked("verl_fsdp1.yaml"), "unknown")
+    assert f"'offload_polcy' is not a known key of {ACTOR}.fsdp_config" in sentence
+    assert "offload_policy" in sentence
+    result = checked(f"{ACTOR}.offload_policy=true")
+    near = f"(did you mean {ACTOR}.fsdp_config.offload_policy?)"
+    assert f"does not read offload_policy in {ACTOR} {near}" in said(result, "unknown")
+
+
+# Dimensions
+
+
+def _model(directory: pathlib.Path, **sizes: object) -> str:
+    config = {"model_type": "qwen3", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    (directory / "config.json").write_text(json.dumps({**config, **heads, **sizes}))
+    return f"actor_rollout_ref.model.path={directory}"
+
+
+def test_nonblocking_offload_with_uneven_shards_is_a_conflict_at_that_world_size(tmp_path: pathlib.Path) -> None:
+    asked = (FSDP2, flag("param_offload"), _model(tmp_path, vocab_size=1025))
+    result = checked(*asked, version="main")
+    (found,) = of_kind(result, "conflict")
+    assert "vocab_size=1025 cannot be divided evenly among the 8 ranks" in found.sentence
+    assert ids(use_of(result, "actor")) == ["fsdp2/param/unstaged/uneven/nonblocking/state_dict.to.full_tensor"]
+    assert list(found.cases) == ids(use_of(result, "actor"))
+    even = checked(*asked, flag("fsdp_size", "1"), version="main")
+    assert not of_kind(even, "conflict")
+    halves = (*asked[:2], _model(tmp_path, vocab_size=1026))
+    assert of_kind(checked(*halves, version="main"), "conflict")
+    assert not of_kind(checked(*halves, flag("fsdp_size", "2"), version="main"), "conflict")
+    assert not of_kind(checked(*asked, version="0.9.0"), "conflict"), "it waited for its copies then"
+
+
+def test_a_world_size_of_the_command_line_goes_before_the_configurations(tmp_path: pathlib.Path) -> None:
+    asked = (FSDP2, flag("param_offload"), _model(tmp_path), "trainer.n_gpus_per_node=8")
+    assert not of_kind(checked(*asked, version="main"), "conflict")
+    sizes = said(checked(*asked, version="main", world=3), "conflict")
+    assert "vocab_size=1024, hidden_size=64, intermediate_size=128" in sizes
+    assert "num_key_value_heads * head_dim=32" in sizes
+
+
+def test_a_model_elsewhere_cannot_be_known_and_is_said_once() -> None:
+    result = checked(
+        *(FSDP2, flag("param_offload"), "actor_rollout_ref.model.path=Qwen/Qwen3-4B", "critic.strategy=fsdp2"),
+        *(flag("param_offload", section="critic.fsdp"), "critic.model.path=Qwen/Qwen3-4B"),
+        version="main",
+    )
+    notes = [one for one in of_kind(result, "note") if "the model is not a local directory" in one.sentence]
+    assert len(notes) == 2, "one for each model path"
+    assert not [one for one in checked(FSDP2, version="main").findings if "directory" in one.sentence]
+
+
+def test_the_model_of_the_matrix_is_the_one_that_its_directory_names(tmp_path: pathlib.Path) -> None:
+    moe = checked(FSDP2, _model(tmp_path, model_type="qwen3_moe", num_experts=8), version="0.9.0")
+    assert use_of(moe, "actor").scenario.model == "qwen3-moe"
+    tied = checked(FSDP2, _model(tmp_path, tie_word_embeddings=True), version="0.9.0")
+    assert use_of(tied, "actor").scenario.model == "qwen3-tied"
+    other = checked(FSDP2, _model(tmp_path, model_type="llama"), version="0.9.0")
+    assert use_of(other, "actor").scenario.model == "qwen3"
+    assert "no model of type 'llama'" in said(other, "note")

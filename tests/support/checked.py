@@ -1,0 +1,57 @@
+"""Configurations to be checked, and what is found in them."""
+
+from __future__ import annotations
+
+from fsdp_doctor.check import CheckResult, check
+from fsdp_doctor.check.config_findings import ConfigFinding
+from fsdp_doctor.check.use import Use
+from fsdp_doctor.known.failures import KnownFailure, Trigger
+from support.places import TESTS
+
+CONFIGS = TESTS / "check" / "configs"
+GOOD = (
+    *("verl_grpo.yaml", "verl_issue.md", "verl_fsdp1.yaml", "verl_sft.yaml", "accelerate_v1.yaml"),
+    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml"),
+)
+ACTOR = "actor_rollout_ref.actor"
+FSDP2 = f"{ACTOR}.strategy=fsdp2"
+
+
+def checked(*arguments: str, version: str | None = None, world: int | None = None) -> CheckResult:
+    named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
+    return check(named, framework_version=version, world_size=world)
+
+
+def flag(name: str, value: str = "true", section: str = f"{ACTOR}.fsdp_config") -> str:
+    return f"{section}.{name}={value}"
+
+
+def use_of(result: CheckResult, role: str) -> Use:
+    (found,) = [use for use in result.uses if use.role == role]
+    return found
+
+
+def ids(use: Use) -> list[str]:
+    return [case.id for case in use.cases]
+
+
+def of_kind(result: CheckResult, kind: str) -> list[ConfigFinding]:
+    return [finding for finding in result.findings if finding.kind == kind]
+
+
+def said(result: CheckResult, kind: str) -> str:
+    return "\n".join(finding.sentence for finding in of_kind(result, kind))
+
+
+def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
+    return KnownFailure(
+        id=name,
+        group="a",
+        title="it breaks",
+        verdict="crash",
+        cause="a cause",
+        remedy="a remedy",
+        evidence="reported",
+        references=("a/b#1",),
+        triggers=(Trigger(trigger),),
+    )
