@@ -20,6 +20,7 @@ from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.activity import Activity
 from fsdp_doctor.probe.instructions import StartWorker
 from fsdp_doctor.probe.job import Job
+from fsdp_doctor.verdict.classification import waiting_in
 from fsdp_doctor.verdict.records import (
     RankReport,
     Ready,
@@ -35,6 +36,7 @@ _STACKS_KEPT = 64 * 1024
 _TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 20.0
 _STACK_SECONDS = 2.0
+_STACK_AFTER_SECONDS = 3.0
 _CHUNK = 1 << 16
 
 
@@ -152,10 +154,18 @@ class WorkerProcess:
             return 0
 
     def idle_seconds(self) -> float:
-        """For how long the worker has done nothing, since this was asked first in this case or start."""
+        """For how long the worker has only waited for other ranks or its device, since this was first asked here.
+
+        Who waits for anything else, a service or a timer of a path's own, may go on by itself: its stack tells. A
+        suspended worker is not asked, since that would wake it.
+        """
         if self._activity is None:
             self._activity = Activity(session=self.pid)
-        return self._activity.idle_seconds()
+        idle = self._activity.idle_seconds()
+        if idle < _STACK_AFTER_SECONDS or self.suspended:
+            return idle
+        self._take_stacks()
+        return idle if waiting_in(self._stacks.decode(errors="replace")) else 0.0
 
     def stop(self, why: Stop, detail: str) -> None:
         """Ends the worker for a reason that goes into the report, after its stacks are taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import sys
@@ -138,6 +139,12 @@ def keeps_the_run_busy(model: nn.Module) -> Any:
         with open(os.environ["FSDP_DOCTOR_TEST_FIFO"], "w") as fifo:
             fifo.write(str(os.getppid()))
     _turn_for_ever()
+
+
+def waits_8_seconds_for_a_service(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """On every rank, as a sync does whose receiver is slow; nothing of torch is in it."""
+    select.select([], [], [], 8)
+    yield from healthy(model)
 
 
 def works_for_12_seconds(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -68,6 +68,12 @@ def test_a_path_that_works_for_long_on_a_busy_machine_is_no_hang(tmp_path: pathl
     assert run.result(":works_for_12_seconds").wall_seconds > 12
 
 
+def test_a_path_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tmp_path: pathlib.Path) -> None:
+    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:waits_8_seconds_for_a_service"))
+    assert run.kind(":waits_8_seconds_for_a_service") == "ok", run.result(":waits_8_seconds_for_a_service").verdict
+    assert run.result(":waits_8_seconds_for_a_service").wall_seconds > 8
+
+
 @pytest.mark.parametrize(("longest", "idle"), [(0.0, 5.0), (0.5, 5.0), (2.0, 8.0), (5.0, 20.0), (60.0, 30.0)])
 def test_the_deadline_follows_the_slowest_that_was_seen(longest: float, idle: float) -> None:
     deadlines = Deadlines(Limits())
