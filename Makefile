@@ -32,11 +32,11 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 # torch first and by its exact version: an index may hold a build without CUDA under that name,
-# and nothing that is installed later replaces it.
+# and nothing that is installed later replaces it. Where there is a C++ compiler, the emulated device is built here and
+# not in the first test that uses it.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lora]'
-	# Where there is a C++ compiler, the emulated device is built here and not in the first test that uses it.
 	-$(BIN)/python -c 'import fsdp_doctor.emulated'
 	touch $@
