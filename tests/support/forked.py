@@ -111,9 +111,12 @@ def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> Doc
         held.close()
         first, *others = started.ranks
         first.join(_SECONDS_OF_A_PROBE)
-        for process in others:
-            process.join(_SECONDS_AFTER)
         assert first.exitcode is not None, f"no end within {_SECONDS_OF_A_PROBE} seconds: {started.printed()}"
+        for process in others:
+            if first.exitcode:
+                # As torchrun does once a rank has failed.
+                process.terminate()
+            process.join(_SECONDS_AFTER)
         printed = started.stdout.read_text(errors="replace"), started.stderr.read_text(errors="replace")
     with alive, contextlib.suppress(EOFError):
         if not alive.poll(_SECONDS_AFTER):
