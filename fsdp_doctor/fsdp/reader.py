@@ -163,6 +163,11 @@ class HeldModel:
         yield from self.parameters
         yield from self.buffers
 
+    def all_names(self) -> Iterator[tuple[str, ...]]:
+        """All names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
+        yield from (tensor.names for tensor in self.tensors())
+        yield from (names for unit in self.fsdp1_units for names in unit.names)
+
 
 def read(model: nn.Module) -> HeldModel:
     """Any rank may call it alone, before the first forward too."""

@@ -15,7 +15,7 @@ from fsdp_doctor.report.document import CaseResult, result_of
 from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport, Stage
 
-_BEFORE_THE_PATH: tuple[Stage, ...] = ("build", "reference", "offload", "staging")
+_BEFORE_THE_PATH: tuple[Stage, ...] = ("checkpoint", "build", "reference", "offload", "staging")
 
 
 def results(

@@ -1,0 +1,152 @@
+"""The checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
+
+It is taken with the reference, without any path under test.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import assert_never
+
+from fsdp_doctor.case import held_pieces, reference
+from fsdp_doctor.case.held_pieces import Full
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.step_outcome import StepOutcome, outcome_of_step
+from fsdp_doctor.case.trainer import Start, Trainer
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.matrix.axes import CheckpointFit, Phase
+from fsdp_doctor.matrix.cases import Scenario
+
+EXTRA_KEY = "extra.weight"
+EXTRA_SHAPE = (3, 3)
+# Of AdamW: not those of the run that is saved, so that a load which does not bring them is seen.
+_OTHER_OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A run between two steps. Tensors are on the host.
+
+    weights: every name of the state dict. tied_names: those of them that are not a parameter's first.
+    missing_key: the name that a checkpoint which lacks one lacks.
+    moments: ``<parameter>.<state>``, unsharded. options: of the one param group.
+    raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's.
+    went_on: what the run's next step made of it.
+    """
+
+    weights: Full
+    tied_names: frozenset[str]
+    missing_key: str
+    moments: Full
+    options: Mapping[str, Any]
+    raw_optimizer: dict[str, Any]
+    data_position: torch.Tensor
+    went_on: StepOutcome
+
+
+def source_of(scenario: Scenario) -> Scenario:
+    """The scenario whose run is saved: the same one as far as it decides the bits of a training step."""
+    return scenario.changed(
+        offload="policy" if scenario.policy else "none",
+        staging="unstaged",
+        phase="trained",
+        transfer="blocking",
+        init="materialized",
+        checkpoint="exact",
+    )
+
+
+def take(scenario: Scenario, runtime: Runtime) -> Checkpoint:
+    """Runs the source of a scenario for three steps, and saves it after the second. Every rank must call it."""
+    trainer = Trainer(source_of(scenario), runtime)
+    trainer.step()
+    trainer.step()
+    truth = reference.take(trainer.model, trainer.optimizer, runtime)
+    held = reader.read(trainer.model)
+    tied = [names for names in held.all_names() if len(names) > 1]
+    (group,) = trainer.optimizer.state_dict()["param_groups"]
+    raw_optimizer = copy.deepcopy(trainer.optimizer.state_dict())
+    data_position = trainer.data_position()
+    return Checkpoint(
+        weights=truth.full,
+        tied_names=frozenset(name for names in tied for name in names[1:]),
+        missing_key=max(set(truth.parameters) - {name for names in tied for name in names}),
+        moments=truth.optimizer,
+        options={key: value for key, value in group.items() if key != "params"},
+        raw_optimizer=raw_optimizer,
+        data_position=data_position,
+        went_on=outcome_of_step(trainer),
+    )
+
+
+def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
+    """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
+    saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
+    match fit:
+        case "exact" | "tied-twice" | "other-world":
+            return saved
+        case "bf16":
+            return {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved.items()}
+        case "extra-key":
+            return {**saved, EXTRA_KEY: torch.ones(EXTRA_SHAPE)}
+        case "missing-key":
+            return {name: tensor for name, tensor in saved.items() if name != checkpoint.missing_key}
+        case "tied-once":
+            return {name: tensor for name, tensor in saved.items() if name not in checkpoint.tied_names}
+        case _:
+            assert_never(fit)
+
+
+def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
+    """What the model is to hold after a load of a checkpoint of that fit, in the dtypes of its parameters.
+
+    What the checkpoint lacks is left out.
+    """
+    saved = {name: checkpoint.weights[name] for name in checkpoint.tied_names} | as_saved(checkpoint, fit)
+    return {name: saved[name].to(own.dtype) for name, own in checkpoint.weights.items() if name in saved}
+
+
+def start_of(scenario: Scenario) -> Start:
+    """What a trainer is before a load: other weights, or none yet, and other options than the run that was saved."""
+    return Start(weights="meta" if scenario.init == "meta" else "other", options=_OTHER_OPTIONS)
+
+
+class Saved:
+    """The checkpoints of one generation of workers, each taken once. Every rank must call every method alike."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._checkpoints: dict[Scenario, Checkpoint] = {}
+        self._next_steps: dict[tuple[Scenario, Phase, CheckpointFit], StepOutcome] = {}
+
+    def of(self, scenario: Scenario) -> Checkpoint:
+        """The checkpoint that a load in the scenario is given."""
+        source = source_of(scenario)
+        if source not in self._checkpoints:
+            self._checkpoints[source] = take(scenario, self._runtime)
+        return self._checkpoints[source]
+
+    def start(self, scenario: Scenario, start: Start) -> Trainer:
+        """A trainer of the scenario, trained where its phase says so."""
+        trainer = Trainer(scenario, self._runtime, start=start)
+        if scenario.phase == "trained":
+            trainer.step()
+            trainer.step()
+            trainer.resume()
+        return trainer
+
+    def next_step(self, scenario: Scenario) -> StepOutcome:
+        """What the step after a load of weights alone must end in: that of a model with weights written by hand."""
+        source = source_of(scenario)
+        key = (source, scenario.phase, scenario.checkpoint)
+        if key not in self._next_steps:
+            trainer = self.start(source.changed(phase=scenario.phase), start_of(source))
+            right = right_weights(self.of(scenario), scenario.checkpoint)
+            held_pieces.write(held_pieces.of_model(trainer.model, right))
+            self._next_steps[key] = outcome_of_step(trainer)
+        return self._next_steps[key]
