@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -100,12 +101,7 @@ class LoadingRun(CaseRun):
             # torch's CheckpointException is no Exception.
             if self._fit == "exact":
                 raise
-            # The supervisor may have to end the others, which wait: it must know why.
-            self._add(failure=failure_from(error))
-            self._report(self.record)
-            if not self._refused_everywhere(True):
-                raise
-            self._add(failure=None, refused=failure_from(error).summary)
+            self._refuse(error)
             return None
         if self._watches_state:
             self._runtime.synchronize()
@@ -115,6 +111,18 @@ class LoadingRun(CaseRun):
         if self._fit != "exact":
             self._refused_everywhere(False)
         return result
+
+    def _refuse(self, error: BaseException) -> None:
+        """Takes note that this rank did not load the checkpoint. Raises ``error`` if another rank did, or went away."""
+        # The supervisor may have to end the others, which wait: it must know why.
+        self._add(failure=failure_from(error))
+        self._report(self.record)
+        with contextlib.suppress(Exception):
+            if self._refused_everywhere(True):
+                told = failure_from(error).summary.replace(str(self._scratch), "the checkpoint")
+                self._add(failure=None, refused=told)
+                return
+        raise error
 
     def _refused_everywhere(self, mine: bool) -> bool:
         flags = torch.tensor([int(mine)], device="cpu")

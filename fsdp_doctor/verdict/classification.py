@@ -282,8 +282,8 @@ def _from_records(reports: Sequence[RankReport]) -> Verdict:
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     if not found:
-        refusals = sorted({fold(r.record.refused) for r in reports if r.record and r.record.refused})
-        return Verdict(kind="ok", reason=f"refused on every rank: {'; '.join(refusals)}" if refusals else "")
+        refusal = next((r.record.refused for r in reports if r.record and r.record.refused), "")
+        return Verdict(kind="ok", reason=f"refused on every rank: {refusal}" if refusal else "")
     worst = found[0]
     return Verdict(
         kind=worst.kind,

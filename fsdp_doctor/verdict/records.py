@@ -52,9 +52,11 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The type and the first line of the message."""
-        first = self.message.strip().splitlines()[:1]
-        return f"{self.type}: {first[0]}" if first else self.type
+        """The type and the first line of the message; where that only announces what follows, the next one too."""
+        lines = [line.strip() for line in self.message.strip().splitlines()[:2]]
+        if not lines:
+            return self.type
+        return f"{self.type}: {' '.join(lines) if lines[0].endswith(':') else lines[0]}"
 
 
 @dataclass(frozen=True, kw_only=True)
