@@ -88,7 +88,7 @@ def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tens
     """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
-        case "exact" | "tied-twice" | "other-world":
+        case "exact" | "fp32" | "tied-twice" | "other-world":
             return saved
         case "bf16":
             return {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved.items()}

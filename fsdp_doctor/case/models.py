@@ -48,6 +48,12 @@ def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights
     return copy.deepcopy(template)
 
 
+def halve(model: nn.Module) -> None:
+    """Makes every parameter bfloat16, in place; buffers keep their dtypes, as transformers loads a model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+
+
 def buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
     """Every buffer of the model with its own weights, on the CPU, by name; for a model that is on the meta device."""
     return {key: buffer.clone() for key, buffer in _template(name, dims, custom, "own").named_buffers()}

@@ -54,6 +54,8 @@ class Trainer:
         self.with_mesh = with_mesh
         self.num_steps = 0
         plain = models.build(scenario.model, scenario.dims, runtime.custom_model, start.weights)
+        if scenario.checkpoint == "fp32":
+            models.halve(plain)
         self._vocabulary_size = models.vocabulary_size(plain)
         self.model = _shard(plain, scenario, runtime, with_mesh)
         self._options = dict(start.options)
