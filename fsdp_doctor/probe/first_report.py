@@ -101,6 +101,8 @@ def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
         words += ["--no-late-completion"]
     if options.model is not None:
         words += ["--model", home_as_tilde(str(options.model))]
+    if options.saved_by is not None:
+        words += ["--saved-by", str(options.saved_by)]
     if options.host_memory is not None:
         words += ["--host-memory", str(options.host_memory)]
     return shlex.join(words)

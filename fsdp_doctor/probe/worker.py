@@ -63,7 +63,7 @@ def import_what_workers_need() -> None:
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
-    """The whole life of a worker: join, say Ready, run the cases whose numbers come in, until it is ended.
+    """The whole life of a worker: join, say Ready, do its task with the cases whose numbers come in, until it is ended.
 
     What keeps it from joining through no fault of ours is Refused; any other exception ends it.
     """
@@ -80,9 +80,10 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     except FsdpDoctorError as error:
         send(Refused(reason=str(error), exit_code=error.exit_code))
         return
+    perform = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:
         for number in numbers:
-            runner.examine(job.cases[int(number)])
+            perform(job.cases[int(number)])
 
 
 def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner:
@@ -98,7 +99,7 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
         models.check_directory(job.custom_model)
     store, _, _ = next(dist.rendezvous("env://"))
     joined = runtime.start(
-        dist.PrefixStore(f"generation/{start.generation}", store),
+        dist.PrefixStore(f"{start.task}/{start.generation}", store),
         place=place,
         run_device=job.device,
         backend=start.backend,
