@@ -46,13 +46,14 @@ def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
     from fsdp_doctor.probe.conductor import Conductor
     from fsdp_doctor.probe.job import Job, Limits, share_job
-    from fsdp_doctor.probe.savers import Savers, other_number
+    from fsdp_doctor.probe.savers import Savers, number_of_savers
     from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
     devices.load(device, asked=options.device.type)
-    report = first_report(options, place, device)
+    saved_by = number_of_savers(options.saved_by, place.world_size, device.type)
+    report = first_report(options, place, device, saved_by)
     writer = ReportWriter(report, options.cases, options.outputs)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
@@ -66,7 +67,6 @@ def conduct(options: ProbeOptions) -> int:
         start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
     )
     share_job(store, job, limits)
-    saved_by = options.saved_by or other_number(place.world_size, device.type)
     savers = Savers(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:

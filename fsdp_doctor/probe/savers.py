@@ -5,27 +5,39 @@ Rank 0's supervisor looks after all of them, so their number is not that of the 
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 import time
 from collections.abc import Sequence
 
 from fsdp_doctor.case.checkpoints import directory_of
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.paths import find_path, impossible
 from fsdp_doctor.probe.instructions import StartWorker
 from fsdp_doctor.probe.job import Job, Limits
 from fsdp_doctor.probe.supervisor import Interruption
 from fsdp_doctor.probe.worker_process import WorkerProcess
-from fsdp_doctor.verdict.classification import Verdict, VerdictKind, classify
+from fsdp_doctor.report.document import CaseResult, result_of
+from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport, Stop
 
 _POLL_SECONDS = 0.02
 
 
-def other_number(world_size: int, device_type: str) -> int:
-    """How many ranks save for ``world_size`` others where nobody said: one more, or one less for want of a device."""
-    return world_size + 1 if devices.count(device_type) > world_size else world_size - 1
+def number_of_savers(asked: int | None, world_size: int, device_type: str) -> int:
+    """How many ranks save what ``world_size`` others load: as asked, else one more, or one less for want of a device.
+
+    Raises UsageError where the number that is asked for is no other one.
+    """
+    if asked == world_size:
+        raise UsageError(
+            f"--saved-by {asked} is this run's own number of ranks, for which there is --checkpoint other-run; "
+            "give another number"
+        )
+    more = devices.count(device_type) > world_size
+    return asked or (world_size + 1 if more else world_size - 1)
 
 
 class Savers:
@@ -40,10 +52,10 @@ class Savers:
         self._limits = limits
         self._interruption = interruption
         self._saved_by = saved_by
-        self._outcomes: dict[str, Verdict | None] = {}
+        self._without: dict[pathlib.Path, CaseResult | None] = {}
 
-    def verdict_without(self, number: int) -> Verdict | None:
-        """The verdict on a case whose checkpoint cannot be had; None where the case can run.
+    def result_without(self, number: int) -> CaseResult | None:
+        """The result of a case whose checkpoint cannot be had; None where the case can run.
 
         Raises Interrupted if a signal comes meanwhile.
         """
@@ -51,32 +63,24 @@ class Savers:
         cannot_be_tried = impossible(find_path(case.path, case.scenario.version), case.scenario)
         if not case.scenario.saved_elsewhere or cannot_be_tried or self._place.num_nodes > 1:
             return None
-        key = str(directory_of(case.scenario, self._job.scratch))
-        if key not in self._outcomes:
-            self._outcomes[key] = self._save(number, self._num_savers(case.scenario))
-        return self._outcomes[key]
+        key = directory_of(case.scenario, self._job.scratch)
+        if key not in self._without:
+            num_savers = self._place.world_size if case.scenario.checkpoint == "other-run" else self._saved_by
+            self._without[key] = self._save(number, num_savers)
+        result = self._without[key]
+        return dataclasses.replace(result, case=case) if result is not None else None
 
-    def _num_savers(self, scenario: Scenario) -> int:
-        return self._place.world_size if scenario.checkpoint == "other-run" else self._saved_by
-
-    def _save(self, number: int, num_savers: int) -> Verdict | None:
-        scenario = self._job.cases[number].scenario
-        if scenario.checkpoint == "other-world":
-            if num_savers == 0:
-                return _unsupported("there is one device, and no other number of ranks than 1 to save the checkpoint")
-            if num_savers == self._place.world_size:
-                return _unsupported(f"--saved-by {num_savers} is the number of ranks that load; see other-run")
-        start = StartWorker(generation=len(self._outcomes) + 1, backend=scenario.backend, task="save")
-        reports = self._reports(number, start, num_savers)
-        refusal = next((report.refused.reason for report in reports if report.refused), "")
-        verdict = _unsupported(refusal) if refusal else classify(reports, num_savers)
+    def _save(self, number: int, num_savers: int) -> CaseResult | None:
+        began = time.monotonic()
+        reports = self._reports(number, num_savers) if num_savers else []
+        verdict = _verdict(reports, num_savers)
         if verdict.kind == "ok":
             return None
-        kind: VerdictKind = "unsupported" if verdict.kind == "unsupported" else "lost"
-        ranks = "1 rank" if num_savers == 1 else f"{num_savers} ranks"
-        return Verdict(kind=kind, reason=f"no checkpoint of {ranks}: {verdict.reason}", also=verdict.also)
+        return result_of(self._job.cases[number], verdict, reports, time.monotonic() - began)
 
-    def _reports(self, number: int, start: StartWorker, num_savers: int) -> list[RankReport]:
+    def _reports(self, number: int, num_savers: int) -> list[RankReport]:
+        backend = self._job.cases[number].scenario.backend
+        start = StartWorker(generation=len(self._without) + 1, backend=backend, task="save")
         savers: list[WorkerProcess] = []
         try:
             for rank in range(num_savers):
@@ -114,5 +118,15 @@ def _stop(savers: Sequence[WorkerProcess], why: Stop, detail: str) -> None:
         saver.stop(why, detail)
 
 
-def _unsupported(reason: str) -> Verdict:
-    return Verdict(kind="unsupported", reason=reason)
+def _verdict(reports: Sequence[RankReport], num_savers: int) -> Verdict:
+    """On a case that is given what they saved. That they could not is no fault of the path under test."""
+    if not num_savers:
+        reason = "there is one device here, so no other number of ranks than 1 can save the checkpoint"
+        return Verdict(kind="unsupported", reason=reason)
+    before = f"no checkpoint of {num_savers} {'rank' if num_savers == 1 else 'ranks'}: "
+    if refusals := [report.refused.reason for report in reports if report.refused]:
+        return Verdict(kind="unsupported", reason=before + refusals[0])
+    verdict = classify(reports, num_savers)
+    if verdict.kind in ("ok", "unsupported"):
+        return dataclasses.replace(verdict, reason=before + verdict.reason)
+    return Verdict(kind="lost", reason=before + verdict.reason, also=verdict.also)

@@ -36,8 +36,8 @@ def results(
         if built in unbuildable:
             yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
             continue
-        if (lacking := savers.verdict_without(number)) is not None:
-            yield CaseResult(case=case, verdict=lacking)
+        if (lacking := savers.result_without(number)) is not None:
+            yield lacking
             continue
         result = _examine(conductor, number, case, world_size)
         if confirm and result.verdict.bad:

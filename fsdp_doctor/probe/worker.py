@@ -71,6 +71,9 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
     warnings.filterwarnings("ignore")
     sys.path.insert(0, os.getcwd())
+    if start.task == "save":
+        # Its place is another than that of the supervisor that it is forked from.
+        os.environ |= place.variables
 
     def send(message: Message) -> None:
         ends.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
