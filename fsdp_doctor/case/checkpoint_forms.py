@@ -30,6 +30,11 @@ class Given:
         self._runtime = trainer.runtime
         self._scratch = scratch
 
+    @property
+    def _fsdp1_shards(self) -> bool:
+        """Whether FSDP1's sharded state dict is one: of a shard group of one it is full."""
+        return any(unit.is_sharded for unit in reader.read(self._trainer.model).fsdp1_units)
+
     def state(self, contract: Contract) -> Any:
         """The argument ``state`` of a path with that contract."""
         match contract.given:
@@ -101,7 +106,7 @@ class Given:
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
             local = expected_part(like, full).clone().to(device)
-        elif like is None and full.ndim and full.shape != EXTRA_SHAPE and self._trainer.scenario.version == 1:
+        elif like is None and full.ndim and full.shape != EXTRA_SHAPE and self._fsdp1_shards:
             mesh = self._runtime.mesh(self._trainer.scenario.sharding)
             mesh = mesh["fsdp"] if mesh.ndim > 1 else mesh
             placements = (Shard(0),)
@@ -122,4 +127,6 @@ class Given:
             parameter, _, key = name.rpartition(".")
             value = self._sharded(like[parameter], full) if sharded and full.ndim else full.clone()
             state.setdefault(parameter, {})[key] = value
-        return {"state": state, "param_groups": [{**self._checkpoint.options, "params": list(state)}]}
+        buffers = {name for buffer in reader.read(self._trainer.model).buffers for name in buffer.names}
+        names = [name for name in like if name not in buffers and name not in self._checkpoint.tied_names]
+        return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
