@@ -23,7 +23,7 @@ Value: TypeAlias = torch.Tensor | FileTensor
 
 
 @dataclass(kw_only=True)
-class Given:
+class GivenSource:
     """What one rank has. kind: None for nothing. tensors: by name, for an iterator none; items: of an iterator."""
 
     kind: Kind | None
@@ -45,19 +45,19 @@ class Given:
             file.close()
 
 
-def given(source: TensorSource, *, is_first: bool) -> Given:
+def given(source: TensorSource, *, is_first: bool) -> GivenSource:
     """An empty mapping is nothing, except on rank 0."""
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
-        return Given(kind=None)
+        return GivenSource(kind=None)
     if isinstance(source, Mapping):
         for name, value in source.items():
             check_value(name, value)
-        return Given(kind="mapping", tensors=source)
+        return GivenSource(kind="mapping", tensors=source)
     if isinstance(source, str | os.PathLike):
         files, tensors = open_files(pathlib.Path(source))
-        return Given(kind="files", tensors=tensors, _files=files)
+        return GivenSource(kind="files", tensors=tensors, _files=files)
     if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):
-        return Given(kind="iterator", items=iter(source))
+        return GivenSource(kind="iterator", items=iter(source))
     raise TypeError(
         "the source must be a mapping, an iterable of (name, tensor), a safetensors file, or a directory of them, "
         f"not {type(source).__name__}"

@@ -40,12 +40,14 @@ class LoadedModel:
     """Where a model lies.
 
     ranks: those that take part, rank 0 first, which is the first of the model's mesh. group: of all of them, None
-    for a rank alone. device: where this rank communicates.
+    for a rank alone. device: where this rank communicates. spans: whether each tensor is on all of the ranks; under
+    tensor parallelism, those that it does not divide are sharded over a part of them.
     """
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     device: torch.device
+    spans: bool
 
     @property
     def first(self) -> int:
@@ -61,11 +63,9 @@ def loaded_model(held: HeldModel) -> LoadedModel:
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
     of_parts = [mesh_ranks(tensor) for tensor in meshes.values()] + [_ranks(unit) for unit in held.fsdp1_units]
     ranks = max(of_parts, key=len)
-    for some in of_parts:
-        if sorted(some) != sorted(ranks) or some[0] != ranks[0]:
-            raise LoadError(
-                f"a part of the model lies on ranks {list(some)}, another on {list(ranks)}: load them apart"
-            )
+    if strange := [some for some in of_parts if not set(some) <= set(ranks)]:
+        raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(strange[0])}: load them apart")
+    spans = all(len(some) == len(ranks) and some[0] == ranks[0] for some in of_parts)
     device = _compute_device(held)
     groups = [tensor.device_mesh.get_group() for tensor in meshes.values() if tensor.device_mesh.ndim == 1]
     groups += [unit.group for unit in held.fsdp1_units]
@@ -75,7 +75,7 @@ def loaded_model(held: HeldModel) -> LoadedModel:
             f"the model's process group has no backend for {device.type}: initialize it with one, as in "
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    return LoadedModel(ranks=ranks, group=group, device=device)
+    return LoadedModel(ranks=ranks, group=group, device=device, spans=spans)
 
 
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.extract.agreement import Agreement, PlanMismatch, RankLeft
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.load.given import Given, Kind
+from fsdp_doctor.load.given import GivenSource, Kind
 from fsdp_doctor.load.outcome import LoadError
 
 Holders = Literal["first", "all"]
@@ -28,7 +28,7 @@ class Together:
         self._agreement = Agreement(ranks, "load", speaker=ranks[0])
         self.written = 0
 
-    def begin(self, given: Given, plan: Callable[[], Sequence[str]]) -> Holders:
+    def begin(self, given: GivenSource, plan: Callable[[], Sequence[str]]) -> Holders:
         """Says who has the source: rank 0 alone, or every rank. Raises LoadError where it is neither."""
         if len(self._ranks) == 1:
             if given.kind is None:

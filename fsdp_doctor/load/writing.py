@@ -11,9 +11,9 @@ import torch.distributed as dist
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.load.checks import Matching, Rules
 from fsdp_doctor.load.from_first_rank import FromFirstRank
-from fsdp_doctor.load.given import Given, Value
+from fsdp_doctor.load.given import GivenSource, Value
 from fsdp_doctor.load.host_copies import HostCopies
-from fsdp_doctor.load.outcome import LoadReport
+from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.own_parts import OwnParts
 from fsdp_doctor.load.targets import LoadedModel, Target
 from fsdp_doctor.load.ties import Ties
@@ -28,12 +28,14 @@ class Load:
         self._together = together
         self._bucket_bytes = bucket_bytes
 
-    def run(self, have: Given, rules: Rules, settings: str, begin: Callable[[], None]) -> LoadReport:
+    def run(self, have: GivenSource, rules: Rules, settings: str, begin: Callable[[], None]) -> LoadReport:
         """begin: called when all ranks have found that they can write, before they do."""
         matching = Matching(self._targets, rules)
         if have.kind != "iterator" and have.kind is not None:
             matching.add_all(have.tensors)
         holders = self._together.begin(have, lambda: self._plan(settings))
+        if holders == "first" and not self._place.spans:
+            raise LoadError("some tensors are sharded over a part of the model's ranks: give every rank the source")
         ties = Ties(self._targets, holders)
         ties.check(matching.found, have.tensors)
         self._together.agree()
@@ -50,7 +52,9 @@ class Load:
     def _plan(self, settings: str) -> list[str]:
         return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in self._targets)]
 
-    def _items(self, have: Given, matching: Matching, ties: Ties, copies: HostCopies) -> Iterator[tuple[int, Value]]:
+    def _items(
+        self, have: GivenSource, matching: Matching, ties: Ties, copies: HostCopies
+    ) -> Iterator[tuple[int, Value]]:
         """(place of a target, full tensor), each target once."""
         if have.kind != "iterator":
             for place in sorted(matching.found):
