@@ -84,7 +84,7 @@ class LoadingRun(CaseRun):
 
     def _buffers(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         scenario = self._case.scenario
-        return models.buffers(scenario.model, scenario.dims, self._runtime.custom_model)
+        return models.transient_buffers(scenario.model, scenario.dims, self._runtime.custom_model)
 
     def _load(self, trainer: Trainer, state: Any) -> Any:
         """Runs the path. Where every rank refuses a checkpoint that does not fit, the record says so."""
