@@ -166,5 +166,5 @@ def _differs(piece: held_pieces.Piece) -> bool:
 
 
 def _missing_keys(result: Any) -> Iterable[str]:
-    """What ``load_state_dict`` and torch's setters return says of names that were not loaded."""
-    return tuple(getattr(result, "missing_keys", ()) or ())
+    """What ``load_state_dict``, torch's setters and our loader return says of names that were not loaded."""
+    return tuple(getattr(result, "missing_keys", None) or getattr(result, "missing", ()))
