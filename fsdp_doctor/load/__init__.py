@@ -12,9 +12,12 @@ Each rank's shard is filled where it lies: the model is never moved, and nothing
     from_first_rank      where rank 0 alone has it
     writing              one load, by one of these ways
     full_load            load_full_tensors
+    optimizer_state      load_optimizer_state; optimizer_checkpoint, optimizer_parameters and optimizer_matching say
+                         what the source and the optimizer have, and whether that fits
 """
 
 from fsdp_doctor.load.full_load import load_full_tensors
+from fsdp_doctor.load.optimizer_state import load_optimizer_state
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 
-__all__ = ["LoadError", "LoadReport", "load_full_tensors"]
+__all__ = ["LoadError", "LoadReport", "load_full_tensors", "load_optimizer_state"]

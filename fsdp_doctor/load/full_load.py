@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Mapping
 from typing import get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.reader import HeldModel
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
 from fsdp_doctor.load.outcome import LoadReport
-from fsdp_doctor.load.targets import loaded_model, targets_of
+from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import Load
@@ -74,13 +71,17 @@ def load_full_tensors(
     together = Together(place.ranks)
     with together.lasting(), contextlib.ExitStack() as stack:
         targets = targets_of(held, place)
-        rules = Rules(strict, dtype)
         transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
         have = given(source, is_first=torch.distributed.get_rank() == place.first)
         stack.callback(have.close)
         settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-        load = Load(place, targets, together, bucket_bytes)
-        return load.run(have, rules, settings, functools.partial(_begin, model, held, place.device, transient))
+        holders = together.begin(have, lambda: plan(targets, settings))
+
+        def begin() -> None:
+            settle(model, held, place.device)
+            transient.fill()
+
+        return Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
 
 
 def _check_arguments(dtype: DtypeRule, bucket_bytes: int) -> None:
@@ -88,17 +89,3 @@ def _check_arguments(dtype: DtypeRule, bucket_bytes: int) -> None:
         raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
-
-
-def _begin(model: nn.Module, held: HeldModel, device: torch.device, transient: TransientBuffers) -> None:
-    """What is done when all ranks have agreed to write."""
-    if device.type != "cpu":
-        # Copies from and to the shards may be under way on any stream.
-        torch.get_device_module(device.type).synchronize(device)
-    # What a forward without a backward left unsharded would be used again, with the values of before.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for unit in held.fsdp1_units:
-        unit.reshard()
-    transient.fill()

@@ -74,7 +74,9 @@ class SafetensorsFile:
             raise LoadError(f"{self.path} is no safetensors file: its header would be {length} bytes long")
         begin = _LENGTH_BYTES + length
         if begin > size:
-            raise LoadError(f"{self.path} is truncated: it has {size} bytes, its header ends at byte {begin}")
+            raise LoadError(
+                f"{self.path} is truncated, or no safetensors file: it has {size} bytes, its header ends at byte {begin}"
+            )
         data = bytearray(length)
         self.read(_LENGTH_BYTES, memoryview(data))
         try:

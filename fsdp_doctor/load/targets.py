@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.extract.sources import device_of
@@ -90,6 +90,25 @@ def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
             layout = layouts.setdefault(key, OnMesh(dtensor.device_mesh, dtensor.placements))
         targets.append(_of_tensor(tensor, layout, model.device))
     return targets
+
+
+def plan(targets: Sequence[Target], settings: str) -> list[str]:
+    """A line for each target and one for the settings: what all ranks must have alike."""
+    return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets)]
+
+
+def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
+    """Waits for copies from and to the shards, on any stream, and lets go of what is unsharded.
+
+    What a forward without a backward left unsharded would be used again, with the values of before.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for unit in held.fsdp1_units:
+        unit.reshard()
 
 
 def _ranks(unit: Fsdp1Unit) -> tuple[int, ...]:

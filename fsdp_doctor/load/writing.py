@@ -17,7 +17,7 @@ from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.own_parts import OwnParts
 from fsdp_doctor.load.targets import LoadedModel, Target
 from fsdp_doctor.load.ties import Ties
-from fsdp_doctor.load.together import Together
+from fsdp_doctor.load.together import Holders, Together
 
 
 class Load:
@@ -28,14 +28,13 @@ class Load:
         self._together = together
         self._bucket_bytes = bucket_bytes
 
-    def run(self, have: GivenSource, rules: Rules, settings: str, begin: Callable[[], None]) -> LoadReport:
+    def run(self, have: GivenSource, holders: Holders, rules: Rules, begin: Callable[[], None]) -> LoadReport:
         """begin: called when all ranks have found that they can write, before they do."""
-        matching = Matching(self._targets, rules)
-        if have.kind != "iterator" and have.kind is not None:
-            matching.add_all(have.tensors)
-        holders = self._together.begin(have, lambda: self._plan(settings))
         if holders == "first" and not self._place.spans:
             raise LoadError("some tensors are sharded over a part of the model's ranks: give every rank the source")
+        matching = Matching(self._targets, rules)
+        if have.kind in ("mapping", "files"):
+            matching.add_all(have.tensors)
         ties = Ties(self._targets, holders)
         ties.check(matching.found, have.tensors)
         self._together.agree()
@@ -48,9 +47,6 @@ class Load:
                 self._together.agree()
                 return _report(matching, self._together.written)
             return self._from_first(items, matching, copies, streams)
-
-    def _plan(self, settings: str) -> list[str]:
-        return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in self._targets)]
 
     def _items(
         self, have: GivenSource, matching: Matching, ties: Ties, copies: HostCopies
