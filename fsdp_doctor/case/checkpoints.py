@@ -73,7 +73,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
 
     save: called after the second step too.
     """
-    trainer = Trainer(source_of(scenario), runtime)
+    trainer = Trainer(source_of(scenario), runtime, start=Start(same_batches=_replicas_part(scenario)))
     trainer.step()
     trainer.step()
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
@@ -154,7 +154,19 @@ def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch
 
 def start_of(scenario: Scenario) -> Start:
     """What a trainer is before a load: other weights, or none yet, and other options than the run that was saved."""
-    return Start(weights="meta" if scenario.init == "meta" else "other", options=_OTHER_OPTIONS)
+    return Start(
+        weights="meta" if scenario.init == "meta" else "other",
+        options=_OTHER_OPTIONS,
+        same_batches=_replicas_part(scenario),
+    )
+
+
+def _replicas_part(scenario: Scenario) -> bool:
+    """Whether each rank would train a model of its own: FSDP1 reduces no gradient over a shard group of one.
+
+    A checkpoint has one set of weights, so there every rank is given the same batches.
+    """
+    return scenario.version == 1 and scenario.sharding == "size1"
 
 
 class Saved:

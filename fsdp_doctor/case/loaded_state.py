@@ -155,7 +155,7 @@ class LoadedState:
         actual = piece.held.cpu()
         difference = compare(actual, piece.expected.to(actual.dtype))
         if not difference:
-            if actual.dtype != piece.expected.dtype:
+            if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
                 what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"
                 self._note("misplaced", what, piece.name)
             return
