@@ -104,6 +104,7 @@ class Savers:
             self._interruption.check()
             for saver in savers:
                 saver.pump(_POLL_SECONDS / len(savers))
+                saver.keep_within(self._limits.host_bytes)
             now = time.monotonic()
             if trouble_at is None and any(saver.in_trouble for saver in savers):
                 trouble_at = now
