@@ -172,4 +172,4 @@ def _differs(piece: held_pieces.Piece) -> bool:
 def _missing_keys(result: Any) -> Iterable[str]:
     """What ``load_state_dict``, torch's setters and our loader return says of names that were not loaded."""
     named: Iterable[str] | None = getattr(result, "missing_keys", None)
-    return named or getattr(result, "missing", ())
+    return tuple(named or getattr(result, "missing", ()))
