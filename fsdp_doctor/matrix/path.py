@@ -56,7 +56,7 @@ class Path:
         if scenario.init == "meta" and contract.loads != "model":
             return False
         if scenario.saved_elsewhere:
-            return contract.given in ("dcp", "rank_files")
+            return self.is_fix or contract.given in ("dcp", "rank_files")
         whole_model = contract.loads == "model" and contract.weights == "own"
         return scenario.checkpoint in ("exact", "fp32") or whole_model
 
