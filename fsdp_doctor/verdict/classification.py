@@ -282,7 +282,7 @@ def _from_records(reports: Sequence[RankReport]) -> Verdict:
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     if not found:
-        refusal = next((r.record.refused for r in reports if r.record and r.record.refused), "")
+        refusal = next((r.record.refusal for r in reports if r.record and r.record.refusal), "")
         return Verdict(kind="ok", reason=f"refused on every rank: {refusal}" if refusal else "")
     worst = found[0]
     return Verdict(
