@@ -42,6 +42,7 @@ class LoadingRun(CaseRun):
         # What the path does not load has been loaded already.
         if self._contract.loads == "optimizer":
             held_pieces.write(held_pieces.of_model(trainer.model, self._right))
+            self._right = _as_held(trainer.model, self._right)
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
             held_pieces.write(held_pieces.of_model(trainer.model, base))
@@ -158,6 +159,12 @@ class LoadingRun(CaseRun):
 
     def _note(self, kind: ProblemKind, detail: str) -> None:
         self._add(problems=(Problem(kind=kind, detail=detail),))
+
+
+def _as_held(model: torch.nn.Module, full: held_pieces.Full) -> dict[str, torch.Tensor]:
+    """The unsharded tensors in the dtypes in which the model holds them: writing them rounded, and no path did."""
+    dtypes = {name: piece.held.dtype for piece in held_pieces.of_model(model, full) for name in piece.names}
+    return {name: tensor.to(dtypes[name]) for name, tensor in full.items()}
 
 
 def _differs(piece: held_pieces.Piece) -> bool:
