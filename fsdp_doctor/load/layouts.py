@@ -122,7 +122,7 @@ class InFlatParameter(Layout):
         self._places = {rank: place if unit.is_sharded else 0 for place, rank in enumerate(ranks)}
         self._own = self._places[dist.get_rank()]
         self.owners = () if first not in ranks else ranks if unit.is_sharded else (first,)
-        copied = unit.replica_group if unit.is_sharded else unit.group
+        copied = unit.replica_group or (None if unit.is_sharded else unit.group)
         self.replicas = ()
         if copied is not None and dist.get_world_size(copied) > 1:
             self.replicas = (Replicas(copied, dist.get_global_rank(copied, 0)),)

@@ -108,7 +108,7 @@ def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
 
 
 def _ranks(unit: Fsdp1Unit) -> tuple[int, ...]:
-    if unit.is_sharded and unit.replica_group is not None:
+    if unit.replica_group is not None:
         return tuple(range(dist.get_world_size()))
     return tuple(dist.get_process_group_ranks(unit.group))
 
@@ -131,10 +131,15 @@ def _compute_device(held: HeldModel) -> torch.device:
     return held.fsdp1_units[0].compute_device
 
 
+def home(held: HeldTensor, compute_device: torch.device) -> torch.device:
+    """Where a parameter or buffer is in training: a DTensor under CPUOffloadPolicy on the CPU."""
+    offloaded = held.unit is not None and isinstance(held.unit.policy, CPUOffloadPolicy)
+    return torch.device("cpu") if offloaded and isinstance(held.tensor, DTensor) else compute_device
+
+
 def _of_tensor(held: HeldTensor, layout: Layout, compute_device: torch.device) -> Target:
     tensor, unit = held.tensor, held.unit
-    offloaded = unit is not None and isinstance(unit.policy, CPUOffloadPolicy) and isinstance(tensor, DTensor)
-    device = torch.device("cpu") if offloaded else compute_device
+    device = home(held, compute_device)
     local = private.local_tensor(tensor)
     if local.numel() != layout.part(tensor.shape, dist.get_rank()).shape.numel():
         raise LoadError(
