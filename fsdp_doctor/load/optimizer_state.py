@@ -57,7 +57,8 @@ def load_optimizer_state(
     a gradient, has none afterwards; the report names these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, for
-    other shapes and dtypes, for param groups that do not correspond, and for an optimizer of parameters that are not the model's.
+    other shapes and dtypes, for param groups that do not correspond, and for an optimizer of parameters that are not
+    the model's.
     Raises TypeError for a source that is not of the format, ValueError for a rule that there is not.
     """
     with refused(model):
