@@ -45,8 +45,7 @@ class HostCopies:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        num_threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._num_threads = max(2, min(_MOST_THREADS, num_threads))
+        self._num_threads = threads_of_a_rank()
         self._pool: ThreadPoolExecutor | None = None
         self._free: collections.deque[_Chunk] = collections.deque()
         self._filling: collections.deque[_Filling] = collections.deque()
@@ -107,6 +106,12 @@ class HostCopies:
             self._streams.load(filling.target, chunk.memory[: filling.target.numel()])
             chunk.taken = self._streams.loading_event()
             self._free.append(chunk)
+
+
+def threads_of_a_rank() -> int:
+    """As many as there are processors for each of the host's ranks, within limits."""
+    processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(2, min(_MOST_THREADS, processors))
 
 
 def _read(portion: Portion, start: int, target: torch.Tensor, chunk: _Chunk | None) -> None:
