@@ -38,7 +38,7 @@ class StateMatching:
         for one in parameters:
             self._match(one)
         known = {name for one in parameters for stretch in one.stretches for name in stretch.names}
-        self.superfluous = [name for name in {**self._outline.entries, **self._group_of} if name not in known]
+        self.superfluous = [name for name in self._outline.entries if name not in known]
         if strict and self.missing:
             raise LoadError(f"the source lacks {len(self.missing)} of the optimizer's parameters: {some(self.missing)}")
         if strict and self.superfluous:

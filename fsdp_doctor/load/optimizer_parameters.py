@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
 from fsdp_doctor.fsdp.shards import Slices
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.targets import LoadedModel, home
 
@@ -89,8 +89,9 @@ def _known(held: HeldModel, place: LoadedModel) -> Iterator[tuple[torch.Tensor, 
 
 
 def _of_unit(unit: Fsdp1Unit, place: LoadedModel) -> Iterator[tuple[nn.Parameter, tuple[Stretch, ...]]]:
+    shards = ShardsOfUnit(unit, place.first)
     parts = [
-        (names, slot.shape, InFlatParameter(unit, place.first, slot.offset, slot.stride))
+        (names, slot.shape, InFlatParameter(shards, slot.offset, slot.stride))
         for names, slot in zip(unit.names, unit.layout(), strict=True)
     ]
     flat = tuple(Stretch(names=n, shape=s, layout=layout, place=layout.place(s)) for n, s, layout in parts)

@@ -16,7 +16,7 @@ from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, mesh_ranks
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks
 from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
 
@@ -120,6 +120,12 @@ def _group_of(ranks: tuple[int, ...], known: list[dist.ProcessGroup]) -> dist.Pr
     for group in (*known, dist.group.WORLD):
         if sorted(dist.get_process_group_ranks(group)) == sorted(ranks):
             return group
+    return _new_group(ranks, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Once for all loads in the same world."""
     made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return made
 
@@ -162,8 +168,9 @@ def _of_unit(unit: Fsdp1Unit, model: LoadedModel) -> Iterator[Target]:
     flat = unit.shard
     if flat.is_meta:
         raise LoadError(f"{unit.flat_name} is on the meta device, where FSDP1 cannot be loaded into")
+    shards = ShardsOfUnit(unit, model.first)
     for names, place in zip(unit.names, unit.layout(), strict=True):
-        layout = InFlatParameter(unit, model.first, place.offset, place.stride)
+        layout = InFlatParameter(shards, place.offset, place.stride)
         local = flat[layout.place(place.shape)]
         shard = functools.partial(_itself, local)
         yield Target(names=names, shape=place.shape, dtype=flat.dtype, layout=layout, shard=shard)
