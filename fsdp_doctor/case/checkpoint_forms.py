@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import lora_reference
+from fsdp_doctor.case import framework_saves, lora_reference
 from fsdp_doctor.case.checkpoints import EXTRA_SHAPE, Checkpoint, as_saved
 from fsdp_doctor.case.held_pieces import expected_part
 from fsdp_doctor.case.trainer import Trainer
@@ -65,22 +65,19 @@ class CheckpointForms:
                 assert_never(contract.loads)
 
     def _dcp(self) -> pathlib.Path:
-        """Saved by all ranks; or, by another number of ranks, by rank 0 alone and unsharded."""
-        whole = self._fit == "other-world"
-        weights = as_saved(self._checkpoint, self._fit) if whole else self._sharded_weights()
-        state = {"model": weights, "optimizer": self._optimizer_state(sharded=not whole)}
-        if not whole:
-            dcp.save(state, checkpoint_id=self._scratch)
-        elif self._runtime.rank == 0:
-            dcp.save(state, checkpoint_id=self._scratch, no_dist=True)
+        if self._checkpoint.directory:
+            return self._checkpoint.directory / framework_saves.DCP
+        state = {"model": self._sharded_weights(), "optimizer": self._optimizer_state(sharded=True)}
+        dcp.save(state, checkpoint_id=self._scratch)
         dist.barrier(group=self._runtime.control)
         return self._scratch
 
     def _rank_files(self) -> pathlib.Path:
         """As verl's FSDPCheckpointManager names them."""
+        if self._checkpoint.directory:
+            return self._checkpoint.directory / framework_saves.RANK_FILES
         self._scratch.mkdir(parents=True, exist_ok=True)
-        saved_by = self._runtime.world_size + (1 if self._fit == "other-world" else 0)
-        suffix = f"world_size_{saved_by}_rank_{self._runtime.rank}.pt"
+        suffix = f"world_size_{self._runtime.world_size}_rank_{self._runtime.rank}.pt"
         torch.save(self._sharded_weights(), self._scratch / f"model_{suffix}")
         torch.save(self._checkpoint.raw_optimizer, self._scratch / f"optim_{suffix}")
         dist.barrier(group=self._runtime.control)

@@ -1,19 +1,22 @@
 """The checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
 
-It is taken with the reference, without any path under test.
+What is in it is taken with the reference, without any path under test. Where other processes save it, they save
+it as frameworks do, and leave beside it what was in it and what their next step made of it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import held_pieces, reference
+from fsdp_doctor.case import framework_saves, held_pieces, reference
 from fsdp_doctor.case.held_pieces import Full
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.step_outcome import StepOutcome, outcome_of_step
@@ -21,6 +24,7 @@ from fsdp_doctor.case.trainer import Start, Trainer
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.axes import CheckpointFit, Phase
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.contracts import Loads
 
 EXTRA_KEY = "extra.weight"
 EXTRA_SHAPE = (3, 3)
@@ -36,7 +40,9 @@ class Checkpoint:
     missing_key: the name that a checkpoint which lacks one lacks.
     moments: ``<parameter>.<state>``, unsharded. options: of the one param group.
     raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's.
-    went_on: what the run's next step made of it.
+    went_on: what the run's next step made of it; None where it ran on another number of ranks, which reduce other
+        batches.
+    directory: what the frameworks' own ways of saving left, in processes that are gone; None where nobody saved it.
     """
 
     weights: Full
@@ -46,7 +52,8 @@ class Checkpoint:
     options: Mapping[str, Any]
     raw_optimizer: dict[str, Any]
     data_position: torch.Tensor
-    went_on: StepOutcome
+    went_on: StepOutcome | None
+    directory: pathlib.Path | None = None
 
 
 def source_of(scenario: Scenario) -> Scenario:
@@ -61,8 +68,11 @@ def source_of(scenario: Scenario) -> Scenario:
     )
 
 
-def take(scenario: Scenario, runtime: Runtime) -> Checkpoint:
-    """Runs the source of a scenario for three steps, and saves it after the second. Every rank must call it."""
+def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
+    """Runs the source of a scenario for three steps, and saves it after the second. Every rank must call it.
+
+    save: called after the second step too.
+    """
     trainer = Trainer(source_of(scenario), runtime, start=Start(same_batches=_replicas_part(scenario)))
     trainer.step()
     trainer.step()
@@ -72,6 +82,7 @@ def take(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     (group,) = trainer.optimizer.state_dict()["param_groups"]
     raw_optimizer = copy.deepcopy(trainer.optimizer.state_dict())
     data_position = trainer.data_position()
+    save(trainer)
     return Checkpoint(
         weights=truth.full,
         tied_names=frozenset(name for names in tied for name in names[1:]),
@@ -84,11 +95,41 @@ def take(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     )
 
 
+def directory_of(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
+    """Where the processes that save the checkpoint of a scenario leave it."""
+    return scratch / "saved" / f"{source_of(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
+
+
+def save(scenario: Scenario, runtime: Runtime) -> None:
+    """Takes the checkpoint of a scenario and leaves it for processes that come later. Every rank must call it."""
+    directory = directory_of(scenario, runtime.scratch)
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoint = take(scenario, runtime, lambda trainer: framework_saves.save(trainer, directory))
+    if runtime.rank == 0:
+        torch.save((runtime.world_size, dataclasses.replace(checkpoint, raw_optimizer={})), directory / "whole.pt")
+    torch.save((checkpoint.data_position, checkpoint.went_on), directory / f"rank_{runtime.rank}.pt")
+
+
+def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
+    """What :func:`save` left. A rank more than there were then goes on with the data of one of them."""
+    directory = directory_of(scenario, runtime.scratch)
+    saved_by: int
+    checkpoint: Checkpoint
+    saved_by, checkpoint = torch.load(directory / "whole.pt", weights_only=False)
+    position, went_on = torch.load(directory / f"rank_{runtime.rank % saved_by}.pt")
+    return dataclasses.replace(
+        checkpoint,
+        data_position=position,
+        went_on=went_on if saved_by == runtime.world_size else None,
+        directory=directory,
+    )
+
+
 def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
     """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
-        case "exact" | "fp32" | "tied-twice" | "other-world":
+        case "exact" | "fp32" | "tied-twice" | "other-run" | "other-world":
             return saved
         case "bf16":
             return {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved.items()}
@@ -133,15 +174,15 @@ class Saved:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._checkpoints: dict[Scenario, Checkpoint] = {}
-        self._next_steps: dict[tuple[Scenario, Phase, CheckpointFit], StepOutcome] = {}
+        self._checkpoints: dict[tuple[Scenario, str], Checkpoint] = {}
+        self._next_steps: dict[tuple[Scenario, Phase, CheckpointFit, bool], StepOutcome] = {}
 
     def of(self, scenario: Scenario) -> Checkpoint:
         """The checkpoint that a load in the scenario is given."""
-        source = source_of(scenario)
-        if source not in self._checkpoints:
-            self._checkpoints[source] = take(scenario, self._runtime)
-        return self._checkpoints[source]
+        key = (source_of(scenario), scenario.checkpoint if scenario.saved_elsewhere else "")
+        if key not in self._checkpoints:
+            self._checkpoints[key] = (_read if scenario.saved_elsewhere else take)(scenario, self._runtime)
+        return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:
         """A trainer of the scenario, trained where its phase says so."""
@@ -152,13 +193,29 @@ class Saved:
             trainer.resume()
         return trainer
 
-    def next_step(self, scenario: Scenario) -> StepOutcome:
-        """What the step after a load of weights alone must end in: that of a model with weights written by hand."""
-        source = source_of(scenario)
-        key = (source, scenario.phase, scenario.checkpoint)
+    def next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
+        """What the step after a load must end in: that of the run that was saved and went on, if it can be compared.
+
+        That of a model with the same state, written by hand, where weights alone are loaded or the run that was
+        saved had another number of ranks.
+        """
+        checkpoint = self.of(scenario)
+        with_optimizer = loads != "model"
+        if with_optimizer and checkpoint.went_on is not None:
+            return checkpoint.went_on
+        key = (source_of(scenario), scenario.phase, scenario.checkpoint, with_optimizer)
         if key not in self._next_steps:
-            trainer = self.start(source.changed(phase=scenario.phase), start_of(source))
-            right = right_weights(self.of(scenario), scenario.checkpoint)
-            held_pieces.write(held_pieces.of_model(trainer.model, right))
-            self._next_steps[key] = outcome_of_step(trainer)
+            self._next_steps[key] = self._step_from(checkpoint, scenario, with_optimizer)
         return self._next_steps[key]
+
+    def _step_from(self, checkpoint: Checkpoint, scenario: Scenario, with_optimizer: bool) -> StepOutcome:
+        # An optimizer has a state that can be written to once it has made a step.
+        source = source_of(scenario).changed(phase="trained" if with_optimizer else scenario.phase)
+        trainer = self.start(source, start_of(source))
+        held_pieces.write(held_pieces.of_model(trainer.model, right_weights(checkpoint, scenario.checkpoint)))
+        if with_optimizer:
+            moments, _ = held_pieces.of_optimizer(trainer.model, trainer.optimizer, checkpoint.moments)
+            held_pieces.write(moments)
+            trainer.optimizer.param_groups[0].update(checkpoint.options)
+            trainer.seek(checkpoint.data_position)
+        return outcome_of_step(trainer)

@@ -32,6 +32,7 @@ class LoadingRun(CaseRun):
         super().__init__(assignment)
         self._saved = saved
         self._fit = assignment.case.scenario.checkpoint
+        self._must_fit = self._fit in ("exact", "other-run")
 
     def _new_trainer(self) -> Trainer:
         self._enter("checkpoint")
@@ -101,7 +102,7 @@ class LoadingRun(CaseRun):
             raise
         except BaseException as error:
             # torch's CheckpointException is no Exception.
-            if self._fit == "exact":
+            if self._must_fit:
                 raise
             self._refuse(error)
             return None
@@ -110,7 +111,7 @@ class LoadingRun(CaseRun):
         peak = self._runtime.peak_bytes()
         extra = peak - allocated if peak is not None and allocated is not None else None
         self._add(seconds=time.perf_counter() - start, peak_extra_bytes=extra)
-        if self._fit != "exact":
+        if not self._must_fit:
             self._refused_everywhere(False)
         return result
 
@@ -121,7 +122,8 @@ class LoadingRun(CaseRun):
         self._report(self.record)
         with contextlib.suppress(Exception):
             if self._refused_everywhere(True):
-                told = failure_from(error).summary.replace(str(self._scratch), "the checkpoint")
+                directory = self._checkpoint.directory or self._scratch
+                told = failure_from(error).summary.replace(str(directory), "the checkpoint")
                 self._add(failure=None, refusal=told)
                 return
         raise error
@@ -140,7 +142,7 @@ class LoadingRun(CaseRun):
         self._look_at_what_trains(trainer)
         if self._contract.loads != "model":
             trainer.seek(self._checkpoint.data_position)
-        expected = self._saved.next_step(scenario) if self._contract.loads == "model" else self._checkpoint.went_on
+        expected = self._saved.next_step(scenario, self._contract.loads)
         self._enter("next step")
         actual = outcome_of_step(trainer)
         others = differences(actual, expected)

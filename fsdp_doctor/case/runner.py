@@ -15,10 +15,11 @@ from fsdp_doctor.case.loading_run import LoadingRun
 from fsdp_doctor.case.paths.arguments import PathFunction, called_by_name
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.trainer import Trainer
+from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import Path, find_path, is_user_path
 from fsdp_doctor.verdict.records import Record
+from fsdp_doctor.verdict.tracebacks import failure_from
 
 
 class CaseRunner:
@@ -50,6 +51,20 @@ class CaseRunner:
         )
         self._trainer = run.run(self._kept_for(case.scenario, path))
         return run.record
+
+    def save(self, case: Case) -> Record:
+        """Saves the checkpoint that a case in other processes is given. Every rank must call it with the same case."""
+        record = Record(case_id=case.id, stage="checkpoint")
+        self._report(record)
+        try:
+            checkpoints.save(case.scenario, self._runtime)
+        except Unsupported as reason:
+            record = dataclasses.replace(record, unsupported=str(reason))
+        except Exception as error:
+            record = dataclasses.replace(record, failure=failure_from(error))
+        record = dataclasses.replace(record, done=True)
+        self._report(record)
+        return record
 
     def _run_of(self, assignment: Assignment) -> CaseRun:
         if assignment.path.direction == "in":

@@ -49,7 +49,7 @@ Pinning: TypeAlias = Literal["pinned", "unpinned"]
 Transfer: TypeAlias = Literal["blocking", "nonblocking"]
 Init: TypeAlias = Literal["materialized", "meta"]
 CheckpointFit: TypeAlias = Literal[
-    "exact", "bf16", "fp32", "extra-key", "missing-key", "tied-twice", "tied-once", "other-world"
+    "exact", "bf16", "fp32", "extra-key", "missing-key", "tied-twice", "tied-once", "other-run", "other-world"
 ]
 
 
@@ -171,7 +171,8 @@ AXES: tuple[Axis, ...] = (
             "missing-key": "it lacks a tensor of the model",
             "tied-twice": "it has both names of the tied weight",
             "tied-once": "it has the tied weight under its first name alone, as safetensors files do",
-            "other-world": "it was saved by another number of ranks",
+            "other-run": "other processes saved it, as many as load it",
+            "other-world": "other processes saved it, of another number",
         },
     ),
 )

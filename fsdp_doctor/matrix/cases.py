@@ -75,6 +75,11 @@ class Scenario:
         return not self.policy and "optimizer" in self.offload
 
     @property
+    def saved_elsewhere(self) -> bool:
+        """Whether other processes save the checkpoint than those that load it."""
+        return self.checkpoint in ("other-run", "other-world")
+
+    @property
     def contradiction(self) -> str:
         """Why no model can be on all these points at once; empty if one can."""
         if self.pinning == "unpinned" and not (self.policy and self.version == 2):

@@ -61,6 +61,7 @@ _DEFAULT_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         _loading(_BOTH, checkpoint="missing-key"),
         _loading(_BOTH, checkpoint="tied-twice", model="qwen3-tied"),
         _loading(_BOTH, checkpoint="tied-once", model="qwen3-tied"),
+        _loading(_BOTH, checkpoint="other-run"),
         _loading(_BOTH, checkpoint="other-world"),
     ),
 }
@@ -97,7 +98,9 @@ _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         _loading(_ALL, ("param", "policy"), checkpoint="fp32"),
         _loading(_ALL, ("param", "policy"), checkpoint="extra-key"),
         _loading(_ALL, ("param", "policy"), checkpoint="missing-key"),
-        _loading(_ALL, ("param", "policy"), checkpoint="other-world"),
+        _loading(_ALL, _DISTINCT_FOR_LOADING, checkpoint="other-run"),
+        _loading(_ALL, _DISTINCT_FOR_LOADING, checkpoint="other-world"),
+        _loading(_ALL, dims="uneven", checkpoint="other-world"),
         _loading(("fsdp2",), ("none", "policy"), init="meta", checkpoint="bf16"),
         _loading(("fsdp2",), ("none", "policy"), init="meta", checkpoint="extra-key"),
         _loading(("fsdp2",), ("none", "policy"), init="meta", checkpoint="missing-key"),

@@ -55,8 +55,8 @@ class Path:
         contract = self.contract
         if scenario.init == "meta" and contract.loads != "model":
             return False
-        if scenario.checkpoint == "other-world":
-            return contract.given in ("dcp", "rank_files")
+        if scenario.saved_elsewhere:
+            return self.is_fix or contract.given in ("dcp", "rank_files")
         whole_model = contract.loads == "model" and contract.weights == "own"
         return scenario.checkpoint in ("exact", "fp32") or whole_model
 
