@@ -167,17 +167,23 @@ class LoadedState:
     def _check_place(self, piece: HeldPiece, before: _Facts) -> None:
         if piece.shown.dtype != before.dtype:
             self._note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
-        device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
-        if piece.shown.device != device:
-            self._note("misplaced", f"on {piece.shown.device} where {device} was promised", piece.name)
-        elif piece.held.device != local_device:
-            self._note("misplaced", f"its shard on {piece.held.device} where it was on {local_device}", piece.name)
-        elif before.pinned and not piece.held.is_pinned():
-            self._note("misplaced", "in pageable memory where it was pinned", piece.name)
+        if away := self._misplaced(piece, before):
+            self._note("misplaced", away, piece.name)
         if piece.shown.requires_grad != before.trains:
             self._note(
                 "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
             )
+
+    def _misplaced(self, piece: HeldPiece, before: _Facts) -> str:
+        """Where it should not be; empty where it lies as before, or where a buffer lies on the device that uses it."""
+        if piece.shown.device == self._device and not isinstance(piece.shown, nn.Parameter):
+            return ""
+        device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
+        if piece.shown.device != device:
+            return f"on {piece.shown.device} where {device} was promised"
+        if piece.held.device != local_device:
+            return f"its shard on {piece.held.device} where it was on {local_device}"
+        return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
 
     def _home(self, piece: HeldPiece) -> torch.device:
         return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device

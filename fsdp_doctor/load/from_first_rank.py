@@ -81,6 +81,7 @@ class FromFirstRank:
         self._group = model.group
         self._ranks = dist.get_process_group_ranks(model.group)
         self._bucket_bytes = bucket_bytes
+        self._most_bytes = sum(_aligned(target.shape.numel() * target.dtype.itemsize) for target in targets)
         self._pending: collections.deque[_Pending] = collections.deque()
         self._destinations: dict[int, Destination] = {}
 
@@ -143,7 +144,7 @@ class FromFirstRank:
         # Several lanes are joined before they are sent, and what rank 0 sends to itself it receives.
         copies = 1 + (len(receivers) > 1) + (self._rank in receivers)
         lane_bytes = self._bucket_bytes // (copies * max(len(receivers), 1)) // _ALIGNMENT * _ALIGNMENT
-        lane_bytes = max(lane_bytes, _ALIGNMENT)
+        lane_bytes = max(min(lane_bytes, self._most_bytes), _ALIGNMENT)
         memory = torch.empty(len(receivers), lane_bytes, dtype=torch.uint8, device=self._model.device)
         return _Bucket(dict(zip(receivers, memory, strict=True)), lane_bytes, dict.fromkeys(receivers, 0))
 

@@ -93,36 +93,59 @@ class Whole(Layout):
         return HeldPart(tuple((range(length),) for length in shape))
 
 
+class Layouts:
+    """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask."""
+
+    def __init__(self, group: dist.ProcessGroup | None, first: int) -> None:
+        self._whole = Whole(group, first)
+        self._on_meshes: dict[tuple[int, tuple[Placement, ...]], OnMesh] = {}
+
+    def of(self, tensor: torch.Tensor) -> Layout:
+        if not isinstance(tensor, DTensor):
+            return self._whole
+        key = id(tensor.device_mesh), tensor.placements
+        if key not in self._on_meshes:
+            self._on_meshes[key] = OnMesh(tensor.device_mesh, tensor.placements)
+        return self._on_meshes[key]
+
+
+class ShardsOfUnit:
+    """How the flat parameter of one FSDP1 unit is divided. length: of each shard. own: which this rank has."""
+
+    def __init__(self, unit: Fsdp1Unit, first: int) -> None:
+        self.length = unit.shard.numel()
+        ranks = tuple(dist.get_process_group_ranks(unit.group))
+        self.places = {rank: place if unit.is_sharded else 0 for place, rank in enumerate(ranks)}
+        self.own = self.places[dist.get_rank()]
+        self.owners = () if first not in ranks else ranks if unit.is_sharded else (first,)
+        copied = unit.replica_group or (None if unit.is_sharded else unit.group)
+        self.replicas: tuple[Replicas, ...] = ()
+        if copied is not None and dist.get_world_size(copied) > 1:
+            self.replicas = (Replicas(copied, dist.get_global_rank(copied, 0)),)
+
+
 class InFlatParameter(Layout):
     """Of one parameter in an FSDP1 unit: each rank holds a range of it, in the order in which its memory lies.
 
     offset: where it begins in the flat parameter. stride: of the full tensor.
     """
 
-    def __init__(self, unit: Fsdp1Unit, first: int, offset: int, stride: tuple[int, ...]) -> None:
-        self._offset, self._stride = offset, stride
-        self._length = unit.shard.numel()
-        ranks = tuple(dist.get_process_group_ranks(unit.group))
-        self._places = {rank: place if unit.is_sharded else 0 for place, rank in enumerate(ranks)}
-        self._own = self._places[dist.get_rank()]
-        self.owners = () if first not in ranks else ranks if unit.is_sharded else (first,)
-        copied = unit.replica_group if unit.is_sharded else unit.group
-        self.replicas = ()
-        if copied is not None and dist.get_world_size(copied) > 1:
-            self.replicas = (Replicas(copied, dist.get_global_rank(copied, 0)),)
+    def __init__(self, shards: ShardsOfUnit, offset: int, stride: tuple[int, ...]) -> None:
+        self._shards, self._offset, self._stride = shards, offset, stride
+        self.owners, self.replicas = shards.owners, shards.replicas
 
     def __str__(self) -> str:
-        return f"from {self._offset} on in a flat parameter of shards of {self._length}"
+        return f"from {self._offset} on in a flat parameter of shards of {self._shards.length}"
 
     def part(self, shape: torch.Size, rank: int) -> HeldPart:
-        begin = self._places[rank] * self._length - self._offset
-        numel = math.prod(shape)
-        return HeldPart(((range(min(max(begin, 0), numel), min(max(begin + self._length, 0), numel)),),))
+        length, numel = self._shards.length, math.prod(shape)
+        begin = self._shards.places[rank] * length - self._offset
+        return HeldPart(((range(min(max(begin, 0), numel), min(max(begin + length, 0), numel)),),))
 
     def place(self, shape: torch.Size) -> Slices:
         """Where this rank's part lies in its shard."""
         (own,) = self.part(shape, dist.get_rank()).runs[0]
-        begin = own.start + self._offset - self._own * self._length if len(own) else 0
+        begin = own.start + self._offset - self._shards.own * self._shards.length if len(own) else 0
         return (slice(begin, begin + len(own)),)
 
     def arranged(self, full: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import assert_never
 
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name
 from fsdp_doctor.load.optimizer_parameters import Optimized, Stretch
 from fsdp_doctor.load.outcome import LoadError, some
+
+StateDtypeRule = Literal["keep", "cast", "source"]
 
 # How an optimizer computes, which is the run's own affair, and no part of what it has learned.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -20,8 +24,11 @@ class StateMatching:
     LoadError where they are not allowed, and for what does not fit.
     """
 
-    def __init__(self, parameters: Sequence[Optimized], outline: StateOutline, *, strict: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[Optimized], outline: StateOutline, *, strict: bool, dtype: StateDtypeRule
+    ) -> None:
         self._outline = outline
+        self._dtype = dtype
         self._group_of = {name: index for index, group in enumerate(outline.groups) for name in group["params"]}
         self._used: set[str] = set()
         self.found: list[tuple[Optimized, dict[str, TensorEntry | ScalarEntry]]] = []
@@ -31,7 +38,7 @@ class StateMatching:
         for one in parameters:
             self._match(one)
         known = {name for one in parameters for stretch in one.stretches for name in stretch.names}
-        self.superfluous = [name for name in {**self._outline.entries, **self._group_of} if name not in known]
+        self.superfluous = [name for name in self._outline.entries if name not in known]
         if strict and self.missing:
             raise LoadError(f"the source lacks {len(self.missing)} of the optimizer's parameters: {some(self.missing)}")
         if strict and self.superfluous:
@@ -59,7 +66,25 @@ class StateMatching:
                     f"{one.names[0]} and {stretch.names[0]} lie in one flat parameter, and the source has {difference} "
                     "of them that differ"
                 )
-        self.found.append((one, entries[0]))
+        self.found.append((one, {key: self._in_dtype(one, key, entry) for key, entry in entries[0].items()}))
+
+    def _in_dtype(self, one: Optimized, key: str, entry: TensorEntry | ScalarEntry) -> TensorEntry | ScalarEntry:
+        """As the optimizer is to have it."""
+        own = one.parameter.dtype
+        if not isinstance(entry, TensorEntry) or entry.dtype == own or not entry.dtype.is_floating_point:
+            return entry
+        match self._dtype:
+            case "keep":
+                raise LoadError(
+                    f"{entry_name(key, one.names[0])} is {entry.dtype} in the source, and the parameter is {own}: "
+                    "torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' takes it as it is"
+                )
+            case "cast":
+                return TensorEntry(entry.shape, own)
+            case "source":
+                return entry
+            case _:
+                assert_never(self._dtype)
 
     def _name(self, stretch: Stretch) -> str:
         """The one that the source has; empty for none."""

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
 from fsdp_doctor.fsdp.shards import Slices
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, OnMesh, Whole
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit
 from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.targets import LoadedModel
+from fsdp_doctor.load.targets import LoadedModel, home
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,10 +41,11 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Optimized:
-    """One parameter of the optimizer. group: the index of its param group."""
+    """One parameter of the optimizer. group: the index of its param group. home: where it lies in a training step."""
 
     parameter: torch.Tensor
     group: int
+    home: torch.device
     stretches: tuple[Stretch, ...]
 
     @property
@@ -60,7 +61,7 @@ class Optimized:
 
 def optimized(held: HeldModel, place: LoadedModel, optimizer: torch.optim.Optimizer) -> list[Optimized]:
     """Raises LoadError for a parameter that is none of the model's."""
-    known = {id(parameter): stretches for parameter, stretches in _known(held, place)}
+    known = {id(parameter): (home, stretches) for parameter, home, stretches in _known(held, place)}
     found = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -69,29 +70,28 @@ def optimized(held: HeldModel, place: LoadedModel, optimizer: torch.optim.Optimi
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: "
                     "make it after the model was sharded, or loaded with assign=True"
                 )
-            found.append(Optimized(parameter=parameter, group=index, stretches=known[id(parameter)]))
+            at, stretches = known[id(parameter)]
+            found.append(Optimized(parameter=parameter, group=index, home=at, stretches=stretches))
     return found
 
 
-def _known(held: HeldModel, place: LoadedModel) -> Iterator[tuple[torch.Tensor, tuple[Stretch, ...]]]:
-    whole = Whole(place.group, place.first)
-    layouts: dict[tuple[int, tuple[object, ...]], OnMesh] = {}
+def _known(held: HeldModel, place: LoadedModel) -> Iterator[tuple[torch.Tensor, torch.device, tuple[Stretch, ...]]]:
+    layouts = Layouts(place.group, place.first)
     for unit in held.fsdp1_units:
-        yield from _of_unit(unit, place)
+        at = torch.device("cpu") if unit.offloads else unit.compute_device
+        yield from ((parameter, at, stretches) for parameter, stretches in _of_unit(unit, place))
     for parameter in held.parameters:
         tensor = parameter.tensor
-        layout: Layout = whole
-        if isinstance(tensor, DTensor):
-            key = id(tensor.device_mesh), tensor.placements
-            layout = layouts.setdefault(key, OnMesh(tensor.device_mesh, tensor.placements))
         if private.local_tensor(tensor).is_meta:
             raise LoadError(f"{parameter.names[0]} is on the meta device: load the model first")
-        yield tensor, (Stretch(names=parameter.names, shape=tensor.shape, layout=layout),)
+        stretch = Stretch(names=parameter.names, shape=tensor.shape, layout=layouts.of(tensor))
+        yield tensor, home(parameter, place.device), (stretch,)
 
 
 def _of_unit(unit: Fsdp1Unit, place: LoadedModel) -> Iterator[tuple[nn.Parameter, tuple[Stretch, ...]]]:
+    shards = ShardsOfUnit(unit, place.first)
     parts = [
-        (names, slot.shape, InFlatParameter(unit, place.first, slot.offset, slot.stride))
+        (names, slot.shape, InFlatParameter(shards, slot.offset, slot.stride))
         for names, slot in zip(unit.names, unit.layout(), strict=True)
     ]
     flat = tuple(Stretch(names=n, shape=s, layout=layout, place=layout.place(s)) for n, s, layout in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
 from fsdp_doctor.load.given import GivenSource
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name, outline_of
-from fsdp_doctor.load.optimizer_matching import StateMatching
+from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import Target, loaded_model, settle
@@ -27,6 +27,7 @@ def load_optimizer_state(
     source: Mapping[str, Any] | None,
     *,
     strict: bool = True,
+    dtype: StateDtypeRule = "keep",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> LoadReport:
     """Fills an optimizer, fresh or used, from a full state, without a step.
@@ -43,20 +44,26 @@ def load_optimizer_state(
     source: ``{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}``, as
         ``get_optimizer_state_dict`` returns it with ``full_state_dict=True``; names as in :func:`load_full_tensors`.
     strict: False to leave as it is what the source lacks, and to skip what the optimizer does not have.
+    dtype: of a floating-point tensor of another dtype than its parameter's, with which torch's optimizers cannot
+        compute: ``keep`` it is an error; ``cast`` it is cast to the parameter's; ``source`` it is loaded as it is.
     bucket_bytes: of device memory of one bucket, where rank 0 alone has the source.
 
-    Afterwards each parameter's state has the keys, values and dtypes of the checkpoint. Tensors are sharded like their
-    parameter; they lie where the state lay before, else where the parameter's shard lies. A step is a host tensor,
-    or, where its group is ``capturable`` or ``fused``, one on the parameter's device, unless there was one before. The
+    Afterwards each parameter's state has the keys and values of the checkpoint. Tensors are sharded like their
+    parameter; they lie where the state lay before, else where a training step needs them: on the CPU under an offload
+    policy, otherwise on the compute device, also while a framework has moved the parameters to the CPU. A step is a
+    host tensor, or, where its group is ``capturable`` or ``fused``, one there, unless there was one before. The
     options of the param groups are the checkpoint's, but for how the optimizer computes (``foreach``, ``fused``,
     ``capturable``, ``differentiable``). A parameter that the checkpoint lists without any state, because it never had
     a gradient, has none afterwards; the report names these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, for
-    other shapes, for param groups that do not correspond, and for an optimizer of parameters that are not the model's.
-    Raises TypeError for a source that is not of the format.
+    other shapes and dtypes, for param groups that do not correspond, and for an optimizer of parameters that are not
+    the model's.
+    Raises TypeError for a source that is not of the format, ValueError for a rule that there is not.
     """
     with refused(model):
+        if dtype not in get_args(StateDtypeRule):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(StateDtypeRule))}, not {dtype!r}")
         held = reader.read(model)
         place = loaded_model(held)
     together = Together(place.ranks)
@@ -65,14 +72,16 @@ def load_optimizer_state(
         parameters = optimized(held, place, optimizer)
         outline, tensors = outline_of(source) if source else (StateOutline(), {})
         have = GivenSource(kind="mapping" if source else None, tensors=tensors)
-        holders = together.begin(have, lambda: _plan(parameters, f"strict={strict} bucket_bytes={bucket_bytes}"))
+        holders = together.begin(
+            have, lambda: _plan(parameters, f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}")
+        )
         of_first = StateOutline.of_word(together.agree(outline.as_word()))
-        matching = StateMatching(parameters, of_first if holders == "first" else outline, strict=strict)
+        matching = StateMatching(parameters, of_first if holders == "first" else outline, strict=strict, dtype=dtype)
         state = NewState(optimizer, matching)
         wanted = {name for target in state.targets for name in target.names}
         have.tensors = {name: tensor for name, tensor in tensors.items() if name in wanted}
         load = Load(place, state.targets, together, bucket_bytes)
-        report = load.run(have, holders, Rules(strict=True, dtype="keep"), lambda: None)
+        report = load.run(have, holders, Rules(strict=True, dtype="cast"), lambda: None)
         state.put()
         return LoadReport(
             loaded=report.loaded,
@@ -126,18 +135,17 @@ class NewState:
 
     def _entry(self, one: Optimized, key: str, entry: TensorEntry | ScalarEntry) -> Any:
         before = self._optimizer.state.get(one.parameter, {}).get(key)
-        local = private.local_tensor(one.parameter)
         if isinstance(entry, TensorEntry):
             if isinstance(before, torch.Tensor) and before.shape == one.parameter.shape and before.dtype == entry.dtype:
                 return before
-            device = private.local_tensor(before).device if isinstance(before, torch.Tensor) else local.device
+            device = private.local_tensor(before).device if isinstance(before, torch.Tensor) else one.home
             # Zeros, for what is padding of a flat parameter stays what it is.
             return torch.zeros_like(one.parameter, dtype=entry.dtype, device=device, requires_grad=False)
         if entry.dtype is None:
             return entry.value
         group = self._optimizer.param_groups[one.group]
         on_device = group.get("capturable") or group.get("fused")
-        device = one.parameter.device if on_device else torch.device("cpu")
+        device = one.home if on_device else torch.device("cpu")
         return torch.tensor(
             entry.value, dtype=entry.dtype, device=before.device if isinstance(before, torch.Tensor) else device
         )

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, OnMesh, Whole, mesh_ranks
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks
 from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
 
@@ -78,17 +79,12 @@ def loaded_model(held: HeldModel) -> LoadedModel:
     return LoadedModel(ranks=ranks, group=group, device=device, spans=spans)
 
 
+@without_garbage_collection
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
     """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
-    layouts: dict[tuple[int, tuple[object, ...]], OnMesh] = {}
+    layouts = Layouts(model.group, model.first)
     targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
-    whole = Whole(model.group, model.first)
-    for tensor in held.tensors():
-        layout: Layout = whole
-        if isinstance(dtensor := tensor.tensor, DTensor):
-            key = id(dtensor.device_mesh), dtensor.placements
-            layout = layouts.setdefault(key, OnMesh(dtensor.device_mesh, dtensor.placements))
-        targets.append(_of_tensor(tensor, layout, model.device))
+    targets += [_of_tensor(tensor, layouts.of(tensor.tensor), model.device) for tensor in held.tensors()]
     return targets
 
 
@@ -112,7 +108,7 @@ def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
 
 
 def _ranks(unit: Fsdp1Unit) -> tuple[int, ...]:
-    if unit.is_sharded and unit.replica_group is not None:
+    if unit.replica_group is not None:
         return tuple(range(dist.get_world_size()))
     return tuple(dist.get_process_group_ranks(unit.group))
 
@@ -124,6 +120,12 @@ def _group_of(ranks: tuple[int, ...], known: list[dist.ProcessGroup]) -> dist.Pr
     for group in (*known, dist.group.WORLD):
         if sorted(dist.get_process_group_ranks(group)) == sorted(ranks):
             return group
+    return _new_group(ranks, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Once for all loads in the same world."""
     made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return made
 
@@ -135,10 +137,15 @@ def _compute_device(held: HeldModel) -> torch.device:
     return held.fsdp1_units[0].compute_device
 
 
+def home(held: HeldTensor, compute_device: torch.device) -> torch.device:
+    """Where a parameter or buffer is in training: a DTensor under CPUOffloadPolicy on the CPU."""
+    offloaded = held.unit is not None and isinstance(held.unit.policy, CPUOffloadPolicy)
+    return torch.device("cpu") if offloaded and isinstance(held.tensor, DTensor) else compute_device
+
+
 def _of_tensor(held: HeldTensor, layout: Layout, compute_device: torch.device) -> Target:
     tensor, unit = held.tensor, held.unit
-    offloaded = unit is not None and isinstance(unit.policy, CPUOffloadPolicy) and isinstance(tensor, DTensor)
-    device = torch.device("cpu") if offloaded else compute_device
+    device = home(held, compute_device)
     local = private.local_tensor(tensor)
     if local.numel() != layout.part(tensor.shape, dist.get_rank()).shape.numel():
         raise LoadError(
@@ -161,8 +168,9 @@ def _of_unit(unit: Fsdp1Unit, model: LoadedModel) -> Iterator[Target]:
     flat = unit.shard
     if flat.is_meta:
         raise LoadError(f"{unit.flat_name} is on the meta device, where FSDP1 cannot be loaded into")
+    shards = ShardsOfUnit(unit, model.first)
     for names, place in zip(unit.names, unit.layout(), strict=True):
-        layout = InFlatParameter(unit, model.first, place.offset, place.stride)
+        layout = InFlatParameter(shards, place.offset, place.stride)
         local = flat[layout.place(place.shape)]
         shard = functools.partial(_itself, local)
         yield Target(names=names, shape=place.shape, dtype=flat.dtype, layout=layout, shard=shard)

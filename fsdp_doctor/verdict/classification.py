@@ -55,7 +55,7 @@ _OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
 _PATH_STAGES = ("extract", "load")
 
-_PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
+PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
 
 _CASCADE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"
@@ -271,7 +271,7 @@ def _problems(reports: Sequence[RankReport]) -> list[_Found]:
 
 
 def _severity(kind: ProblemKind) -> int:
-    return _PROBLEM_ORDER.index(kind)
+    return PROBLEM_ORDER.index(kind)
 
 
 def _from_records(reports: Sequence[RankReport]) -> Verdict:

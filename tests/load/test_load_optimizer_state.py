@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from support.extraction import all_trainable, fsdp1, fsdp2, mesh_over, new_net, on_the_device, raises_soon
 from support.loading import BUCKET_BYTES, everywhere, local_of, on_first, on_four
@@ -127,11 +128,16 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
 
 
 @everywhere
-def test_moments_keep_the_dtype_of_the_checkpoint() -> None:
+def test_moments_of_another_dtype_than_their_parameter_are_refused_unless_asked_for() -> None:
     model = fsdp2(new_net(**_DIMS).to(torch.bfloat16))
     optimizer = adamw(model)
     _, _, state = _trained()
-    load_optimizer_state(model, optimizer, on_first(state))
+    with pytest.raises(LoadError, match=r"is torch\.float32 in the source, and the parameter is torch\.bfloat16"):
+        load_optimizer_state(model, optimizer, on_first(state))
+    assert not optimizer.state
+    load_optimizer_state(model, optimizer, on_first(state), dtype="cast")
+    assert {local_of(s["exp_avg"]).dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    load_optimizer_state(model, optimizer, on_first(state), dtype="source")
     assert {local_of(s["exp_avg"]).dtype for s in optimizer.state.values()} == {torch.float32}
 
 
