@@ -23,6 +23,12 @@ _LIST = re.compile(r": \[\(.*$", re.DOTALL)
 _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CHANGED = "the extraction changed"
+_HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
+# What a script does not compare after a load.
+_NOT_COMPARED = re.compile(
+    r"the next training step ends otherwise than that of a run which had this state from the start|requires_grad is"
+)
+_ANY_RANK = re.compile(r"rank_\d+")
 _CATALOGUE = "its catalogue"
 
 
@@ -64,7 +70,7 @@ def expected(case: Case) -> Expectation:
 
 
 def _check_that_a_script_can_see(case: Case, kind: VerdictKind) -> None:
-    """Raises UsageError for values of the optimizer's state: a script has nothing to compare them with."""
+    """Raises UsageError for extracted values of the optimizer's state: a script has nothing to compare them with."""
     if kind == "wrong" and find_path(case.path, case.scenario.version).contract.form == "optimizer":
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 
@@ -87,13 +93,15 @@ def reported(case: Case, report: Report) -> Expectation:
         raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
     if _CHANGED in result.verdict.reason:
         raise UsageError(f"case {case.id!r}: that {_CHANGED} the training state, the doctor alone can see")
+    if found := _NOT_COMPARED.search(result.verdict.reason):
+        raise UsageError(f"case {case.id!r}: that {found[0]}, the doctor alone can see")
     if report.world_size != 2 and case.scenario.sharding != "hsdp":
         raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
     _check_that_a_script_can_see(case, result.verdict.kind)
     known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
     return Expectation(
         kind=result.verdict.kind,
-        message=_message(result) or _entries(result),
+        message=_message(result) or _refusal(result) or _entries(result),
         title=known.title if known is not None else "",
         references=known.references if known is not None else (),
         source=f"a run on {report.world_size} ranks of {report.device}",
@@ -110,14 +118,27 @@ def _message(result: CaseResult) -> str:
             if failure.type == "FloatingPointError":
                 # The doctor's own, of a loss that is nan.
                 return ""
-            text = _LIST.sub("", f"{failure.type}: {signatures.one_line(failure.message)}")
-            pieces = (re.escape(piece).replace(r"\ ", " ") for piece in _DEVICE.split(text))
-            return _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
+            return _pattern(f"{failure.type}: {failure.message}")
     return ""
+
+
+def _pattern(text: str) -> str:
+    """An expression that matches the text of an exception whatever the device and the addresses."""
+    pieces = _DEVICE.split(_LIST.sub("", signatures.one_line(text)))
+    escaped = (re.escape(piece).replace(r"\ ", " ") for piece in pieces)
+    return _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(escaped))
+
+
+def _refusal(result: CaseResult) -> str:
+    """The exception with which every rank refused a checkpoint, if one did: any rank's file in any directory."""
+    refused = next((report.record.refused for report in result.ranks if report.record and report.record.refused), "")
+    return "" if result.verdict.bad else _ANY_RANK.sub(r"rank_\\d+", _pattern(refused).replace("the checkpoint/", ".*/"))
 
 
 def _entries(result: CaseResult) -> str:
     """How many entries are bad and which come first, where the reason is one sentence over all of them."""
+    if result.verdict.kind == "poisoned" and (found := _HOLDS.search(result.verdict.reason)):
+        return re.escape(found[0]).replace(r"\ ", " ")
     match = _NAMED.search(result.verdict.reason)
     if result.verdict.kind not in ("wrong", "misplaced", "incomplete") or match is None:
         return ""
