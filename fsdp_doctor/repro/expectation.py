@@ -28,6 +28,7 @@ _HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
 _NOT_COMPARED = re.compile(
     r"the next training step ends otherwise than that of a run which had this state from the start|requires_grad is"
 )
+_REFUSED = re.compile(r"^refused on every rank: (?P<exception>.*)$", re.DOTALL)
 _ANY_RANK = re.compile(r"rank_\d+")
 _CATALOGUE = "its catalogue"
 
@@ -130,9 +131,10 @@ def _pattern(text: str) -> str:
 
 
 def _refusal(result: CaseResult) -> str:
-    """The exception with which every rank refused a checkpoint, if one did: any rank's file in any directory."""
-    refused = next((report.record.refused for report in result.ranks if report.record and report.record.refused), "")
-    return "" if result.verdict.bad else _ANY_RANK.sub(r"rank_\\d+", _pattern(refused).replace("the checkpoint/", ".*/"))
+    """The exception with which every rank refused a checkpoint, if they did: any rank's file in any directory."""
+    if result.verdict.bad or (match := _REFUSED.search(result.verdict.reason)) is None:
+        return ""
+    return _ANY_RANK.sub(r"rank_\\d+", _pattern(match["exception"]).replace("the checkpoint/", ".*/"))
 
 
 def _entries(result: CaseResult) -> str:
