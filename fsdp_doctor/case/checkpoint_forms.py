@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import assert_never
 
@@ -101,10 +102,8 @@ class Given:
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
             local = expected_part(like, full).clone().to(device)
-        elif like is None and full.ndim and full.shape != EXTRA_SHAPE and self._trainer.scenario.version == 1:
-            mesh = self._runtime.mesh(self._trainer.scenario.sharding)
-            mesh = mesh["fsdp"] if mesh.ndim > 1 else mesh
-            placements = (Shard(0),)
+        elif like is None and self._is_in_shards(full):
+            mesh, placements = self._fsdp1_mesh(), (Shard(0),)
             chunks = full.chunk(mesh.size())
             index = mesh.get_local_rank()
             local = (chunks[index] if index < len(chunks) else full[:0]).clone().to(device)
@@ -114,6 +113,15 @@ class Given:
             local, mesh, placements, run_check=False, shape=full.shape, stride=full.contiguous().stride()
         )
 
+    def _is_in_shards(self, full: torch.Tensor) -> bool:
+        """Whether FSDP1's sharded state dict has it as a DTensor: a shard group of one has no sharded state dict."""
+        is_its_own = bool(full.ndim) and full.shape != EXTRA_SHAPE and self._trainer.scenario.version == 1
+        return is_its_own and self._fsdp1_mesh().size() > 1
+
+    def _fsdp1_mesh(self) -> DeviceMesh:
+        mesh = self._runtime.mesh(self._trainer.scenario.sharding)
+        return mesh["fsdp"] if mesh.ndim > 1 else mesh
+
     def _optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
         """As ``get_optimizer_state_dict`` has it: by parameter names."""
         like = self._sharded_names()
@@ -122,4 +130,6 @@ class Given:
             parameter, _, key = name.rpartition(".")
             value = self._sharded(like[parameter], full) if sharded and full.ndim else full.clone()
             state.setdefault(parameter, {})[key] = value
-        return {"state": state, "param_groups": [{**self._checkpoint.options, "params": list(state)}]}
+        buffers = {name for buffer in reader.read(self._trainer.model).buffers for name in buffer.names}
+        names = [name for name in like if name not in buffers and name not in self._checkpoint.tied_names]
+        return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}

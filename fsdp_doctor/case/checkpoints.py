@@ -63,7 +63,7 @@ def source_of(scenario: Scenario) -> Scenario:
 
 def take(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     """Runs the source of a scenario for three steps, and saves it after the second. Every rank must call it."""
-    trainer = Trainer(source_of(scenario), runtime)
+    trainer = Trainer(source_of(scenario), runtime, start=Start(same_batches=_replicas_part(scenario)))
     trainer.step()
     trainer.step()
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
@@ -88,7 +88,7 @@ def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tens
     """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
-        case "exact" | "tied-twice" | "other-world":
+        case "exact" | "fp32" | "tied-twice" | "other-world":
             return saved
         case "bf16":
             return {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved.items()}
@@ -113,7 +113,19 @@ def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch
 
 def start_of(scenario: Scenario) -> Start:
     """What a trainer is before a load: other weights, or none yet, and other options than the run that was saved."""
-    return Start(weights="meta" if scenario.init == "meta" else "other", options=_OTHER_OPTIONS)
+    return Start(
+        weights="meta" if scenario.init == "meta" else "other",
+        options=_OTHER_OPTIONS,
+        same_batches=_replicas_part(scenario),
+    )
+
+
+def _replicas_part(scenario: Scenario) -> bool:
+    """Whether each rank would train a model of its own: FSDP1 reduces no gradient over a shard group of one.
+
+    A checkpoint has one set of weights, so there every rank is given the same batches.
+    """
+    return scenario.version == 1 and scenario.sharding == "size1"
 
 
 class Saved:

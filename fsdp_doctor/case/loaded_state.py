@@ -155,6 +155,9 @@ class LoadedState:
         actual = piece.held.cpu()
         difference = compare(actual, piece.expected.to(actual.dtype))
         if not difference:
+            if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
+                what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"
+                self._note("misplaced", what, piece.name)
             return
         if before.values is not None and not compare(actual, before.values):
             self._note("incomplete", "still what it was before the load", piece.name)

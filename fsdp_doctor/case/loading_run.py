@@ -41,7 +41,9 @@ class LoadingRun(CaseRun):
         trainer = self._saved.start(self._case.scenario, start_of(self._case.scenario))
         # What the path does not load has been loaded already.
         if self._contract.loads == "optimizer":
-            held_pieces.write(held_pieces.of_model(trainer.model, self._right))
+            pieces = held_pieces.of_model(trainer.model, self._right)
+            held_pieces.write(pieces)
+            self._right = {name: self._right[name].to(piece.held.dtype) for piece in pieces for name in piece.names}
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
             held_pieces.write(held_pieces.of_model(trainer.model, base))
@@ -84,7 +86,7 @@ class LoadingRun(CaseRun):
 
     def _buffers(self, trainer: Trainer) -> dict[str, torch.Tensor]:
         scenario = self._case.scenario
-        return models.buffers(scenario.model, scenario.dims, self._runtime.custom_model)
+        return models.transient_buffers(scenario.model, scenario.dims, self._runtime.custom_model)
 
     def _load(self, trainer: Trainer, state: Any) -> Any:
         """Runs the path. Where every rank refuses a checkpoint that does not fit, the record says so."""
@@ -166,5 +168,6 @@ def _differs(piece: held_pieces.Piece) -> bool:
 
 
 def _missing_keys(result: Any) -> Iterable[str]:
-    """What ``load_state_dict`` and torch's setters return says of names that were not loaded."""
-    return tuple(getattr(result, "missing_keys", ()) or ())
+    """What ``load_state_dict``, torch's setters and our loader return says of names that were not loaded."""
+    named: Iterable[str] | None = getattr(result, "missing_keys", None)
+    return tuple(named or getattr(result, "missing", ()))

@@ -48,9 +48,17 @@ def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights
     return copy.deepcopy(template)
 
 
-def buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
-    """Every buffer of the model with its own weights, on the CPU, by name; for a model that is on the meta device."""
-    return {key: buffer.clone() for key, buffer in _template(name, dims, custom, "own").named_buffers()}
+def halve(model: nn.Module) -> None:
+    """Makes every parameter bfloat16, in place; buffers keep their dtypes, as transformers loads a model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+
+
+def transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
+    """The buffers that no state dict has, by name, on the CPU; for a model that is on the meta device."""
+    model = _template(name, dims, custom, "own")
+    saved = model.state_dict().keys()
+    return {key: buffer.clone() for key, buffer in model.named_buffers() if key not in saved}
 
 
 @functools.cache

@@ -26,9 +26,13 @@ _BATCH = (2, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a trainer starts from. options: of AdamW."""
+    """What a trainer starts from.
+
+    options: of AdamW. same_batches: every rank trains on the batches of rank 0.
+    """
 
     weights: models.Weights = "own"
+    same_batches: bool = False
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
 
 
@@ -54,11 +58,13 @@ class Trainer:
         self.with_mesh = with_mesh
         self.num_steps = 0
         plain = models.build(scenario.model, scenario.dims, runtime.custom_model, start.weights)
+        if scenario.checkpoint == "fp32":
+            models.halve(plain)
         self._vocabulary_size = models.vocabulary_size(plain)
         self.model = _shard(plain, scenario, runtime, with_mesh)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
-        self._generator = torch.Generator().manual_seed(runtime.rank)
+        self._generator = torch.Generator().manual_seed(0 if start.same_batches else runtime.rank)
         self._staged = False
 
     def make_optimizer(self) -> torch.optim.Optimizer:

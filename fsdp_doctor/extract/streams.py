@@ -37,6 +37,15 @@ class Streams:
             self._casting.wait_stream(self._loading)
         return self._on(self._casting)
 
+    def loaded(self) -> None:
+        """The host waits for everything that was loaded."""
+        if self._module:
+            self._loading.synchronize()
+
+    def loading_event(self) -> Any:
+        """An event after everything that was loaded."""
+        return self._loading.record_event() if self._module else None
+
     def cast(self) -> Any:
         """An event after everything that was cast."""
         return self._casting.record_event() if self._module else None

@@ -49,7 +49,7 @@ Pinning: TypeAlias = Literal["pinned", "unpinned"]
 Transfer: TypeAlias = Literal["blocking", "nonblocking"]
 Init: TypeAlias = Literal["materialized", "meta"]
 CheckpointFit: TypeAlias = Literal[
-    "exact", "bf16", "extra-key", "missing-key", "tied-twice", "tied-once", "other-world"
+    "exact", "bf16", "fp32", "extra-key", "missing-key", "tied-twice", "tied-once", "other-world"
 ]
 
 
@@ -166,6 +166,7 @@ AXES: tuple[Axis, ...] = (
         values={
             "exact": "the checkpoint has what the model has",
             "bf16": "it is bfloat16, the model's parameters are float32",
+            "fp32": "it is float32, the model's parameters are bfloat16",
             "extra-key": "it has a tensor more than the model",
             "missing-key": "it lacks a tensor of the model",
             "tied-twice": "it has both names of the tied weight",

@@ -56,6 +56,7 @@ _DEFAULT_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
     "in": (
         _loading(("fsdp2",), ("none", "policy"), init="meta"),
         _loading(_BOTH, checkpoint="bf16"),
+        _loading(_BOTH, checkpoint="fp32"),
         _loading(_BOTH, checkpoint="extra-key"),
         _loading(_BOTH, checkpoint="missing-key"),
         _loading(_BOTH, checkpoint="tied-twice", model="qwen3-tied"),
@@ -93,6 +94,7 @@ _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         _loading(("fsdp2",), ("none", "policy"), init="meta", backend="device-only"),
         *(_loading(("fsdp2",), ("none", "policy"), init="meta", model=model) for model in _MODELS),
         _loading(_ALL, ("param", "policy"), checkpoint="bf16"),
+        _loading(_ALL, ("param", "policy"), checkpoint="fp32"),
         _loading(_ALL, ("param", "policy"), checkpoint="extra-key"),
         _loading(_ALL, ("param", "policy"), checkpoint="missing-key"),
         _loading(_ALL, ("param", "policy"), checkpoint="other-world"),

@@ -71,6 +71,14 @@ LOADING_PATHS: tuple[Path, ...] = (
         used_by="AReaL with tied weights; torchtune's default; Lightning",
     ),
     Path(
+        name="set_model_state_dict.broadcast.again",
+        fsdp=(1, 2),
+        contract=Contract(direction="in", ranks="rank0"),
+        function="into_fsdp2:set_model_state_dict_broadcast_again",
+        summary="set_model_state_dict from rank 0, twice with the same dictionary",
+        only={"offload": ("none",), "staging": ("unstaged",), "init": ("materialized",), "checkpoint": ("exact",)},
+    ),
+    Path(
         name="set_model_state_dict.after_optimizer",
         fsdp=(2,),
         contract=Contract(direction="in", ranks="rank0"),

@@ -57,7 +57,8 @@ class Path:
             return False
         if scenario.checkpoint == "other-world":
             return contract.given in ("dcp", "rank_files")
-        return scenario.checkpoint == "exact" or (contract.loads == "model" and contract.weights == "own")
+        whole_model = contract.loads == "model" and contract.weights == "own"
+        return scenario.checkpoint in ("exact", "fp32") or whole_model
 
 
 def _is_of_extraction(scenario: Scenario) -> bool:

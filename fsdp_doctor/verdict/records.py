@@ -52,11 +52,22 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The type and the first line of the message; where that only announces what follows, the next one too."""
+        """The type and the first line of the message; where that only announces what follows, the next one too.
+
+        Of a message that carries another exception's traceback, that exception.
+        """
+        if carried := _carried(self.message):
+            return f"{self.type}: {carried}"
         lines = [line.strip() for line in self.message.strip().splitlines()[:2]]
         if not lines:
             return self.type
         return f"{self.type}: {' '.join(lines) if lines[0].endswith(':') else lines[0]}"
+
+
+def _carried(message: str) -> str:
+    """The first exception whose traceback a message carries, as torch's CheckpointException does; empty without one."""
+    _, _, traceback = message.partition("Traceback (most recent call last):")
+    return next((line for line in traceback.splitlines()[1:] if line and not line[0].isspace()), "")
 
 
 @dataclass(frozen=True, kw_only=True)

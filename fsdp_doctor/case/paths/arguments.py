@@ -20,8 +20,8 @@ class PathArguments:
 
     device: this rank's compute device. What follows it a probe alone has: the optimizer; scratch, a directory of
     this path's own, the same on every rank, not yet made; control, a gloo group apart from the model's.
-    A path that loads is given its checkpoint as state, and buffers: every buffer by name, on the host, as the model
-    has them that was never on the meta device.
+    A path that loads is given its checkpoint as state; and as buffers those that no state dict has, by name, on the
+    host, as a model has them that was never on the meta device.
     """
 
     model: torch.nn.Module

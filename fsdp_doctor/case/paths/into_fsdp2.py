@@ -40,6 +40,12 @@ def set_model_state_dict_broadcast(model: torch.nn.Module, state: dict[str, Any]
     return set_model_state_dict(model, state, options=options)
 
 
+def set_model_state_dict_broadcast_again(model: torch.nn.Module, state: dict[str, Any]) -> Any:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return set_model_state_dict(model, state, options=options)
+
+
 def set_model_state_dict_broadcast_cpu(model: torch.nn.Module, state: dict[str, Any]) -> Any:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
     return set_model_state_dict(model, state, options=options)

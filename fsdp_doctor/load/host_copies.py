@@ -1,0 +1,119 @@
+"""Copies portions to where they belong: threads read them out of pageable memory and files.
+
+What goes to the device from there passes through pinned chunks, so that the link is not held up by the reading. What
+is pinned, or on the device, is copied by the device alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_doctor.extract.streams import Streams
+from fsdp_doctor.load.portions import Portion
+
+_CHUNK_BYTES = 8 << 20
+# What is smaller is not worth a thread.
+_SMALL_BYTES = 64 << 10
+_MOST_THREADS = 16
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Pinned memory. taken: the event after which the device has read it, None while it has nothing to read."""
+
+    memory: torch.Tensor
+    taken: Any = None
+
+
+@dataclass(eq=False)
+class _Filling:
+    """What a thread reads; where it lies in a chunk, it is yet to be copied from there to ``target``."""
+
+    job: Future[None]
+    chunk: _Chunk | None
+    target: torch.Tensor
+
+
+class HostCopies:
+    """Targets are 1-D bytes. What a copy reads must stay as it is until ``finish`` has returned."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        num_threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._num_threads = max(2, min(_MOST_THREADS, num_threads))
+        self._pool: ThreadPoolExecutor | None = None
+        self._free: collections.deque[_Chunk] = collections.deque()
+        self._filling: collections.deque[_Filling] = collections.deque()
+
+    def close(self) -> None:
+        """Waits for the threads, whatever they end with."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
+        """As many bytes as the target has, from ``start`` on."""
+        nbytes = target.numel()
+        memory = portion.memory
+        if nbytes <= _SMALL_BYTES and memory is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+            portion.fill(memory, start)
+            start = 0
+        if memory is not None and (nbytes <= _SMALL_BYTES or self._by_device(memory, target)):
+            with self._streams.loading():
+                target.copy_(memory[start : start + nbytes], non_blocking=True)
+            return
+        for begin in range(0, nbytes, _CHUNK_BYTES):
+            self._fill(portion, target[begin : begin + _CHUNK_BYTES], start + begin)
+
+    def flush(self) -> None:
+        """What goes to the host has come there; what goes to the device is in the loading stream."""
+        while self._filling:
+            self._take()
+
+    def finish(self) -> None:
+        """All has been read, and has come to where it belongs."""
+        self.flush()
+        self._streams.loaded()
+
+    def _by_device(self, memory: torch.Tensor, target: torch.Tensor) -> bool:
+        if memory.device.type != "cpu":
+            return True
+        return target.device.type != "cpu" and memory.is_pinned()
+
+    def _fill(self, portion: Portion, target: torch.Tensor, start: int) -> None:
+        while len(self._filling) >= 2 * self._num_threads:
+            self._take()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads)
+        chunk = self._chunk() if target.device.type != "cpu" else None
+        job = self._pool.submit(_read, portion, start, target, chunk)
+        self._filling.append(_Filling(job, chunk, target))
+
+    def _chunk(self) -> _Chunk:
+        if self._free:
+            return self._free.popleft()
+        return _Chunk(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True))
+
+    def _take(self) -> None:
+        filling = self._filling.popleft()
+        filling.job.result()
+        if (chunk := filling.chunk) is not None:
+            with self._streams.loading():
+                filling.target.copy_(chunk.memory[: filling.target.numel()], non_blocking=True)
+            chunk.taken = self._streams.loading_event()
+            self._free.append(chunk)
+
+
+def _read(portion: Portion, start: int, target: torch.Tensor, chunk: _Chunk | None) -> None:
+    if chunk is None:
+        portion.fill(target, start)
+        return
+    if chunk.taken is not None:
+        chunk.taken.synchronize()
+    portion.fill(chunk.memory[: target.numel()], start)
