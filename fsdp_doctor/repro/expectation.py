@@ -10,26 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import find_path
-from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.repro.patterns import pattern_of
 from fsdp_doctor.verdict.classification import VerdictKind
 
-_DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
-# What torch lists at the end of a message: other models and ranks, other lists.
-_LIST = re.compile(r": \[\(.*$", re.DOTALL)
-_NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CHANGED = "the extraction changed"
-_HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
 # What a script does not compare after a load.
 _NOT_COMPARED = re.compile(
     r"the next training step ends otherwise than that of a run which had this state from the start|requires_grad is"
 )
-_REFUSED = re.compile(r"^refused on every rank: (?P<exception>.*)$", re.DOTALL)
-_ANY_RANK = re.compile(r"rank_\d+")
 _CATALOGUE = "its catalogue"
 
 
@@ -37,7 +30,8 @@ _CATALOGUE = "its catalogue"
 class Expectation:
     """What to see.
 
-    kind: the verdict. message: a regular expression over the exception's ``Type: message``; empty for none.
+    kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over what the script
+    itself says of values; empty for none.
     title: in words. references: of the catalogue's entry. source: where it is known from. versions: by package.
     """
 
@@ -102,48 +96,9 @@ def reported(case: Case, report: Report) -> Expectation:
     known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
     return Expectation(
         kind=result.verdict.kind,
-        message=_message(result) or _refusal(result) or _entries(result),
+        message=pattern_of(result),
         title=known.title if known is not None else "",
         references=known.references if known is not None else (),
         source=f"a run on {report.world_size} ranks of {report.device}",
         versions=report.environment.get("packages") or {},
     )
-
-
-def _message(result: CaseResult) -> str:
-    """The exception of the first rank that the verdict names, as an expression that any device matches."""
-    if result.verdict.kind not in ("crash", "poisoned", "oom"):
-        return ""
-    for report in sorted(result.ranks, key=lambda report: report.rank not in result.verdict.ranks):
-        if report.record is not None and (failure := report.record.failure) is not None:
-            if failure.type == "FloatingPointError":
-                # The doctor's own, of a loss that is nan.
-                return ""
-            return _pattern(f"{failure.type}: {failure.message}")
-    return ""
-
-
-def _pattern(text: str) -> str:
-    """An expression that matches the text of an exception whatever the device and the addresses."""
-    pieces = _DEVICE.split(_LIST.sub("", signatures.one_line(text)))
-    escaped = (re.escape(piece).replace(r"\ ", " ") for piece in pieces)
-    return _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(escaped))
-
-
-def _refusal(result: CaseResult) -> str:
-    """The exception with which every rank refused a checkpoint, if they did: any rank's file in any directory."""
-    if result.verdict.bad or (match := _REFUSED.search(result.verdict.reason)) is None:
-        return ""
-    return _ANY_RANK.sub(r"rank_\\d+", _pattern(match["exception"]).replace("the checkpoint/", ".*/"))
-
-
-def _entries(result: CaseResult) -> str:
-    """How many entries are bad and which come first, where the reason is one sentence over all of them."""
-    if result.verdict.kind == "poisoned" and (found := _HOLDS.search(result.verdict.reason)):
-        return re.escape(found[0]).replace(r"\ ", " ")
-    match = _NAMED.search(result.verdict.reason)
-    if result.verdict.kind not in ("wrong", "misplaced", "incomplete") or match is None:
-        return ""
-    names = match["names"].split(", ")
-    count = len(names) + int(match["more"] or 0)
-    return re.escape(f"{count} entries: {', '.join(names)}").replace(r"\ ", " ")

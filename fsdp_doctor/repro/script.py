@@ -21,7 +21,7 @@ _ROOM = pathlib.Path(__file__).parent
 _PATHS = _ROOM.parent / "case" / "paths"
 _WIDTH = 100
 _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.py.jinja"}
-_NEEDS_VALUES = ("ok", "wrong", "incomplete", "misplaced", "poisoned")
+_SEEN_IN_VALUES = ("ok", "wrong", "incomplete", "misplaced", "poisoned")
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
 
 
@@ -69,8 +69,9 @@ def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
     if path.contract.form == "flat":
         return False
     if path.direction == "in":
-        # An exception says enough, of a refusal and of the next step too.
-        return expectation.kind in _NEEDS_VALUES and not (expectation.kind in ("ok", "poisoned") and expectation.message)
+        # A message says enough: with which exception every rank refuses, or of what the next step dies.
+        told = expectation.kind in ("ok", "poisoned") and bool(expectation.message)
+        return expectation.kind in _SEEN_IN_VALUES and not told
     if expectation.kind == "poisoned":
         return case.scenario.transfer == "nonblocking"
     return expectation.kind not in ("leak", "crash", "oom", "died")
