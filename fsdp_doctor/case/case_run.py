@@ -80,7 +80,7 @@ class CaseRun(abc.ABC):
             trainer = trainer or self._build()
             self._exercise(trainer)
             exercised = True
-        goes_on = not self.record.unsupported and self._agree() and self._unbroken and not self.record.refused
+        goes_on = not self.record.unsupported and self._agree() and self._unbroken and not self.record.refusal
         if goes_on and trainer and exercised:
             with self._catching():
                 self._train_on(trainer)

@@ -21,7 +21,7 @@ from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.contracts import Contract
 
 
-class Given:
+class CheckpointForms:
     """Makes of a checkpoint what a path is given. Every rank must call every method alike."""
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, scratch: pathlib.Path) -> None:

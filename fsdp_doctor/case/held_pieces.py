@@ -21,7 +21,7 @@ Full = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class HeldPiece:
     """This rank's part of one tensor.
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
@@ -39,13 +39,13 @@ class Piece:
         return self.names[0]
 
 
-def of_model(model: nn.Module, full: Full) -> list[Piece]:
+def of_model(model: nn.Module, full: Full) -> list[HeldPiece]:
     """Every parameter and every buffer of a state dict, each once."""
     held = reader.read(model)
     return [*_of_units(held, full), *(_of_tensor(tensor, full) for tensor in held.tensors())]
 
 
-def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Full) -> tuple[list[Piece], list[str]]:
+def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Full) -> tuple[list[HeldPiece], list[str]]:
     """(the moments that the optimizer has, the names of those that it lacks).
 
     states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
@@ -53,7 +53,7 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Ful
     held = reader.read(model)
     tensors = {name: tensor.tensor for tensor in held.parameters for name in tensor.names}
     places = {name: place for unit in held.fsdp1_units for place in _places(unit) for name in place.names}
-    pieces: list[Piece] = []
+    pieces: list[HeldPiece] = []
     missing: list[str] = []
     for name, full in states.items():
         parameter, _, key = name.rpartition(".")
@@ -68,7 +68,7 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Ful
     return pieces, missing
 
 
-def write(pieces: list[Piece]) -> None:
+def write(pieces: list[HeldPiece]) -> None:
     """Puts what is expected where it should be held."""
     with torch.no_grad():
         for piece in pieces:
@@ -83,9 +83,9 @@ def expected_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return held_part(dist.get_rank(), tensor.shape, tensor.device_mesh.mesh, tensor.placements).read(full)
 
 
-def _of_tensor(tensor: HeldTensor, full: Full) -> Piece:
+def _of_tensor(tensor: HeldTensor, full: Full) -> HeldPiece:
     whole = next((full[name] for name in tensor.names if name in full), None)
-    return Piece(
+    return HeldPiece(
         names=tensor.names,
         shown=tensor.shown,
         held=private.local_tensor(tensor.tensor).detach(),
@@ -124,11 +124,11 @@ def _places(unit: Fsdp1Unit) -> Iterator[_Place]:
         yield _Place(unit=unit, index=index, names=names, slice=place, mine=mine, begin=first - shard_begin)
 
 
-def _of_units(held: HeldModel, full: Full) -> Iterator[Piece]:
+def _of_units(held: HeldModel, full: Full) -> Iterator[HeldPiece]:
     for unit in held.fsdp1_units:
         for place in _places(unit):
             whole = next((full[name] for name in place.names if name in full), None)
-            yield Piece(
+            yield HeldPiece(
                 names=place.names,
                 shown=unit.flat_parameter,
                 held=unit.shard[place.begin : place.begin + len(place.mine)],
@@ -136,22 +136,22 @@ def _of_units(held: HeldModel, full: Full) -> Iterator[Piece]:
             )
 
 
-def _state_in_unit(place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor) -> Piece | None:
+def _state_in_unit(place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor) -> HeldPiece | None:
     """Of a flat parameter's state the parameter's stretch; of an original parameter's the whole."""
     unit = place.unit
     if not len(place.mine):
-        return Piece(names=(name,), shown=full, held=full.new_empty(0), expected=None)
+        return HeldPiece(names=(name,), shown=full, held=full.new_empty(0), expected=None)
     parameter = unit.originals[place.index] if unit.keeps_originals else unit.flat_parameter
     state = optimizer.state.get(parameter, {}).get(name.rpartition(".")[2])
     if state is None or state.ndim == 0 or full.ndim == 0:
         return _piece(name, state, full)
     begin = 0 if unit.keeps_originals else place.begin
     held = state.detach().reshape(-1)[begin : begin + len(place.mine)]
-    return Piece(names=(name,), shown=state, held=held, expected=place.part(full))
+    return HeldPiece(names=(name,), shown=state, held=held, expected=place.part(full))
 
 
-def _piece(name: str, state: torch.Tensor | None, full: torch.Tensor) -> Piece | None:
+def _piece(name: str, state: torch.Tensor | None, full: torch.Tensor) -> HeldPiece | None:
     if state is None:
         return None
     held = private.local_tensor(state).detach()
-    return Piece(names=(name,), shown=state, held=held, expected=expected_part(state, full))
+    return HeldPiece(names=(name,), shown=state, held=held, expected=expected_part(state, full))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import held_pieces
-from fsdp_doctor.case.held_pieces import Full, Piece
+from fsdp_doctor.case.held_pieces import Full, HeldPiece
 from fsdp_doctor.case.verification import compare, first_names
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem, ProblemKind
@@ -112,7 +112,7 @@ class LoadedState:
     def _note(self, kind: ProblemKind, what: str, name: str) -> None:
         self._found.setdefault(kind, {}).setdefault(what, []).append(name)
 
-    def _facts(self, piece: Piece) -> _Facts:
+    def _facts(self, piece: HeldPiece) -> _Facts:
         local = piece.held
         meta = local.is_meta
         return _Facts(
@@ -124,7 +124,7 @@ class LoadedState:
             values=None if meta or not self._watches else local.detach().to("cpu", copy=True),
         )
 
-    def _check_piece(self, piece: Piece, reported: frozenset[str]) -> None:
+    def _check_piece(self, piece: HeldPiece, reported: frozenset[str]) -> None:
         before = self._before.get(piece.name)
         if before is None or piece.names not in self._ties:
             if piece.names not in self._ties:
@@ -143,14 +143,14 @@ class LoadedState:
         first = next(names[0] for names in self._ties if name in names)
         return self._before[first]
 
-    def _check_left_alone(self, piece: Piece, before: _Facts, reported: frozenset[str]) -> None:
+    def _check_left_alone(self, piece: HeldPiece, before: _Facts, reported: frozenset[str]) -> None:
         """What the checkpoint lacks is as it was, and the path says that it is."""
         if not reported & set(piece.names):
             self._note("incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name)
         elif before.values is not None and (difference := compare(piece.held.cpu(), before.values)):
             self._note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
 
-    def _check_value(self, piece: Piece, before: _Facts) -> None:
+    def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
         assert piece.expected is not None
         actual = piece.held.cpu()
         difference = compare(actual, piece.expected.to(actual.dtype))
@@ -164,22 +164,28 @@ class LoadedState:
         else:
             self._note("wrong", difference, piece.name)
 
-    def _check_place(self, piece: Piece, before: _Facts) -> None:
+    def _check_place(self, piece: HeldPiece, before: _Facts) -> None:
         if piece.shown.dtype != before.dtype:
             self._note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
-        device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
-        if piece.shown.device != device:
-            self._note("misplaced", f"on {piece.shown.device} where {device} was promised", piece.name)
-        elif piece.held.device != local_device:
-            self._note("misplaced", f"its shard on {piece.held.device} where it was on {local_device}", piece.name)
-        elif before.pinned and not piece.held.is_pinned():
-            self._note("misplaced", "in pageable memory where it was pinned", piece.name)
+        if away := self._misplaced(piece, before):
+            self._note("misplaced", away, piece.name)
         if piece.shown.requires_grad != before.trains:
             self._note(
                 "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
             )
 
-    def _home(self, piece: Piece) -> torch.device:
+    def _misplaced(self, piece: HeldPiece, before: _Facts) -> str:
+        """Where it should not be; empty where it lies as before, or where a buffer lies on the device that uses it."""
+        if piece.shown.device == self._device and not isinstance(piece.shown, nn.Parameter):
+            return ""
+        device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
+        if piece.shown.device != device:
+            return f"on {piece.shown.device} where {device} was promised"
+        if piece.held.device != local_device:
+            return f"its shard on {piece.held.device} where it was on {local_device}"
+        return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
+
+    def _home(self, piece: HeldPiece) -> torch.device:
         return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:

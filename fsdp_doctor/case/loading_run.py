@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_doctor.case import held_pieces, lora_reference, models
 from fsdp_doctor.case.case_run import Assignment, CaseRun
-from fsdp_doctor.case.checkpoint_forms import Given
+from fsdp_doctor.case.checkpoint_forms import CheckpointForms
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, Checkpoint, Saved, right_weights, start_of
 from fsdp_doctor.case.loaded_state import LoadedState, held_by
 from fsdp_doctor.case.step_outcome import differences, outcome_of_step
@@ -54,7 +54,7 @@ class LoadingRun(CaseRun):
 
     def _exercise(self, trainer: Trainer) -> None:
         self._enter("checkpoint")
-        state = Given(self._checkpoint, self._fit, trainer, self._scratch).state(self._contract)
+        state = CheckpointForms(self._checkpoint, self._fit, trainer, self._scratch).state(self._contract)
         self._enter("offload")
         trainer.offload()
         if self._case.scenario.staging == "staged":
@@ -72,7 +72,7 @@ class LoadingRun(CaseRun):
         )
         self._enter("load")
         result = self._load(trainer, state)
-        if self.record.refused:
+        if self.record.refusal:
             return
         self._enter("verify")
         self._runtime.synchronize()
@@ -122,7 +122,7 @@ class LoadingRun(CaseRun):
         with contextlib.suppress(Exception):
             if self._refused_everywhere(True):
                 told = failure_from(error).summary.replace(str(self._scratch), "the checkpoint")
-                self._add(failure=None, refused=told)
+                self._add(failure=None, refusal=told)
                 return
         raise error
 
@@ -162,12 +162,14 @@ class LoadingRun(CaseRun):
         self._add(problems=(Problem(kind=kind, detail=detail),))
 
 
-def _differs(piece: held_pieces.Piece) -> bool:
+def _differs(piece: held_pieces.HeldPiece) -> bool:
     assert piece.expected is not None
     return bool(compare(piece.held.cpu(), piece.expected.to(piece.held.dtype)))
 
 
 def _missing_keys(result: Any) -> Iterable[str]:
     """What ``load_state_dict``, torch's setters and our loader return says of names that were not loaded."""
-    named: Iterable[str] | None = getattr(result, "missing_keys", None)
-    return tuple(named or getattr(result, "missing", ()))
+    for attribute in ("missing_keys", "missing"):
+        if names := getattr(result, attribute, ()):
+            return tuple(names)
+    return ()

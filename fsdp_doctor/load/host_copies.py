@@ -52,9 +52,10 @@ class HostCopies:
         self._filling: collections.deque[_Filling] = collections.deque()
 
     def close(self) -> None:
-        """Waits for the threads, whatever they end with."""
+        """Waits for the threads and the device, whatever they end with: what they write to may be freed then."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        self._streams.loaded()
 
     def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
         """As many bytes as the target has, from ``start`` on."""
@@ -65,8 +66,7 @@ class HostCopies:
             portion.fill(memory, start)
             start = 0
         if memory is not None and (nbytes <= _SMALL_BYTES or self._by_device(memory, target)):
-            with self._streams.loading():
-                target.copy_(memory[start : start + nbytes], non_blocking=True)
+            self._streams.load(target, memory[start : start + nbytes])
             return
         for begin in range(0, nbytes, _CHUNK_BYTES):
             self._fill(portion, target[begin : begin + _CHUNK_BYTES], start + begin)
@@ -104,8 +104,7 @@ class HostCopies:
         filling = self._filling.popleft()
         filling.job.result()
         if (chunk := filling.chunk) is not None:
-            with self._streams.loading():
-                filling.target.copy_(chunk.memory[: filling.target.numel()], non_blocking=True)
+            self._streams.load(filling.target, chunk.memory[: filling.target.numel()])
             chunk.taken = self._streams.loading_event()
             self._free.append(chunk)
 

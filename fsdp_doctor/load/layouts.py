@@ -93,6 +93,22 @@ class Whole(Layout):
         return HeldPart(tuple((range(length),) for length in shape))
 
 
+class Layouts:
+    """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask."""
+
+    def __init__(self, group: dist.ProcessGroup | None, first: int) -> None:
+        self._whole = Whole(group, first)
+        self._on_meshes: dict[tuple[int, tuple[Placement, ...]], OnMesh] = {}
+
+    def of(self, tensor: torch.Tensor) -> Layout:
+        if not isinstance(tensor, DTensor):
+            return self._whole
+        key = id(tensor.device_mesh), tensor.placements
+        if key not in self._on_meshes:
+            self._on_meshes[key] = OnMesh(tensor.device_mesh, tensor.placements)
+        return self._on_meshes[key]
+
+
 class InFlatParameter(Layout):
     """Of one parameter in an FSDP1 unit: each rank holds a range of it, in the order in which its memory lies.
 

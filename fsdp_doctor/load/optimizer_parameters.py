@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
 from fsdp_doctor.fsdp.shards import Slices
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, OnMesh, Whole
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.targets import LoadedModel
 
@@ -74,19 +74,14 @@ def optimized(held: HeldModel, place: LoadedModel, optimizer: torch.optim.Optimi
 
 
 def _known(held: HeldModel, place: LoadedModel) -> Iterator[tuple[torch.Tensor, tuple[Stretch, ...]]]:
-    whole = Whole(place.group, place.first)
-    layouts: dict[tuple[int, tuple[object, ...]], OnMesh] = {}
+    layouts = Layouts(place.group, place.first)
     for unit in held.fsdp1_units:
         yield from _of_unit(unit, place)
     for parameter in held.parameters:
         tensor = parameter.tensor
-        layout: Layout = whole
-        if isinstance(tensor, DTensor):
-            key = id(tensor.device_mesh), tensor.placements
-            layout = layouts.setdefault(key, OnMesh(tensor.device_mesh, tensor.placements))
         if private.local_tensor(tensor).is_meta:
             raise LoadError(f"{parameter.names[0]} is on the meta device: load the model first")
-        yield tensor, (Stretch(names=parameter.names, shape=tensor.shape, layout=layout),)
+        yield tensor, (Stretch(names=parameter.names, shape=tensor.shape, layout=layouts.of(tensor)),)
 
 
 def _of_unit(unit: Fsdp1Unit, place: LoadedModel) -> Iterator[tuple[nn.Parameter, tuple[Stretch, ...]]]:

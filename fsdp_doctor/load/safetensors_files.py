@@ -74,9 +74,7 @@ class SafetensorsFile:
             raise LoadError(f"{self.path} is no safetensors file: its header would be {length} bytes long")
         begin = _LENGTH_BYTES + length
         if begin > size:
-            raise LoadError(
-                f"{self.path} is truncated, or no safetensors file: it has {size} bytes, its header ends at byte {begin}"
-            )
+            raise LoadError(f"{self.path} is truncated, or no safetensors file: {size} bytes, and a header of {length}")
         data = bytearray(length)
         self.read(_LENGTH_BYTES, memoryview(data))
         try:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, OnMesh, Whole, mesh_ranks
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, mesh_ranks
 from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
 
@@ -78,17 +79,12 @@ def loaded_model(held: HeldModel) -> LoadedModel:
     return LoadedModel(ranks=ranks, group=group, device=device, spans=spans)
 
 
+@without_garbage_collection
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
     """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
-    layouts: dict[tuple[int, tuple[object, ...]], OnMesh] = {}
+    layouts = Layouts(model.group, model.first)
     targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
-    whole = Whole(model.group, model.first)
-    for tensor in held.tensors():
-        layout: Layout = whole
-        if isinstance(dtensor := tensor.tensor, DTensor):
-            key = id(dtensor.device_mesh), dtensor.placements
-            layout = layouts.setdefault(key, OnMesh(dtensor.device_mesh, dtensor.placements))
-        targets.append(_of_tensor(tensor, layout, model.device))
+    targets += [_of_tensor(tensor, layouts.of(tensor.tensor), model.device) for tensor in held.tensors()]
     return targets
 
 

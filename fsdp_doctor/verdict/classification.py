@@ -55,7 +55,7 @@ _OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
 _PATH_STAGES = ("extract", "load")
 
-_PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
+PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
 
 _CASCADE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"
@@ -271,7 +271,7 @@ def _problems(reports: Sequence[RankReport]) -> list[_Found]:
 
 
 def _severity(kind: ProblemKind) -> int:
-    return _PROBLEM_ORDER.index(kind)
+    return PROBLEM_ORDER.index(kind)
 
 
 def _from_records(reports: Sequence[RankReport]) -> Verdict:
@@ -282,7 +282,7 @@ def _from_records(reports: Sequence[RankReport]) -> Verdict:
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     if not found:
-        refusal = next((r.record.refused for r in reports if r.record and r.record.refused), "")
+        refusal = next((r.record.refusal for r in reports if r.record and r.record.refusal), "")
         return Verdict(kind="ok", reason=f"refused on every rank: {refusal}" if refusal else "")
     worst = found[0]
     return Verdict(
