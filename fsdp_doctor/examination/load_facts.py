@@ -17,12 +17,14 @@ from fsdp_doctor.fsdp.reader import HeldModel
 class LoadFacts:
     """held, unheld: the names of the parameters that train, by whether the optimizer has them; empty without one.
 
+    holds_masters: whether the optimizer has parameters in their stead that are in a dtype of more bits, as masters are.
     rounded: the names of parameters with a state in a floating dtype of fewer bits; rounded_entries: the state's keys.
     untied: pairs of names that the model's configuration ties, and that are two tensors.
     """
 
     held: tuple[str, ...] = ()
     unheld: tuple[str, ...] = ()
+    holds_masters: bool = False
     rounded: tuple[str, ...] = ()
     rounded_entries: tuple[str, ...] = ()
     untied: tuple[tuple[str, str], ...] = ()
@@ -34,12 +36,15 @@ def read_load_facts(model: nn.Module, held: HeldModel, optimizer: torch.optim.Op
     if optimizer is None:
         return LoadFacts(untied=untied)
     names = {id(parameter): name for name, parameter in _parameters(held)}
-    in_groups = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    in_groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, id(parameter) in in_groups) for name, parameter in _parameters(held) if parameter.requires_grad]
+    own_bits = max((_bits(parameter) for _, parameter in _parameters(held)), default=0)
+    others = [parameter for key, parameter in in_groups.items() if key not in names]
     rounded = list(_rounded(optimizer, names))
     return LoadFacts(
         held=tuple(name for name, is_held in trained if is_held),
         unheld=tuple(name for name, is_held in trained if not is_held),
+        holds_masters=bool(others) and min(map(_bits, others)) > own_bits,
         rounded=tuple(dict.fromkeys(name for name, _ in rounded)),
         rounded_entries=tuple(dict.fromkeys(entry for _, entry in rounded)),
         untied=untied,
@@ -58,12 +63,17 @@ def _parameters(held: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _rounded(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
     for parameter, entries in optimizer.state.items():
-        if id(parameter) not in names or not parameter.is_floating_point():
+        if id(parameter) not in names:
             continue
         for entry, value in entries.items():
             is_moment = isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
-            if is_moment and torch.finfo(value.dtype).bits < torch.finfo(parameter.dtype).bits:
+            if is_moment and _bits(value) < _bits(parameter):
                 yield names[id(parameter)], entry
+
+
+def _bits(tensor: torch.Tensor) -> int:
+    """Of a floating dtype; 0 of another."""
+    return torch.finfo(tensor.dtype).bits if tensor.is_floating_point() else 0
 
 
 def _untied(model: nn.Module, held: HeldModel) -> Iterator[tuple[str, str]]:

@@ -34,9 +34,9 @@ def on_meta(facts: Facts) -> Iterator[Finding]:
 
 
 def not_in_the_optimizer(facts: Facts) -> Iterator[Finding]:
-    """Several optimizers may share a model's parameters; one that holds none of them trains nothing."""
+    """Several optimizers may share a model's parameters, and one may hold masters that a framework copies back."""
     held, unheld = facts.load.held, facts.load.unheld
-    if unheld and not held:
+    if unheld and not held and not facts.load.holds_masters:
         yield Finding(
             kind="optimizer-holds-none",
             severity="bad",
@@ -46,7 +46,7 @@ def not_in_the_optimizer(facts: Facts) -> Iterator[Finding]:
             entry="assign-leaves-the-optimizer-behind",
             remedy="make the optimizer after the load, or load in place.",
         )
-    elif unheld:
+    elif unheld and held:
         yield Finding(
             kind="optimizer-holds-some",
             severity="hazard",

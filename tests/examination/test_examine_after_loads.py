@@ -128,6 +128,13 @@ def test_two_optimizers_that_share_the_parameters_are_a_hazard_each_and_nothing_
 
 
 @on_two_ranks
+def test_an_optimizer_of_masters_that_a_framework_copies_back_is_no_finding() -> None:
+    model = fsdp2_model().bfloat16()
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in model.parameters()]
+    equal([kind for kind in kinds(examine(model, torch.optim.AdamW(masters))) if kind in _OF_LOADS], [])
+
+
+@on_two_ranks
 def test_frozen_parameters_that_no_optimizer_holds_are_no_finding() -> None:
     for build in (fsdp2_model, lambda: fsdp1_model(use_orig_params=True)):
         model = build()
