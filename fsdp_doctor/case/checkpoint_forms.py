@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import framework_saves, lora_reference
@@ -100,9 +99,10 @@ class CheckpointForms:
             mesh, placements = like.device_mesh, like.placements
             local = expected_part(like, full).clone().to(device)
         elif like is None and self._is_in_shards(full):
-            mesh, placements = self._fsdp1_mesh(), (Shard(0),)
-            chunks = full.chunk(mesh.size())
-            index = mesh.get_local_rank()
+            mesh = self._runtime.mesh(self._trainer.scenario.sharding)
+            placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+            chunks = full.chunk(mesh.size(mesh.ndim - 1))
+            index = mesh.get_local_rank(mesh.ndim - 1)
             local = (chunks[index] if index < len(chunks) else full[:0]).clone().to(device)
         else:
             return full.clone().to(device)
@@ -113,11 +113,8 @@ class CheckpointForms:
     def _is_in_shards(self, full: torch.Tensor) -> bool:
         """Whether FSDP1's sharded state dict has it as a DTensor: a shard group of one has no sharded state dict."""
         is_its_own = bool(full.ndim) and full.shape != EXTRA_SHAPE and self._trainer.scenario.version == 1
-        return is_its_own and self._fsdp1_mesh().size() > 1
-
-    def _fsdp1_mesh(self) -> DeviceMesh:
         mesh = self._runtime.mesh(self._trainer.scenario.sharding)
-        return mesh["fsdp"] if mesh.ndim > 1 else mesh
+        return is_its_own and mesh.size(mesh.ndim - 1) > 1
 
     def _optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
         """As ``get_optimizer_state_dict`` has it: by parameter names."""

@@ -23,6 +23,7 @@ _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 class _Facts:
     """What a load should leave of one parameter or buffer, beside its values.
 
+    pinned: never where nobody may look yet, for a non-blocking copy leaves its shards pinned that no policy pins.
     values: this rank's part, on the host; None on the meta device, or where nobody may look yet.
     """
 
@@ -119,7 +120,7 @@ class LoadedState:
             device=piece.shown.device,
             local_device=local.device,
             dtype=piece.shown.dtype,
-            pinned=not meta and local.device.type == "cpu" and local.is_pinned(),
+            pinned=self._watches and not meta and local.device.type == "cpu" and local.is_pinned(),
             trains=piece.shown.requires_grad,
             values=None if meta or not self._watches else local.detach().to("cpu", copy=True),
         )
