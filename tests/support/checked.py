@@ -17,9 +17,10 @@ ACTOR = "actor_rollout_ref.actor"
 FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
-def checked(*arguments: str, version: str | None = None, world: int | None = None) -> CheckResult:
+def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
+    """For every version of torch, and of the framework unless one is given, whatever is installed here."""
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
-    return check(named, framework_version=version, world_size=world)
+    return check(named, framework_version=version, world_size=world, torch_version="all")
 
 
 def flag(name: str, value: str = "true", section: str = f"{ACTOR}.fsdp_config") -> str:
