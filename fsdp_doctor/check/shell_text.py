@@ -23,6 +23,10 @@ _DELETION = re.compile(r"(?<!\S)['\"]?~(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})")
 _ASSIGNMENT = re.compile(
     rf"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_]\w*)=(?P<value>{_VALUE})[ \t]*(?:[#;].*)?$", re.MULTILINE
 )
+# `: "${NAME:=value}"`, which assigns where nothing is.
+_DEFAULTED = re.compile(
+    r"^[ \t]*:[ \t]+\"?\$\{(?P<name>[A-Za-z_]\w*):?=(?P<value>[^{}\n]*)\}\"?[ \t]*(?:#.*)?$", re.MULTILINE
+)
 _ARRAY = re.compile(r"^[ \t]*(?P<name>[A-Za-z_]\w*)=\((?P<value>[^()]{0,20000})\)[ \t]*$", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?:\[@\])?(?::?[-=](?P<default>[^{}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
 _QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
@@ -33,7 +37,8 @@ _CONTINUED = re.compile(r"\\[ \t]*$")
 
 @dataclass
 class ShellText:
-    """text: without its comments. name: for ``where``. variables: those that the text itself assigns, the last of each.
+    """text: without its comments. name: for ``where``. variables: those that the text itself assigns, each to
+    one value.
 
     Raises UsageError where variables that hold one another would become too long.
     """
@@ -45,10 +50,16 @@ class ShellText:
 
     def __post_init__(self) -> None:
         self.text = _COMMENT.sub("", self.text)
-        for pattern in (_ARRAY, _ASSIGNMENT):
+        found: dict[str, set[str]] = {}
+        for pattern in (_ARRAY, _DEFAULTED, _ASSIGNMENT):
             for match in pattern.finditer(self.text):
                 value = match["value"] if pattern is _ARRAY else unquoted(match["value"])
-                self.variables[match["name"]] = self.substituted(value.replace("\n", " "))
+                value = self.substituted(value.replace("\n", " "))
+                found.setdefault(match["name"], set()).add(value)
+                self.variables[match["name"]] = value
+        # What branches of a script assign differently is not known.
+        for name in (name for name, values in found.items() if len(values) > 1):
+            del self.variables[name]
 
     def substituted(self, value: str) -> str:
         """``value`` with the variables put in that are known; what is not known stays as it is written."""

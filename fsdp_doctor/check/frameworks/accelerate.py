@@ -34,6 +34,7 @@ from fsdp_doctor.check.use import Chosen, Use
 from fsdp_doctor.matrix.axes import Backend, Sharding
 
 _KEYS = fsdp_section.with_prefix(fsdp_section.PLUGIN_KEYS)
+_REPLICAS = "parallelism_config.parallelism_config_dp_replicate_size"
 _CONFIG_FILE = f"{LAUNCH}.config_file"
 # Flags of `accelerate launch` that stand for another engine, and the distributed_type that they amount to.
 _ENGINES = {
@@ -159,6 +160,9 @@ def _use(settings: Settings, versions: _AccelerateVersions) -> Use:
 
 
 def _sharding(settings: Settings) -> Chosen:
+    replicas = settings.first(_REPLICAS)
+    if replicas is not None and (settings.number(_REPLICAS) or 1) > 1:
+        return Chosen("hsdp", replicas)
     row = settings.first(*keys("sharding_strategy"))
     if row is None or fsdp_section.fsdp_version(settings, default=1) == 2:
         return Chosen("full")

@@ -56,7 +56,9 @@ def _models(settings: Settings, given: Given) -> list[ModelSettings]:
 def _read(settings: Settings, role: Role, world_size: int | None) -> ModelReading:
     row, allocation = _allocation(settings, role)
     engine = allocation.partition(":")[0]
-    if engine in _ENGINES[1:] or (engine not in _ENGINES and _degrees(allocation).get("p", 1) > 1):
+    if engine == "archon":
+        raise Unreadable(f"{row}: the Archon engine has an FSDP of its own, which is not read")
+    if engine == "megatron" or (engine not in _ENGINES and _degrees(allocation).get("p", 1) > 1):
         return not_under_fsdp(role, row)
     if row is None:
         raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")

@@ -76,11 +76,11 @@ def _read(settings: Settings, given: Given) -> ModelReading:
 
 def _use(settings: Settings, versions: _PrimeVersions, given: Given) -> Use:
     offload = _TABLE.offload(settings, "prime-rl's default")
-    if offload.value == "none" and settings.first(*_TABLE.optimizer_offload) is None:
-        if settings.flag(*_keys("full_offload")):
-            offload = Chosen("optimizer", settings.first(*_keys("full_offload")))
-        elif versions.optimizer:
-            offload = Chosen("optimizer", "optim_cpu_offload=true is the default since v0.7")
+    full = settings.first(*_keys("full_offload"))
+    if offload.value == "none" and full is not None and settings.flag(full.key):
+        offload = Chosen("optimizer", full)
+    elif offload.value == "none" and versions.optimizer and settings.first(*_TABLE.optimizer_offload) is None:
+        offload = Chosen("optimizer", "optim_cpu_offload=true is the default since v0.7")
     return use_of(
         "actor",
         versions.label,

@@ -33,6 +33,8 @@ _TABLE = KeyTable(
     shard_group=("data_parallel_shard_dim",),
     lora_rank=("model.lora_rank",),
 )
+# In the name of a recipe, and of its configuration.
+_ALONE = "single_device"
 _RECIPE = f"{LAUNCH}.script"
 
 
@@ -74,8 +76,10 @@ def _models(settings: Settings, given: Given) -> list[ModelSettings]:
 
 def _read(settings: Settings, given: Given) -> ModelReading:
     recipe = settings.first(_RECIPE)
-    if recipe is not None and "single_device" in str(recipe.value):
+    if recipe is not None and _ALONE in str(recipe.value):
         return not_under_fsdp("model", recipe)
+    if recipe is None and any(_ALONE in row.file for row in settings):
+        return not_under_fsdp("model", "the name of the file is that of a recipe for a single device")
     return ModelReading(
         uses=[_use(settings, versions, given) for versions in in_question(_VERSIONS, given.framework_version)],
         model=_TABLE.configured_model(settings, given.world_size),
@@ -90,6 +94,7 @@ def _use(settings: Settings, versions: _TorchtuneVersions, given: Given) -> Use:
         {
             "strategy": Chosen(versions.strategy, "torchtune uses fully_shard since v0.3, and FSDP1 before"),
             "offload": offload,
+            "model": _TABLE.model(settings),
             "backend": Chosen(
                 versions.backend if offload.value == "policy" else "device-only",
                 "the recipes' init_process_group: gloo beside NCCL with the offload since v0.5",

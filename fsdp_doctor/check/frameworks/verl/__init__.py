@@ -24,7 +24,7 @@ from fsdp_doctor.check.frameworks.verl import axis_values, conflicts, extraction
 from fsdp_doctor.check.frameworks.verl.releases import VerlVersions
 from fsdp_doctor.check.frameworks.verl.roles import VerlModel
 from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import Use, use_of
+from fsdp_doctor.check.use import Role, Use, use_of
 from fsdp_doctor.matrix.axes import Strategy
 
 
@@ -34,7 +34,12 @@ def _recognises(settings: Settings) -> bool:
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
     if engine := roles.another_engine(settings):
-        return another_engine("actor" if roles.is_ppo(settings) else "model", engine)
+        role: Role = "actor" if roles.is_ppo(settings) else "model"
+        if not any(name in f"{engine.key} {engine.value}" for name in roles.WITHOUT_FSDP):
+            raise Unreadable(f"{engine}: this engine of verl has an FSDP of its own, which is not read")
+        return another_engine(role, engine)
+    if config := roles.unknown_config(settings):
+        raise Unreadable(f"{config}: what that configuration sets is not known; give its file beside the command")
     return [
         ModelSettings(
             role=model.role,

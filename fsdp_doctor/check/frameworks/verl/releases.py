@@ -61,7 +61,7 @@ _V0_3 = dataclasses.replace(
 )
 _V0_2 = dataclasses.replace(_V0_3, label="before v0.3", versions=SpecifierSet("<0.3"), backend="device-only")
 _FIRST_ENGINE = VerlVersions(
-    label="v0.6 and v0.7, use_legacy_worker_impl=disable, or a checkout after v0.7.1",
+    label="v0.6 and v0.7, use_legacy_worker_impl=disable",
     versions=SpecifierSet(">=0.6,<0.8"),
     own_strategy=True,
     stages_policy=True,

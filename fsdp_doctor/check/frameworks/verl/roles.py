@@ -24,9 +24,13 @@ KEYS = (
 _STRATEGIES: dict[str, Strategy] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
 
 
-# In the name of a configuration, an engine, or a section: what trains instead of FSDP.
-OTHER_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+# In the name of a configuration, an engine, or a section: what trains instead of verl's own FSDP. Of these the first
+# two are Megatron; the others have FSDP2 of their own, which is not read.
+OTHER_ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan", "automodel")
+WITHOUT_FSDP = OTHER_ENGINES[:2]
 _CHOICES = ("model_engine", "engine", "config_name")
+# The names of verl's own configurations, whose defaults are known.
+_OWN_CONFIGS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "ppo_megatron_trainer")
 _SCRIPT = f"{LAUNCH}.script"
 
 
@@ -135,7 +139,17 @@ MODELS = (ACTOR, REF, CRITIC, SFT, OLD_SFT)
 
 def is_ppo(settings: Settings) -> bool:
     """Whether it is of PPO or a relative of it; else it is an SFT trainer's."""
-    return bool(settings.below("actor_rollout_ref") or settings.below("critic")) or "main_ppo" in _script(settings)
+    critic = any(settings.below(section) for section in CRITIC.sections) or "critic.strategy" in settings
+    script = _script(settings)
+    return bool(settings.below("actor_rollout_ref")) or critic or ("main_ppo" in script and "verl" in script)
+
+
+def unknown_config(settings: Settings) -> Setting | None:
+    """The setting that names a configuration which is not verl's own and not here, so that its values are not known."""
+    path, name = settings.first("config_path", "config_dir"), settings.first("config_name")
+    own = name is None or str(name.value).removesuffix(".yaml") in _OWN_CONFIGS
+    own_folder = path is None or str(path.value).rstrip("/").endswith(("config", "verl/trainer/config"))
+    return None if own and own_folder else (name if not own else path)
 
 
 def is_sft(settings: Settings) -> bool:
