@@ -24,7 +24,7 @@ from fsdp_doctor.check.config_findings import (
     written_twice,
 )
 from fsdp_doctor.check.configured_model import with_model
-from fsdp_doctor.check.environment_versions import CheckedVersion, installed
+from fsdp_doctor.check.environment_versions import CheckedVersion, VersionSource, installed
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.framework import ALL_VERSIONS, Framework, Given, ModelSettings, version_of
 from fsdp_doctor.check.launch_ranks import launched_ranks
@@ -85,8 +85,8 @@ def check(
     """
     settings = reading.read(arguments)
     framework = _framework_of(settings, arguments)
-    version = _version(framework_version, framework.distributions, framework.name)
-    torch = _version(torch_version, ("torch",), "torch")
+    version = _version(framework_version, framework.distributions or (framework.name,))
+    torch = _version(torch_version, ("torch",))
     try:
         settings = framework.complete(settings)
         ranks, found = (world_size, []) if world_size is not None else _world_size(framework, settings)
@@ -99,7 +99,12 @@ def check(
     except Unreadable as error:
         uses, ranks, found = [Use(role="model", why_not=CANNOT_BE_DETERMINED)], world_size, [unknown(str(error))]
     run = ConfiguredRun(torch=str(torch.version or ""), world_size=ranks or _ANY_RANKS)
-    found += [*missing_backends(uses), *known_failures(uses, run), *written_twice(settings), *_asked(uses, version)]
+    found += [
+        *(missing_backends(uses) if framework.cpu_collectives else ()),
+        *known_failures(uses, run),
+        *written_twice(settings),
+        *_asked(uses, version),
+    ]
     return CheckResult(
         framework=framework.name,
         uses=tuple(uses),
@@ -127,10 +132,11 @@ def _framework_of(settings: Settings, arguments: Sequence[str]) -> Framework:
     )
 
 
-def _version(given: str | None, distributions: Sequence[str], name: str) -> CheckedVersion:
+def _version(given: str | None, distributions: Sequence[str]) -> CheckedVersion:
     if given is None:
-        return installed(distributions, name)
-    return CheckedVersion(of=name, version=version_of(given), source="not known" if given == ALL_VERSIONS else "given")
+        return installed(distributions)
+    source: VersionSource = "not known" if given == ALL_VERSIONS else "given"
+    return CheckedVersion(of=distributions[0], version=version_of(given), source=source)
 
 
 def _world_size(framework: Framework, settings: Settings) -> tuple[int | None, list[ConfigFinding]]:

@@ -14,6 +14,7 @@ from fsdp_doctor.machine.standard_input import standard_input
 
 STANDARD_INPUT = "standard input"
 _MOST_BYTES = 4 << 20
+_MOST_LINES = 100_000
 # Seconds: how long nothing comes before it is said, and altogether before it is given up.
 _SAID_AFTER = 1.0
 _GIVEN_UP_AFTER = 60.0
@@ -88,4 +89,6 @@ def _decoded(name: str, data: bytes) -> str:
         raise UsageError(f"{name} is not a text file in UTF-8")
     if not text.strip():
         raise UsageError(f"{name} is empty")
+    if text.count("\n") > _MOST_LINES:
+        raise UsageError(f"{name} has more than {_MOST_LINES:,} lines, too many for a training configuration")
     return text

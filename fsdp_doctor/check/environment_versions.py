@@ -24,12 +24,12 @@ class CheckedVersion:
         return f"{self.of} {self.version}, {self.source}" if self.version else f"every version of {self.of}"
 
 
-def installed(distributions: Sequence[str], name: str) -> CheckedVersion:
-    """That of the first of the distributions that is here. name: what is said where none is."""
+def installed(distributions: Sequence[str]) -> CheckedVersion:
+    """That of the first of the distributions that is here."""
     for distribution in distributions:
         try:
             version = Version(importlib.metadata.version(distribution))
         except (importlib.metadata.PackageNotFoundError, InvalidVersion):
             continue
         return CheckedVersion(of=distribution, version=version, source="installed here")
-    return CheckedVersion(of=name)
+    return CheckedVersion(of=distributions[0])

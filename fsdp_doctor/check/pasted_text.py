@@ -30,10 +30,9 @@ def settings_of_text(text: str, name: str, most: int) -> Iterator[Setting]:
     blocks = list(itertools.islice(_fenced_blocks(text), _MOST_BLOCKS))
     structured = [row for kind, block in blocks for row in _of_block(kind, block, name, most)]
     shell = ShellText(text, name)
-    found = [*structured, *_accelerate_env(text, name), *launch_settings(shell), *shell.overrides()]
-    if not found and not blocks:
-        found = _of_block("", text, name, most)
-    return iter(found)
+    rows = itertools.chain(structured, _accelerate_env(text, name), launch_settings(shell), shell.overrides())
+    found = list(itertools.islice(rows, most))
+    return iter(found if found or blocks else _of_block("", text, name, most))
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:

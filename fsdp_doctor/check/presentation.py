@@ -24,7 +24,9 @@ _HEADINGS: dict[ConfigFindingKind, str] = {
 
 def as_text(result: CheckResult) -> str:
     """The summary and the findings, then role by role what is run and why, then the command that tries the cases."""
-    lines = [f"{result.framework}: {_summary(result)}", *_wrapped(f"read for {_read_for(result)}", 2)]
+    lines = [f"{result.framework}: {_summary(result)}"]
+    if result.under_fsdp:
+        lines += _wrapped(f"read for {_read_for(result)}", 2)
     for kind, found in itertools.groupby(result.findings, key=lambda finding: finding.kind):
         lines += ["", _HEADINGS[kind], *(line for finding in found for line in _of_finding(finding, result))]
     for role, uses in itertools.groupby(result.uses, key=lambda use: use.role):

@@ -15,7 +15,7 @@ from fsdp_doctor.check.settings import Expression, Setting
 from fsdp_doctor.errors import UsageError
 
 # Several hundred bytes of tree for each byte of text.
-_LARGEST = 256 << 10
+_LARGEST = 128 << 10
 # Classes whose keywords are the Trainer's arguments: these, and those of TRL and others that are called so.
 _ARGUMENT_CLASSES = ("TrainingArguments", "Arguments", "Config")
 _STRATEGY_CLASSES = ("FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy", "FSDP2Strategy")

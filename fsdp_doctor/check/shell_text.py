@@ -14,10 +14,11 @@ _LONGEST_VALUE = 20_000
 _MOST_EXPANDED = 4 << 20
 _TRAILING = "\\,;.)"
 
-_VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|\$\{[^}\n]{0,500}\}|\$(?!\{)|[^\s'\"`$])*"
+# The number of repetitions bounds the memory of the search.
+_VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|\$\{[^}\n]{0,500}\}|\$(?!\{)|[^\s'\"`$]){0,20000}"
 _OVERRIDE = re.compile(
     r"(?<![\w.$/=:-])(?:--)?(?P<quote>['\"])?(?:\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})="
-    rf"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])*|{_VALUE}))"
+    rf"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n]){0, 20000}|{_VALUE}))"
 )
 _DELETION = re.compile(r"(?<!\S)['\"]?~(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})")
 _ASSIGNMENT = re.compile(
@@ -77,18 +78,16 @@ class ShellText:
             raise UsageError(f"{self.name}: its variables, which hold one another, become too long")
         return found
 
-    def overrides(self) -> list[Setting]:
+    def overrides(self) -> Iterator[Setting]:
         """Every ``a.b=value`` in the text, in its order, wherever it stands."""
         deleted = {match["key"] for match in _DELETION.finditer(self.text)}
-        found = []
         line, seen = 1, 0
         for match in _OVERRIDE.finditer(self.text):
             value = match["value"] if match["quote"] else unquoted(match["value"].rstrip(_TRAILING))
             line, seen = line + self.text.count("\n", seen, match.start()), match.start()
             if match["key"] not in deleted:
                 where = f"{self.name}:{line}"
-                found.append(Setting(match["key"], scalar(self.substituted(value)), where))
-        return found
+                yield Setting(match["key"], scalar(self.substituted(value)), where)
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """The number of each line and its text, which goes on where a backslash says so; variables are not put in."""

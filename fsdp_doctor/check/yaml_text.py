@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_NESTED = 32
 _LONGEST_KEY = 200
 _LARGEST = 4 << 20
+_MOST_EVENTS = 60_000
 
 
 def settings_of_yaml(text: str, name: str) -> Iterator[Setting]:
@@ -39,6 +41,7 @@ def settings_of_yaml(text: str, name: str) -> Iterator[Setting]:
         raise UsageError(f"{name}: invalid YAML: {error}") from None
 
 
+@functools.lru_cache(maxsize=10_000)
 def scalar(text: str) -> Any:
     """The value of an override, by YAML's rules, which Hydra's come near to."""
     if len(text) > _LONGEST_KEY and not text.lstrip().startswith(("[", "{")):
@@ -60,7 +63,9 @@ def _check_size(text: str, name: str) -> None:
     sizes: dict[str, tuple[int, int]] = {}
     # Of each open collection: its anchor, its size and depth so far. The outermost is the stream.
     open_: list[tuple[str | None, int, int]] = [(None, 0, 0)]
-    for event in yaml.parse(text, Loader=_LOADER):
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        if number > _MOST_EVENTS:
+            raise UsageError(f"{name} has more than {_MOST_EVENTS:,} names and values")
         match event:
             case yaml.AliasEvent():
                 if any(anchor == event.anchor for anchor, _, _ in open_):

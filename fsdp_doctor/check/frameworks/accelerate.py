@@ -135,7 +135,7 @@ def _read(settings: Settings, given: Given) -> ModelReading:
             path=settings.first("model_name_or_path", "model"),
             ranks=_shard_group(settings, given.world_size),
         ),
-        findings=[*fsdp_section.version_conflicts(settings, version), *_trainer_flags(settings)],
+        findings=[*fsdp_section.version_conflicts(settings, {"": version}), *_trainer_flags(settings)],
     )
 
 

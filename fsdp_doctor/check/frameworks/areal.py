@@ -2,7 +2,7 @@
 
 Read in AReaL at v0.3.3 to v1.0.4: api/cli_args.py (FSDPEngineConfig, TrainEngineConfig) for the keys and
 api/alloc_mode.py for the allocation, engine/fsdp_engine.py for the backend (NCCL, and gloo only as a second group), the
-policy, and what is read.
+policy, and what is read, engine/fsdp_utils/grad.py for gradients on the CPU, whose norm it takes to the device.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ AREAL = Framework(
     known_by="allocation_mode, or actor.backend",
     read_in="v0.3.3 to v1.0.4",
     distributions=("areal",),
+    cpu_collectives=False,
     recognises=_recognises,
     models=_models,
     world_size=_world_size,

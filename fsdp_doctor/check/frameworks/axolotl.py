@@ -88,11 +88,11 @@ def _read(settings: Settings, given: Given) -> ModelReading:
     if not options and not settings.below(SECTION):
         return not_under_fsdp("model", settings.first("deepspeed") or "neither fsdp nor fsdp_config is set")
     ranges = in_question(_VERSIONS, given.framework_version)
-    fsdp_versions = dict.fromkeys(_fsdp_version(settings, versions) for versions in ranges)
+    fsdp_versions = {versions.label: _fsdp_version(settings, versions) for versions in ranges}
     return ModelReading(
         uses=[_use(settings, options, versions) for versions in ranges],
         model=ConfiguredModel(path=settings.first("base_model"), ranks=given.world_size),
-        findings=[found for version in fsdp_versions for found in fsdp_section.version_conflicts(settings, version)],
+        findings=fsdp_section.version_conflicts(settings, fsdp_versions),
     )
 
 

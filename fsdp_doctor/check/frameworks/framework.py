@@ -141,6 +141,7 @@ class Framework:
     read_in: the versions of its source that it was read in.
     distributions: its packages; the version of the first that is installed is taken where none is given.
     models: the models of the run, each with the settings that are its own.
+    cpu_collectives: whether it runs collectives over shards that the policy keeps on the CPU, as to clip gradients.
     complete: adds the settings of files that a setting names.
     world_size: as the settings say it, or the framework's default; the launch command's where it says none.
     findings: on the configuration as a whole.
@@ -152,6 +153,7 @@ class Framework:
     recognises: Callable[[Settings], bool]
     models: Callable[[Settings, Given], Sequence[ModelSettings]]
     distributions: tuple[str, ...] = ()
+    cpu_collectives: bool = True
     complete: Callable[[Settings], Settings] = _unchanged
     world_size: Callable[[Settings], int | None] = _no_world_size
     findings: Callable[[Settings], Sequence[ConfigFinding]] = _no_findings

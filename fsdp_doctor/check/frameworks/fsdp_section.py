@@ -7,7 +7,9 @@ is beside it, in trl/generation/vllm_generation.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -119,8 +121,20 @@ def _extraction_points(scenario: Scenario, plugin: Plugin) -> tuple[ExtractionPo
     return tuple(extraction(purpose, scenario, path) for purpose, path in paths.items() if path)
 
 
-def version_conflicts(settings: Settings, version: FsdpVersion) -> list[ConfigFinding]:
-    """Keys of the other version: what becomes of them is in FullyShardedDataParallelPlugin.__post_init__."""
+def version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
+    """Keys of the other version of FSDP, each with the versions that it is the other one for.
+
+    fsdp_versions: by the versions of the framework, empty where they do not differ, the version of FSDP there.
+    """
+    found = []
+    for version in dict.fromkeys(fsdp_versions.values()):
+        labels = tuple(f"model, {label}" for label, one in fsdp_versions.items() if one == version and label)
+        found += [dataclasses.replace(one, holds_for=labels) for one in _keys_of_other_version(settings, version)]
+    return found
+
+
+def _keys_of_other_version(settings: Settings, version: FsdpVersion) -> list[ConfigFinding]:
+    """What becomes of them is in FullyShardedDataParallelPlugin.__post_init__."""
     reshard = settings.first(*keys("reshard_after_forward"))
     if version == 1:
         if reshard and isinstance(reshard.value, bool):

@@ -127,12 +127,12 @@ def _read(settings: Settings, options: tuple[str, ...], given: Given) -> ModelRe
         ignored = [conflict(sentence, row) for row in settings.below(SECTION)[:1]]
         return not_under_fsdp("model", settings.first("deepspeed") or "fsdp is not set", *ignored)
     ranges = in_question(_VERSIONS, given.framework_version)
-    fsdp_versions = dict.fromkeys(versions.fsdp_version(settings) for versions in ranges)
+    fsdp_versions = {versions.label: versions.fsdp_version(settings) for versions in ranges}
     return ModelReading(
         uses=[_use(settings, options, versions) for versions in ranges],
         model=ConfiguredModel(path=settings.first(*_TABLE.path), ranks=given.world_size),
         findings=[
-            *(found for version in fsdp_versions for found in fsdp_section.version_conflicts(settings, version)),
+            *fsdp_section.version_conflicts(settings, fsdp_versions),
             *_conflicts(settings, options, ranges),
         ],
     )
@@ -194,7 +194,7 @@ def _conflicts(
 HF_TRAINER = Framework(
     name="Hugging Face Trainer or TRL",
     known_by="fsdp, or fsdp_config beside output_dir",
-    read_in="transformers 4.46 to 5.23",
+    read_in="4.46 to 5.23",
     distributions=("transformers",),
     recognises=_recognises,
     complete=_complete,

@@ -94,7 +94,7 @@ def _read(settings: Settings, given: Given) -> ModelReading:
     return ModelReading(
         uses=[fsdp_section.use_of_section(settings, plugin, "")],
         model=ConfiguredModel(path=settings.first("model"), ranks=given.world_size),
-        findings=fsdp_section.version_conflicts(settings, version),
+        findings=fsdp_section.version_conflicts(settings, {"": version}),
     )
 
 
