@@ -55,27 +55,24 @@ def _read(descriptor: int, name: str) -> bytes:
             return file.read(_MOST_BYTES + 1)
     parts: list[bytes] = []
     missing = _MOST_BYTES + 1
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
     given_up = time.monotonic() + _GIVEN_UP_AFTER
+    said = False
     while missing:
-        _wait(descriptor, name, given_up)
+        if not poll.poll(_SAID_AFTER * 1000) and not said:
+            said = True
+            waiting = f"fsdp-doctor: waiting for {name}, to which nothing is written"
+            print(waiting, file=sys.stderr, flush=True)  # noqa: T201, a minute without a word would look like a hang
+        left = given_up - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise UsageError(f"cannot read {name}: it did not come to an end in {_GIVEN_UP_AFTER:.0f} s")
         part = os.read(descriptor, min(missing, 1 << 16))
         if not part:
             break
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)
-
-
-def _wait(descriptor: int, name: str, given_up: float) -> None:
-    """Until there is something to read, or the end of it."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    if poll.poll(_SAID_AFTER * 1000):
-        return
-    said = f"fsdp-doctor: waiting for {name}, to which nothing is written"
-    print(said, file=sys.stderr, flush=True)  # noqa: T201, a minute without a word would look like a hang
-    if not poll.poll(max(0.0, given_up - time.monotonic()) * 1000):
-        raise UsageError(f"cannot read {name}: nothing was written to it for {_GIVEN_UP_AFTER:.0f} s")
 
 
 def _decoded(name: str, data: bytes) -> str:

@@ -100,7 +100,7 @@ def _command(words: Sequence[str], where: str, line: int) -> LaunchCommand | Non
     # `VARIABLE=value` before it, and `env`, `nohup`, `srun --x`, `uv run` and the like.
     while at < len(words):
         if (assigned := _ASSIGNED.fullmatch(words[at])) and "." not in assigned[1]:
-            command.rows.append(Setting(f"{ENVIRONMENT}.{assigned[1]}", scalar(assigned[2]), where))
+            command.rows.append(Setting(f"{ENVIRONMENT}.{assigned[1]}", assigned[2], where))
         length, program = _launcher(words, at)
         if program:
             command.program = program
@@ -143,7 +143,8 @@ def _read_launcher_flags(words: Sequence[str], at: int, command: LaunchCommand, 
         if takes_value and not _FLAG.fullmatch(following):
             value = following
             at += 1
-        command.rows.append(Setting(f"{SECTION}.{name}", True if value is None else scalar(value), where))
+        # As text: YAML takes 1:2 for a number of base 60.
+        command.rows.append(Setting(f"{SECTION}.{name}", True if value is None else value, where))
     return at
 
 

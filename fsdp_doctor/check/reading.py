@@ -56,11 +56,12 @@ def followed(row: Setting) -> Settings | None:
 
     None where there is none. Raises Unreadable where it cannot be read.
     """
-    named = pathlib.Path(str(row.value)).expanduser()
-    for path in (named, pathlib.Path(row.file).parent / named):
-        if path.is_file():
+    named = str(row.value)
+    for path in (named, os.path.join(os.path.dirname(row.file), named)):
+        path = os.path.expanduser(path)
+        if os.path.isfile(path):
             try:
-                return read([str(path)])
+                return read([path])
             except UsageError as error:
                 raise Unreadable(f"{row}: {error}") from None
     return None

@@ -18,11 +18,11 @@ _TRAILING = "\\,;.)"
 _VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|\$\{[^}\n]{0,500}\}|\$(?!\{)|[^\s'\"`$]){0,20000}"
 _OVERRIDE = re.compile(
     r"(?<![\w.$/=:-])(?:--)?(?P<quote>['\"])?(?:\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})="
-    rf"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n]){0, 20000}|{_VALUE}))"
+    rf"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n]){{0,20000}}|{_VALUE}))"
 )
 _DELETION = re.compile(r"(?<!\S)['\"]?~(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})")
 _ASSIGNMENT = re.compile(
-    rf"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_]\w*)=(?P<value>{_VALUE})[ \t]*(?:[#;].*)?$", re.MULTILINE
+    rf"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_]\w*)=(?!\()(?P<value>{_VALUE})[ \t]*(?:[#;].*)?$", re.MULTILINE
 )
 # `: "${NAME:=value}"`, which assigns where nothing is.
 _DEFAULTED = re.compile(
@@ -30,6 +30,7 @@ _DEFAULTED = re.compile(
 )
 _ARRAY = re.compile(r"^[ \t]*(?P<name>[A-Za-z_]\w*)=\((?P<value>[^()]{0,20000})\)[ \t]*$", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?:\[@\])?(?::?[-=](?P<default>[^{}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
+_QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
 _QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 # At a line's end; with a blank after it the shell would not go on, but people paste so.
@@ -73,7 +74,7 @@ class ShellText:
                 raise UsageError(f"{self.name}: its variables, which hold one another, become too long")
             return found
 
-        found = _VARIABLE.sub(put, value)
+        found = _VARIABLE.sub(put, _QUOTED_ARRAY.sub(r"\1", value))
         if len(found) > max(_LONGEST_VALUE, len(value)):
             raise UsageError(f"{self.name}: its variables, which hold one another, become too long")
         return found

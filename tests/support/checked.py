@@ -56,3 +56,8 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
         references=("a/b#1",),
         triggers=(Trigger(trigger),),
     )
+
+
+def cases_of_roles(result: CheckResult) -> dict[str, list[str]]:
+    """By role the ids of the cases, of a configuration whose version is given."""
+    return {use.role: ids(use) for use in result.uses}

@@ -53,11 +53,13 @@ def _models(settings: Settings, given: Given) -> list[ModelSettings]:
 
 
 def _read(model: VerlModel, settings: Settings, given: Given) -> ModelReading:
+    in_question = releases.of_model(model, settings, given.framework_version)
     strategy = model.strategy(settings)
+    if strategy is not None and in_question and all(versions.fsdp1_only for versions in in_question):
+        strategy = "fsdp1"
     found = list(conflicts.of_model(model, strategy, settings))
     if strategy is None:
         return not_under_fsdp(model.role, model.strategy_row(settings), *found)
-    in_question = releases.of_model(model, settings, given.framework_version)
     if not in_question:
         raise Unreadable("that version of verl does not know what these settings ask for")
     if any(versions.own_strategy for versions in in_question):
