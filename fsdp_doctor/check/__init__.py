@@ -28,6 +28,7 @@ from fsdp_doctor.check.environment_versions import CheckedVersion, VersionSource
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.framework import ALL_VERSIONS, Framework, Given, ModelSettings, version_of
 from fsdp_doctor.check.launch_ranks import launched_ranks
+from fsdp_doctor.check.named_files import not_read, with_named_files
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Use, merged
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
@@ -83,7 +84,7 @@ def check(
     for all. world_size: goes before what the configuration says. Raises UsageError for what cannot be read or is of no
     framework that is supported.
     """
-    settings = reading.read(arguments)
+    settings = with_named_files(reading.read(arguments))
     framework = _framework_of(settings, arguments)
     version = _version(framework_version, framework.distributions or (framework.name,))
     torch = _version(torch_version, ("torch",))
@@ -103,6 +104,7 @@ def check(
         *(missing_backends(uses) if framework.cpu_collectives else ()),
         *known_failures(uses, run),
         *written_twice(settings),
+        *not_read(settings),
         *_asked(uses, version),
     ]
     return CheckResult(
@@ -125,10 +127,10 @@ def _framework_of(settings: Settings, arguments: Sequence[str]) -> Framework:
     for framework in FRAMEWORKS:
         if framework.recognises(settings):
             return framework
-    forms = "; ".join(f"{framework.name} ({framework.known_by})" for framework in FRAMEWORKS)
+    names = ", ".join(framework.name for framework in FRAMEWORKS)
     raise UsageError(
-        f"{', '.join(arguments)}: not a configuration of a supported framework; these are supported, each recognised "
-        f"by its settings: {forms}"
+        f"{', '.join(arguments)}: not a configuration of a supported framework, or not enough of one to know it by; "
+        f"these are supported: {names}"
     )
 
 

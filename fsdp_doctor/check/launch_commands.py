@@ -16,6 +16,8 @@ from fsdp_doctor.check.yaml_text import scalar
 
 SECTION = "launch"
 ENVIRONMENT = "env"
+# The lines of other commands that look as much like the training as the one that is read.
+NOT_READ = f"{SECTION}.not_read"
 # The words that a launcher is called by, and its name among settings.
 _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("torchrun",): "torchrun",
@@ -57,7 +59,18 @@ class LaunchCommand:
     @property
     def rank(self) -> tuple[bool, bool]:
         """Which of several commands is the training: one that names FSDP, then one that has a launcher."""
-        return any("fsdp" in row.key.lower() for row in self.rows), self.program not in ("", "python")
+        return self.names_fsdp, self.program not in ("", "python")
+
+    @property
+    def names_fsdp(self) -> bool:
+        return any("fsdp" in row.key.lower() for row in self.rows)
+
+    def differs_from(self, other: LaunchCommand) -> bool:
+        """Whether it says something else of FSDP, or of the ranks."""
+        return self._deciding() != other._deciding()
+
+    def _deciding(self) -> dict[str, str]:
+        return {row.key: str(row.value) for row in self.rows if "fsdp" in row.key or row.key.startswith(f"{SECTION}.n")}
 
 
 def launch_settings(shell: ShellText) -> list[Setting]:
@@ -65,7 +78,13 @@ def launch_settings(shell: ShellText) -> list[Setting]:
     found = commands(shell)
     best = max((command.rank for command in found), default=None)
     chosen = [command for command in found if command.rank == best]
-    return chosen[-1].rows if chosen else []
+    if not chosen:
+        return []
+    *others, taken = chosen
+    differing = [command.line for command in others if command.differs_from(taken)]
+    if not differing or not taken.names_fsdp:
+        return taken.rows
+    return [*taken.rows, Setting(NOT_READ, f"line {', '.join(map(str, differing))}", shell.name)]
 
 
 def commands(shell: ShellText) -> list[LaunchCommand]:
@@ -168,8 +187,11 @@ def _flags(words: Sequence[str], where: str) -> Iterator[Setting]:
         match = _FLAG.fullmatch(words[at])
         at += 1
         if match is None:
+            assigned = _ASSIGNED.fullmatch(words[at - 1].lstrip("+"))
             if re.fullmatch(r"[^=]+\.(?:ya?ml|json|toml)", words[at - 1]):
                 yield Setting(f"{SECTION}.config", words[at - 1], where)
+            elif assigned:
+                yield Setting(assigned[1], scalar(assigned[2]), where)
             continue
         values = [match[2]] if match[2] is not None else []
         while (

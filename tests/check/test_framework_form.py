@@ -117,7 +117,6 @@ def _toy(read_settings: list[Given]) -> Framework:
     ]
     return Framework(
         name="toy",
-        known_by="toy.*",
         read_in="1 to 3",
         recognises=lambda settings: bool(settings.below("toy")),
         models=models,

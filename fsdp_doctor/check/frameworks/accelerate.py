@@ -191,7 +191,6 @@ def _shard_group(settings: Settings, world_size: int | None) -> int | None:
 
 ACCELERATE = Framework(
     name="accelerate",
-    known_by="distributed_type, compute_environment, fsdp_config.fsdp_*, or `accelerate launch`",
     read_in="1.6.0 to 1.15.0",
     distributions=("accelerate",),
     recognises=_recognises,

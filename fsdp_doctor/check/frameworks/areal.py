@@ -108,7 +108,6 @@ def _world_size(settings: Settings) -> int | None:
 
 AREAL = Framework(
     name="AReaL",
-    known_by="allocation_mode, or actor.backend",
     read_in="v0.3.3 to v1.0.4",
     distributions=("areal",),
     cpu_collectives=False,

@@ -25,7 +25,6 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, FsdpVersion, Plugin, keys
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.reading import followed
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, Use
 from fsdp_doctor.errors import UsageError
@@ -66,17 +65,6 @@ def _recognises(settings: Settings) -> bool:
     )
 
 
-def _complete(settings: Settings) -> Settings:
-    """``axolotl train FILE``: with the file."""
-    row = settings.first(f"{LAUNCH}.config")
-    if row is None or "base_model" in settings:
-        return settings
-    found = followed(row)
-    if found is None:
-        raise Unreadable(f"{row}: that file is not here; give it beside the command")
-    return Settings.of([*found, *settings])
-
-
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
     asked = settings.first("fsdp") is not None or settings.below(SECTION)
     read = functools.partial(_read, settings, given)
@@ -85,6 +73,8 @@ def _models(settings: Settings, given: Given) -> list[ModelSettings]:
 
 def _read(settings: Settings, given: Given) -> ModelReading:
     options = _options(settings)
+    if "base_model" not in settings:
+        raise Unreadable("the command's configuration is not here; give that file beside")
     if not options and not settings.below(SECTION):
         return not_under_fsdp("model", settings.first("deepspeed") or "neither fsdp nor fsdp_config is set")
     ranges = in_question(_VERSIONS, given.framework_version)
@@ -153,10 +143,8 @@ def _sharding(settings: Settings, options: list[str], version: FsdpVersion) -> C
 
 AXOLOTL = Framework(
     name="axolotl",
-    known_by="base_model beside datasets, sequence_len and the like, or `axolotl train`",
     read_in="v0.4.0 to v0.18.0",
     distributions=("axolotl",),
     recognises=_recognises,
-    complete=_complete,
     models=_models,
 )

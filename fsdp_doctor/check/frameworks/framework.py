@@ -137,7 +137,6 @@ def _no_findings(settings: Settings) -> Sequence[ConfigFinding]:
 class Framework:
     """A framework whose configurations are understood. All of its functions can raise UsageError and Unreadable.
 
-    known_by: the settings by which ``recognises`` knows its configuration, in words.
     read_in: the versions of its source that it was read in.
     distributions: its packages; the version of the first that is installed is taken where none is given.
     models: the models of the run, each with the settings that are its own.
@@ -148,7 +147,6 @@ class Framework:
     """
 
     name: str
-    known_by: str
     read_in: str
     recognises: Callable[[Settings], bool]
     models: Callable[[Settings, Given], Sequence[ModelSettings]]

@@ -193,7 +193,6 @@ def _conflicts(
 
 HF_TRAINER = Framework(
     name="Hugging Face Trainer or TRL",
-    known_by="fsdp, or fsdp_config beside output_dir",
     read_in="4.46 to 5.23",
     distributions=("transformers",),
     recognises=_recognises,

@@ -163,7 +163,6 @@ def _count(row: Setting | None) -> int | None:
 
 LIGHTNING = Framework(
     name="Lightning",
-    known_by="FSDPStrategy, ModelParallelStrategy or Trainer(strategy=...) in Python, or trainer.strategy in YAML",
     read_in="2.0.0 to 2.6.5",
     distributions=("lightning", "pytorch-lightning"),
     recognises=_recognises,

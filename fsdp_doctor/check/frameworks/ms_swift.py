@@ -100,7 +100,6 @@ def _read(settings: Settings, given: Given) -> ModelReading:
 
 MS_SWIFT = Framework(
     name="ms-swift",
-    known_by="`swift sft` and the like",
     read_in="v3.12.0 to v4.5.2",
     distributions=("ms-swift",),
     recognises=_recognises,

@@ -159,7 +159,6 @@ def _findings(settings: Settings) -> list[ConfigFinding]:
 
 NEMO_RL = Framework(
     name="NeMo-RL",
-    known_by="policy.dtensor_cfg or policy.megatron_cfg",
     read_in="v0.2.1 to v0.7.0",
     distributions=("nemo-rl",),
     recognises=_recognises,

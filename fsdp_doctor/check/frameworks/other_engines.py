@@ -35,16 +35,15 @@ def _of_megatron(settings: Settings) -> bool:
     return any(key in settings for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"))
 
 
-def _other(name: str, known_by: str, recognises: Callable[[Settings], bool], why: str) -> Framework:
+def _other(name: str, recognises: Callable[[Settings], bool], why: str) -> Framework:
     return Framework(
         name=name,
-        known_by=known_by,
         read_in="every version",
         recognises=recognises,
         models=lambda settings, given: another_engine("model", why),
     )
 
 
-OPENRLHF = _other("OpenRLHF", "`openrlhf.cli.*`", _of_openrlhf, "OpenRLHF trains with DeepSpeed")
-DEEPSPEED = _other("DeepSpeed", "zero_optimization.*, --deepspeed", _of_deepspeed, "DeepSpeed trains")
-MEGATRON = _other("Megatron-LM", "--tensor-model-parallel-size", _of_megatron, "Megatron-LM trains")
+OPENRLHF = _other("OpenRLHF", _of_openrlhf, "OpenRLHF trains with DeepSpeed")
+DEEPSPEED = _other("DeepSpeed", _of_deepspeed, "DeepSpeed trains")
+MEGATRON = _other("Megatron-LM", _of_megatron, "Megatron-LM trains")

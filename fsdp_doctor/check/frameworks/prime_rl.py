@@ -119,7 +119,6 @@ def _world_size(settings: Settings) -> int | None:
 
 PRIME_RL = Framework(
     name="prime-rl",
-    known_by="model.fsdp_cpu_offload, model.optim_cpu_offload, or trainer.* beside orchestrator.*",
     read_in="v0.3.0 to v0.8.0",
     distributions=("prime-rl",),
     recognises=_recognises,

@@ -147,7 +147,6 @@ def _world_size(settings: Settings) -> int | None:
 
 SKYRL = Framework(
     name="SkyRL",
-    known_by="trainer.policy.* or trainer.placement.*",
     read_in="skyrl_train 0.1.0 to skyrl 0.3.0",
     distributions=("skyrl",),
     recognises=_recognises,

@@ -93,7 +93,6 @@ def _findings(settings: Settings) -> list[ConfigFinding]:
 
 TORCHTITAN = Framework(
     name="torchtitan",
-    known_by="training.enable_cpu_offload or parallelism.*, in TOML",
     read_in="v0.2.2",
     distributions=("torchtitan",),
     recognises=_recognises,

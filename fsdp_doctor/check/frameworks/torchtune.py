@@ -107,7 +107,6 @@ def _use(settings: Settings, versions: _TorchtuneVersions, given: Given) -> Use:
 
 TORCHTUNE = Framework(
     name="torchtune",
-    known_by="fsdp_cpu_offload, a _component_ of torchtune, or `tune run`",
     read_in="v0.1.1 to v0.6.1",
     distributions=("torchtune",),
     recognises=_recognises,

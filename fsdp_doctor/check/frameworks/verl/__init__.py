@@ -114,7 +114,6 @@ def _not_built(settings: Settings) -> list[ConfigFinding]:
 
 VERL = Framework(
     name="verl",
-    known_by="actor_rollout_ref.*, critic.*, engine.* or model.fsdp_config.* of its SFT trainers, or `verl.trainer.*`",
     read_in="v0.2 to v0.9.0",
     distributions=("verl",),
     recognises=_recognises,
