@@ -153,6 +153,9 @@ def _read_launcher_flags(words: Sequence[str], at: int, command: LaunchCommand, 
     """Reads up to what is launched; returns where that stands."""
     while at < len(words):
         match = _FLAG.fullmatch(words[at])
+        if match is not None and match[1] in ("m", "module") and at + 1 < len(words) and words[at + 1][:1] == "-":
+            at += 1  # `-m` may stand before other flags, too.
+            continue
         if match is None or match[1] in ("m", "module"):
             return at
         name, value = match[1].replace("-", "_"), match[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_doctor.check.launch_commands import ENVIRONMENT, SECTION
 from fsdp_doctor.check.settings import Settings
 
-_A_NODE = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus_per_node")
+_A_NODE = ("nproc_per_node", "num_gpus", "gpus_per_node")
 _NODES = ("nnodes", "num_nodes")
 
 

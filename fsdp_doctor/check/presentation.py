@@ -143,7 +143,7 @@ def _of_entry(finding: ConfigFinding, result: CheckResult) -> Iterator[str]:
 def _holds_for(finding: ConfigFinding, result: CheckResult) -> list[str]:
     if not finding.bad:
         return []
-    every = f"every version of {result.framework} that was read"
+    every = f"every version of {result.framework} that reads these settings"
     titles = finding.holds_for or (every,)
     return _wrapped(
         f"holds for: {' | '.join(title if ',' in title else _with_every(title, every) for title in titles)}", 4

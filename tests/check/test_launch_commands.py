@@ -37,7 +37,7 @@ def test_the_flags_of_the_launcher_and_of_the_script_are_told_apart() -> None:
         ("NPROC_PER_NODE=4 swift sft --model x", "swift", "sft"),
         ("tune run --nproc_per_node 2 full_finetune_distributed --config llama3/8B_full", "tune", None),
         ("/opt/venv/bin/torchrun --standalone train.py", "torchrun", "train.py"),
-        ("torchrun -m --nnodes 1 pkg.train", "torchrun", None),
+        ("torchrun -m --nnodes 1 pkg.train", "torchrun", "pkg.train"),
     ],
 )
 def test_launchers_are_found_wherever_they_stand(command: str, program: str, script: str | None) -> None:
