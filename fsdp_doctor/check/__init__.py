@@ -86,8 +86,8 @@ def check(
     """
     settings = with_named_files(reading.read(arguments))
     framework = _framework_of(settings, arguments)
-    version = _version(framework_version, framework.distributions or (framework.name,))
-    torch = _version(torch_version, ("torch",))
+    version = _version("--framework-version", framework_version, framework.distributions or (framework.name,))
+    torch = _version("--torch-version", torch_version, ("torch",))
     try:
         settings = framework.complete(settings)
         ranks, found = (world_size, []) if world_size is not None else _world_size(framework, settings)
@@ -134,11 +134,11 @@ def _framework_of(settings: Settings, arguments: Sequence[str]) -> Framework:
     )
 
 
-def _version(given: str | None, distributions: Sequence[str]) -> CheckedVersion:
+def _version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
     if given is None:
         return installed(distributions)
     source: VersionSource = "not known" if given == ALL_VERSIONS else "given"
-    return CheckedVersion(of=distributions[0], version=version_of(given), source=source)
+    return CheckedVersion(of=distributions[0], version=version_of(given, option), source=source)
 
 
 def _world_size(framework: Framework, settings: Settings) -> tuple[int | None, list[ConfigFinding]]:

@@ -47,6 +47,8 @@ def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
             body.append(line)
         elif match:
             fence, kind, body, first = match["fence"], match["kind"].lower(), [], number + 1
+    if fence:  # One that is not closed goes on to the end.
+        yield kind, "\n" * first + textwrap.dedent("\n".join(body))
 
 
 def _of_block(kind: str, block: str, name: str, most: int) -> list[Setting]:

@@ -141,6 +141,8 @@ def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120(file: str) -
             "",
             "--framework-version new: this is not a version; use one like 0.7.1",
         ),
+        (["trl.yaml", "--torch-version", "new"], 2, "", "--torch-version new: this is not a version"),
+        (["verl_megatron.sh"], 3, "verl: not FSDP, nothing to check", ""),
     ],
 )
 def test_the_command_ends_with_the_right_code_and_no_traceback(

@@ -108,6 +108,14 @@ def test_an_unknown_key_alone_is_no_framework() -> None:
             checked(*arguments)
 
 
+def test_a_script_that_calls_torch_itself_is_said_to_be_that(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from torch.distributed.fsdp import fully_shard\nfully_shard(model)\n")
+    result = check([str(script)])
+    assert "the script calls torch's FSDP itself" in said(result, "unknown")
+    assert result.exit_code == 3
+
+
 # verl
 
 

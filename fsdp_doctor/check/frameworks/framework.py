@@ -167,8 +167,8 @@ def another_engine(role: Role, why: Setting | str | None) -> list[ModelSettings]
     return [ModelSettings(role=role, sections=(), keys=(), read=lambda: not_under_fsdp(role, why))]
 
 
-def version_of(text: str) -> Version | None:
-    """The version of ``--framework-version``; None for all of them. Raises UsageError."""
+def version_of(text: str, option: str = "--framework-version") -> Version | None:
+    """The version that an option gives; None for all of them. Raises UsageError."""
     if text == ALL_VERSIONS:
         return None
     if text in ("main", "latest"):
@@ -176,9 +176,7 @@ def version_of(text: str) -> Version | None:
     try:
         return Version(text)
     except InvalidVersion:
-        raise UsageError(
-            f"--framework-version {text}: this is not a version; use one like 0.7.1, or main, or all"
-        ) from None
+        raise UsageError(f"{option} {text}: this is not a version; use one like 0.7.1, or main, or all") from None
 
 
 def in_question(ranges: Sequence[VersionRangeT], version: Version | None) -> list[VersionRangeT]:

@@ -1,4 +1,4 @@
-"""Runs that have no FSDP at all, each refused for what it is: OpenRLHF, DeepSpeed, Megatron-LM.
+"""What is not read, each refused for what it is: OpenRLHF, DeepSpeed, Megatron-LM; a script with torch's own calls.
 
 Read in OpenRLHF at v0.11.2 (every trainer of it makes a DeepspeedStrategy), and in DeepSpeed's configuration schema.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_doctor.check.frameworks.framework import Framework, another_engine
+from fsdp_doctor.check.frameworks.framework import Framework, Given, ModelReading, ModelSettings, another_engine
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.settings import Settings
+from fsdp_doctor.check.python_calls import TORCH
+from fsdp_doctor.check.settings import Settings, Unreadable
 
 
 def _script(settings: Settings) -> str:
@@ -44,6 +45,23 @@ def _other(name: str, recognises: Callable[[Settings], bool], why: str) -> Frame
     )
 
 
+def _unreadable() -> ModelReading:
+    raise Unreadable(
+        "the script calls torch's FSDP itself, and what it does then only running it would show: "
+        "fsdp_doctor.examine(model) tells it of the live model"
+    )
+
+
+def _of_script(settings: Settings, given: Given) -> list[ModelSettings]:
+    return [ModelSettings(role="model", sections=(), keys=(), read=_unreadable)]
+
+
 OPENRLHF = _other("OpenRLHF", _of_openrlhf, "OpenRLHF trains with DeepSpeed")
 DEEPSPEED = _other("DeepSpeed", _of_deepspeed, "DeepSpeed trains")
 MEGATRON = _other("Megatron-LM", _of_megatron, "Megatron-LM trains")
+PLAIN_TORCH = Framework(
+    name="a script with torch's own FSDP",
+    read_in="every version",
+    recognises=lambda settings: bool(settings.below(TORCH)),
+    models=_of_script,
+)
