@@ -216,5 +216,5 @@ def test_lightnings_model_parallel_strategy_under_the_policy_is_a_conflict() -> 
 
 def test_a_recipe_of_torchtune_for_one_device_is_not_fsdp(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "8B_lora_single_device.yaml"
-    file.write_text("model: {_component_: torchtune.models.llama3.llama3_8b}\n")
+    file.write_text("model: {_component_: torchtune.models.llama3.llama3_8b}\noptimizer: {lr: 1.0}\n")
     assert check([str(file)]).exit_code == 3

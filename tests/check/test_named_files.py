@@ -54,3 +54,28 @@ def test_of_several_trainings_that_differ_the_others_are_named(tmp_path: pathlib
     assert "of several commands that look like the training the last is read" in said(result, "note")
     script.write_text(f"{first}\n{first.replace('--seed 1', '--seed 2')}")
     assert "of several commands" not in said(check([str(script)]), "note")
+
+
+def test_a_configuration_of_hydras_that_is_given_beside_is_known(tmp_path: pathlib.Path) -> None:
+    script, config = tmp_path / "run.sh", tmp_path / "my_trainer.yaml"
+    script.write_text("python3 -m verl.trainer.main_ppo --config-path=conf --config-name=my_trainer trainer.nnodes=1\n")
+    config.write_text("actor_rollout_ref: {actor: {strategy: fsdp2}}\n")
+    assert check([str(script)], framework_version="0.9.0").exit_code == 3
+    beside = check([str(config), str(script)], framework_version="0.9.0")
+    assert [use.scenario.strategy for use in beside.uses if use.scenario] == ["fsdp2"]
+
+
+def test_what_only_changes_another_file_is_read_with_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "base.yaml").write_text("policy: {dtensor_cfg: {enabled: true, _v2: true}, model_name: x}\n")
+    (tmp_path / "middle.yaml").write_text("defaults: base.yaml\npolicy: {dtensor_cfg: {cpu_offload: true}}\n")
+    (tmp_path / "last.yaml").write_text("defaults: middle.yaml\ncluster: {gpus_per_node: 4}\n")
+    result = check([str(tmp_path / "last.yaml")], framework_version="0.7.0")
+    assert [use.scenario.offload for use in result.uses if use.scenario] == ["policy"]
+    assert result.world_size == 4
+
+
+@pytest.mark.parametrize("recipe", ["quantize", "eleuther_eval"])
+def test_a_recipe_of_torchtune_that_does_not_train_is_not_read(recipe: str, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"tune run {recipe} --config quantization\n")
+    assert check([str(script)]).exit_code == 3

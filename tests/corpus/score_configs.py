@@ -1,9 +1,10 @@
 """How many of the configurations in configs.toml `fsdp-doctor check` reads rightly, in both halves of the corpus.
 
-    python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen] [--verbose]
+    python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen|last] [--verbose]
 
 The files are read from DIR/OWNER+REPOSITORY@COMMIT/PATH; with --download those that are missing are taken from GitHub.
-Half of the corpus was kept unseen while `check` was written: which half a file is in, a digest of its name decides.
+Half of the corpus was kept unseen while `check` was written: which half a file is in, a digest of its name decides. A
+third part, picked at random from the same and other repositories, was collected when it was done.
 
 A configuration counts as *right* if framework, models and ranks are as expected, or if it was refused where that is
 expected; as *asked* if `check` said that it cannot determine what it could have read; as *misread* otherwise, and as
@@ -32,6 +33,7 @@ else:
     import tomli as tomllib
 
 MANIFEST = pathlib.Path(__file__).with_name("configs.toml")
+HALVES = ("seen", "unseen", "last")
 _SHOWN = ("strategy", "offload", "model", "sharding")
 _DEFAULTS = {"model": "qwen3", "sharding": "full"}
 
@@ -41,6 +43,9 @@ def configs() -> list[dict[str, Any]]:
 
 
 def half(config: dict[str, Any]) -> str:
+    """``seen`` or ``unseen``, or ``last`` for what was collected only when `check` was done."""
+    if config.get("last"):
+        return "last"
     name = f"{config['repository'].replace('/', '+')}/{config['path']}"
     return "seen" if hashlib.sha256(name.encode()).digest()[0] % 2 == 0 else "unseen"
 
@@ -111,10 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=pathlib.Path, required=True)
     parser.add_argument("--download", action="store_true")
-    parser.add_argument("--half", choices=("seen", "unseen"))
+    parser.add_argument("--half", choices=HALVES)
     parser.add_argument("--verbose", action="store_true", help="also print what each file was read as")
     options = parser.parse_args()
-    counts: dict[str, Counter[str]] = {"seen": Counter(), "unseen": Counter()}
+    counts: dict[str, Counter[str]] = {which: Counter() for which in HALVES}
     for config in configs():
         which = half(config)
         if options.half not in (None, which):

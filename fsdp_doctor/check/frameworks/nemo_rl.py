@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from fsdp_doctor.check.config_findings import ConfigFinding, note
+from fsdp_doctor.check.config_findings import note
 from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
@@ -23,7 +23,6 @@ from fsdp_doctor.check.frameworks.framework import (
     in_question,
     not_under_fsdp,
 )
-from fsdp_doctor.check.reading import followed
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
 from fsdp_doctor.matrix.cases import Scenario
@@ -77,19 +76,6 @@ def _recognises(settings: Settings) -> bool:
     return bool(settings.below(_DTENSOR) or settings.below("policy.megatron_cfg")) or (
         "policy.model_name" in settings and bool(settings.below("cluster"))
     )
-
-
-def _complete(settings: Settings) -> Settings:
-    """``defaults`` names the file that this one changes; what a file says goes before its defaults."""
-    for _ in range(5):
-        row = settings.first("defaults")
-        if row is None or not isinstance(row.value, str) or (found := followed(row)) is None:
-            return settings
-        parent = found.first("defaults")
-        settings = Settings.of([*found, *(other for other in settings if other.key != "defaults")])
-        if parent is not None:
-            settings.put(parent)
-    return settings
 
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
@@ -151,19 +137,11 @@ def _world_size(settings: Settings) -> int | None:
     return per_node * nodes if per_node and nodes else None
 
 
-def _findings(settings: Settings) -> list[ConfigFinding]:
-    row = settings.first("defaults")
-    followed_all = row is None or followed(row) is not None
-    return [] if followed_all else [note("the file of `defaults` is not here, so what it sets is not known", row)]
-
-
 NEMO_RL = Framework(
     name="NeMo-RL",
     read_in="v0.2.1 to v0.7.0",
     distributions=("nemo-rl",),
     recognises=_recognises,
-    complete=_complete,
     models=_models,
     world_size=_world_size,
-    findings=_findings,
 )

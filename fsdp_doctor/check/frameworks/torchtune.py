@@ -23,7 +23,7 @@ from fsdp_doctor.check.frameworks.framework import (
     not_under_fsdp,
 )
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.settings import Settings
+from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, Use, extraction, use_of
 from fsdp_doctor.matrix.axes import Backend, Strategy
 
@@ -35,6 +35,7 @@ _TABLE = KeyTable(
 )
 # In the name of a recipe, and of its configuration.
 _ALONE = "single_device"
+_DISTRIBUTED = ("distributed", "fsdp2")
 _RECIPE = f"{LAUNCH}.script"
 
 
@@ -62,12 +63,9 @@ _VERSIONS = (
 
 def _recognises(settings: Settings) -> bool:
     launched = settings.first(f"{LAUNCH}.program")
-    components = (row for row in settings if row.key.endswith("._component_"))
-    return (
-        "fsdp_cpu_offload" in settings
-        or (launched is not None and launched.value == "tune")
-        or any(str(row.value).startswith("torchtune.") for row in components)
-    )
+    component = settings.first("model._component_")
+    trained = component is not None and str(component.value).startswith("torchtune.") and settings.below("optimizer")
+    return "fsdp_cpu_offload" in settings or (launched is not None and launched.value == "tune") or bool(trained)
 
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
@@ -78,6 +76,8 @@ def _read(settings: Settings, given: Given) -> ModelReading:
     recipe = settings.first(_RECIPE)
     if recipe is not None and _ALONE in str(recipe.value):
         return not_under_fsdp("model", recipe)
+    if recipe is not None and not any(word in str(recipe.value) for word in _DISTRIBUTED):
+        raise Unreadable(f"{recipe} is not one of torchtune's distributed recipes")
     if recipe is None and any(_ALONE in row.file for row in settings):
         return not_under_fsdp("model", "the name of the file is that of a recipe for a single device")
     return ModelReading(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import dataclass
 
 from fsdp_doctor.check.frameworks.framework import Keys, KeyTable
@@ -147,9 +148,11 @@ def is_ppo(settings: Settings) -> bool:
 def unknown_config(settings: Settings) -> Setting | None:
     """The setting that names a configuration which is not verl's own and not here, so that its values are not known."""
     path, name = settings.first("config_path", "config_dir"), settings.first("config_name")
-    own = name is None or str(name.value).removesuffix(".yaml") in _OWN_CONFIGS
+    called = str(name.value).removesuffix(".yaml") if name else ""
+    given = any(pathlib.PurePath(row.file).stem == called for row in settings)
+    own = name is None or given or called in _OWN_CONFIGS
     own_folder = path is None or str(path.value).rstrip("/").endswith(("config", "verl/trainer/config"))
-    return None if own and own_folder else (name if not own else path)
+    return None if own and (own_folder or given) else (name if not own else path)
 
 
 def is_sft(settings: Settings) -> bool:
