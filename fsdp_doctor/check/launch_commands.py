@@ -118,7 +118,7 @@ def _command(words: Sequence[str], where: str, line: int) -> LaunchCommand | Non
     at = 0
     # `VARIABLE=value` before it, and `env`, `nohup`, `srun --x`, `uv run` and the like.
     while at < len(words):
-        if (assigned := _ASSIGNED.fullmatch(words[at])) and "." not in assigned[1]:
+        if assigned := _ASSIGNED.fullmatch(words[at]):
             command.rows.append(Setting(f"{ENVIRONMENT}.{assigned[1]}", assigned[2], where))
         length, program = _launcher(words, at)
         if program:

@@ -11,7 +11,9 @@ from support.places import TESTS
 CONFIGS = TESTS / "check" / "configs"
 GOOD = (
     *("verl_grpo.yaml", "verl_issue.md", "verl_fsdp1.yaml", "verl_sft.yaml", "accelerate_v1.yaml"),
-    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml"),
+    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml", "axolotl.yml", "torchtune.yaml"),
+    *("areal.yaml", "nemo_rl.yaml", "prime_rl.toml", "skyrl.sh", "swift.sh", "trainer_flags.sh", "trainer.py"),
+    *("accelerate_launch.sh", "lightning.py", "lightning_fsdp2.py", "verl_sft_old.sh", "verl_lora.sh", "report.md"),
 )
 ACTOR = "actor_rollout_ref.actor"
 FSDP2 = f"{ACTOR}.strategy=fsdp2"
