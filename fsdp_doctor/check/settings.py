@@ -13,6 +13,7 @@ _WHOLE_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\
 _TRUE = frozenset(("true", "yes", "on", "y", "t", "1"))
 _FALSE = frozenset(("false", "no", "off", "n", "f", "0"))
 _LONGEST_SHOWN = 160
+_LARGEST_NUMBER = 1_000_000_000
 
 
 class Unreadable(Exception):
@@ -104,9 +105,12 @@ class Settings:
         if row is None:
             return default
         try:
-            return int(str(row.value))
+            number = int(str(row.value))
         except ValueError:
             raise Unreadable(f"{row} is not a whole number") from None
+        if abs(number) > _LARGEST_NUMBER:
+            raise Unreadable(f"{row} is not a number of any use here")
+        return number
 
     def word(self, *keys: str, default: str = "") -> str:
         """A text. Raises Unreadable for a reference that leads nowhere, and for what only running would give."""

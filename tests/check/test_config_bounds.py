@@ -59,3 +59,15 @@ def test_a_model_that_is_a_huge_file_is_not_read(tmp_path: pathlib.Path) -> None
 def test_a_home_that_there_is_not_is_no_file_that_is_followed() -> None:
     asked = ["defaults=~nosuchuser.yaml", "policy.dtensor_cfg.enabled=true", "policy.model_name=x"]
     assert check(asked, framework_version="0.7.0").determined
+
+
+def test_a_number_that_cannot_even_be_printed_is_said(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.yaml"
+    digits = "9" * 4000
+    file.write_text(
+        f"trainer: {{n_gpus_per_node: {digits}, nnodes: {digits}}}\nactor_rollout_ref: {{actor: {{strategy: fsdp2}}}}\n"
+    )
+    result = check([str(file)], framework_version="0.9.0")
+    assert result.world_size is None
+    assert any("is not a number of any use here" in one.sentence for one in result.findings)
+    presentation.as_text(result)
