@@ -43,6 +43,9 @@ def _message(result: CaseResult) -> str:
 def _refusal(result: CaseResult) -> str:
     """The exception with which every rank refused a checkpoint, if they did: any rank's file in any directory."""
     match = _REFUSED.search(result.verdict.reason)
+    if match and find_path(result.case.path, result.case.scenario.version).contract.ranks == "rank0":
+        # What is given to rank 0 alone, the others refuse in other words.
+        return _escaped(match["exception"].partition(" ")[0])
     return _ANY_RANK.sub(r"rank_\\d+", _pattern(match["exception"]).replace(_DIRECTORY, ".*/")) if match else ""
 
 

@@ -93,7 +93,16 @@ def _standing_alone(case: Case) -> Path:
         raise UsageError(f"case {case.id!r}: {path.name} is fsdp-doctor's own; a script has torch's functions alone")
     if reason := impossible(path, case.scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
+    if _needs_moments_by_name(path) and case.scenario.version == 1 and case.scenario.sharding != "full":
+        raise UsageError(
+            f"case {case.id!r}: torch cannot save the optimizer's state of FSDP1's replicas, and a script has torch alone"
+        )
     return path
+
+
+def _needs_moments_by_name(path: Path) -> bool:
+    """Whether what it is given takes ``get_optimizer_state_dict``, rather than each rank's ``state_dict()``."""
+    return path.contract.loads != "model" and path.contract.given != "rank_files"
 
 
 def _literal(pattern: str) -> str:

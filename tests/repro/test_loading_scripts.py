@@ -41,12 +41,14 @@ _SAMPLE = (
     "fsdp2/none/unstaged/fresh/missing-key/dcp.load",
     "fsdp2/none/unstaged/fresh/extra-key/set_model_state_dict.broadcast+cpu",
     "fsdp1/none/unstaged/fresh/other-world/rank_files.model+optimizer",
+    "fsdp1/none/unstaged/fresh/extra-key/load_full_state_dict.rank0",
     "fsdp2/none/unstaged/fresh/meta/to_empty.broadcast",
     "fsdp2/policy/unstaged/fresh/dcp.load.model+optimizer",
     "fsdp2/none/unstaged/fresh/other-world/dcp.load.model+optimizer",
     "fsdp1/param/staged/fresh/rank_files.model+optimizer",
     "fsdp1/policy/unstaged/fresh/optim_state_dict_to_load.sharded",
     "fsdp1/none/unstaged/fresh/bf16/load_sharded_state_dict",
+    "fsdp1/policy/unstaged/fresh/load_full_state_dict",
 )
 
 

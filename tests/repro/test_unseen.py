@@ -7,7 +7,7 @@ from support.reports import report, result
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.repro import expected, reported
+from fsdp_doctor.repro import Expectation, expected, reported, script
 
 
 def test_values_of_the_optimizers_state_are_for_the_doctor_alone_to_see() -> None:
@@ -43,3 +43,9 @@ def test_a_verdict_on_what_a_script_does_not_compare_is_refused(case_id: str, re
     (case,) = select(Selection(case_ids=(case_id,)))
     with pytest.raises(UsageError, match=f"that {reason.partition(':')[0]}, the doctor alone can see"):
         reported(case, report(result(case, "poisoned", reason)))
+
+
+def test_a_checkpoint_that_torch_cannot_save_is_refused() -> None:
+    (case,) = select(Selection(case_ids=("fsdp1/none/unstaged/fresh/size1/dcp.load.model+optimizer",)))
+    with pytest.raises(UsageError, match="torch cannot save the optimizer's state of FSDP1's replicas"):
+        script(case, Expectation(kind="ok"))
