@@ -26,7 +26,8 @@ class Load:
     def __init__(self, place: LoadedModel, targets: Sequence[Target], together: Together, bucket_bytes: int) -> None:
         self._place, self._targets = place, targets
         self._together = together
-        self._bucket_bytes = bucket_bytes
+        full_bytes = sum(target.shape.numel() * target.dtype.itemsize for target in targets)
+        self._bucket_bytes = max(1, min(bucket_bytes, full_bytes))
 
     def run(self, have: GivenSource, holders: Holders, rules: Rules, begin: Callable[[], None]) -> LoadReport:
         """begin: called when all ranks have found that they can write, before they do."""
