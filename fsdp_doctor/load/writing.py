@@ -20,6 +20,10 @@ from fsdp_doctor.load.ties import Ties
 from fsdp_doctor.load.together import Holders, Together
 
 
+# Of a small model's bucket, which is divided among all ranks.
+_LEAST_BUCKET_BYTES = 1 << 20
+
+
 class Load:
     """Of the tensors of a model, or of an optimizer."""
 
@@ -27,7 +31,7 @@ class Load:
         self._place, self._targets = place, targets
         self._together = together
         full_bytes = sum(target.shape.numel() * target.dtype.itemsize for target in targets)
-        self._bucket_bytes = max(1, min(bucket_bytes, full_bytes))
+        self._bucket_bytes = min(bucket_bytes, max(full_bytes, _LEAST_BUCKET_BYTES))
 
     def run(self, have: GivenSource, holders: Holders, rules: Rules, begin: Callable[[], None]) -> LoadReport:
         """begin: called when all ranks have found that they can write, before they do."""
