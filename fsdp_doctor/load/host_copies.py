@@ -1,14 +1,13 @@
 """Copies portions to where they belong: threads read them out of pageable memory and files.
 
-What goes to the device from there passes through pinned chunks, so that the link is not held up by the reading; the
-thread that has read a chunk sends it on. What is pinned, or on the device, is copied by the device alone.
+What goes to the device from there passes through pinned chunks, so that the link is not held up by the reading. What
+is pinned, or on the device, is copied by the device alone.
 """
 
 from __future__ import annotations
 
 import collections
 import os
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,15 @@ class _Chunk:
     taken: Any = None
 
 
+@dataclass(eq=False)
+class _Filling:
+    """What a thread reads; where it lies in a chunk, it is yet to be copied from there to ``target``."""
+
+    job: Future[None]
+    chunk: _Chunk | None
+    target: torch.Tensor
+
+
 class HostCopies:
     """Targets are 1-D bytes. What a copy reads must stay as it is until ``finish`` has returned."""
 
@@ -39,10 +47,8 @@ class HostCopies:
         self._streams = streams
         self._num_threads = threads_of_a_rank()
         self._pool: ThreadPoolExecutor | None = None
-        self._making = threading.Lock()
-        self._num_chunks = 0
         self._free: collections.deque[_Chunk] = collections.deque()
-        self._jobs: collections.deque[Future[None]] = collections.deque()
+        self._filling: collections.deque[_Filling] = collections.deque()
 
     def close(self) -> None:
         """Waits for the threads and the device, whatever they end with: what they write to may be freed then."""
@@ -66,8 +72,8 @@ class HostCopies:
 
     def flush(self) -> None:
         """What goes to the host has come there; what goes to the device is in the loading stream."""
-        while self._jobs:
-            self._jobs.popleft().result()
+        while self._filling:
+            self._take()
 
     def finish(self) -> None:
         """All has been read, and has come to where it belongs."""
@@ -80,40 +86,38 @@ class HostCopies:
         return target.device.type != "cpu" and memory.is_pinned()
 
     def _fill(self, portion: Portion, target: torch.Tensor, start: int) -> None:
+        while len(self._filling) >= 2 * self._num_threads:
+            self._take()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads)
-        while len(self._jobs) >= 4 * self._num_threads:
-            self._jobs.popleft().result()
-        self._jobs.append(self._pool.submit(self._read, portion, target, start))
-
-    def _read(self, portion: Portion, target: torch.Tensor, start: int) -> None:
-        """On a thread of the pool, of which there are half as many as chunks: one is being read, one is being sent."""
-        if target.device.type == "cpu":
-            portion.fill(target, start)
-            return
-        chunk = self._chunk()
-        try:
-            memory = chunk.memory[: target.numel()]
-            portion.fill(memory, start)
-            self._streams.load(target, memory)
-            chunk.taken = self._streams.loading_event()
-        finally:
-            self._free.append(chunk)
+        chunk = self._chunk() if target.device.type != "cpu" else None
+        job = self._pool.submit(_read, portion, start, target, chunk)
+        self._filling.append(_Filling(job, chunk, target))
 
     def _chunk(self) -> _Chunk:
-        """One that the device has read: the one that was sent longest ago, once all have been made."""
-        with self._making:
-            if self._num_chunks < 2 * self._num_threads:
-                self._num_chunks += 1
-                with self._streams.loading():
-                    return _Chunk(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True))
-        chunk = self._free.popleft()
-        if chunk.taken is not None:
-            chunk.taken.synchronize()
-        return chunk
+        if self._free:
+            return self._free.popleft()
+        return _Chunk(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True))
+
+    def _take(self) -> None:
+        filling = self._filling.popleft()
+        filling.job.result()
+        if (chunk := filling.chunk) is not None:
+            self._streams.load(filling.target, chunk.memory[: filling.target.numel()])
+            chunk.taken = self._streams.loading_event()
+            self._free.append(chunk)
 
 
 def threads_of_a_rank() -> int:
     """As many as there are processors for each of the host's ranks, within limits."""
     processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(2, min(_MOST_THREADS, processors))
+
+
+def _read(portion: Portion, start: int, target: torch.Tensor, chunk: _Chunk | None) -> None:
+    if chunk is None:
+        portion.fill(target, start)
+        return
+    if chunk.taken is not None:
+        chunk.taken.synchronize()
+    portion.fill(chunk.memory[: target.numel()], start)
