@@ -19,7 +19,6 @@ from fsdp_doctor.load.targets import LoadedModel, Target
 from fsdp_doctor.load.ties import Ties
 from fsdp_doctor.load.together import Holders, Together
 
-
 # Of a small model's bucket, which is divided among all ranks.
 _LEAST_BUCKET_BYTES = 1 << 20
 
