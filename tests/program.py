@@ -71,6 +71,11 @@ class Started:
         """Ctrl-C: the terminal sends SIGINT to the whole foreground process group."""
         os.killpg(self.pid, signal.SIGINT)
 
+    def first_message(self) -> str:
+        """The first line on stderr, once it is there; what follows is the run's."""
+        assert self._process.stderr is not None
+        return self._process.stderr.readline()
+
     def alive(self) -> dict[int, str]:
         """Process ids and command lines of all that carries this run's tag."""
         found = {}

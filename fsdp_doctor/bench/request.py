@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
-from typing import Literal
 
-Direction = Literal["out", "in"]
+from fsdp_doctor.matrix.contracts import Direction
 
 # The shapes of models that are trained, from their configurations on the Hugging Face hub.
 SHAPES: dict[str, tuple[str, dict[str, object]]] = {

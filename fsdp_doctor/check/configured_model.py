@@ -72,7 +72,8 @@ def _race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
     )
     settings = tuple(str(reason) for reason in racing[0].reasons if reason.axis in ("offload", "transfer", "dims"))
     ids = tuple(case.id for use in racing for case in use.cases)
-    return ConfigFinding(kind="conflict", sentence=sentence, settings=settings, cases=ids)
+    titles = tuple(dict.fromkeys(use.title for use in racing))
+    return ConfigFinding(kind="conflict", sentence=sentence, settings=settings, cases=ids, holds_for=titles)
 
 
 def _dims_not_known(model: ConfiguredModel) -> ConfigFinding:

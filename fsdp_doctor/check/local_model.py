@@ -18,6 +18,7 @@ _SIZES = (
     "num_experts",
     "num_local_experts",
 )
+_LARGEST = 1 << 20
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _BUILT_IN: dict[str, Model] = {
     "qwen2": "qwen2",
@@ -42,10 +43,12 @@ class LocalModel:
 
 def local_model(path: str) -> LocalModel | None:
     """None where ``path`` is not a local directory with a configuration in Hugging Face's form."""
-    file = pathlib.Path(path).expanduser() / "config.json"
     try:
+        file = pathlib.Path(path).expanduser() / "config.json"
+        if not file.is_file() or file.stat().st_size > _LARGEST:
+            return None
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RuntimeError):  # pathlib raises the last for the home of an unknown user.
         return None
     if not isinstance(config, dict):
         return None

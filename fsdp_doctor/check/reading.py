@@ -1,7 +1,7 @@
 """CONFIG arguments to settings: files, ``-`` for the standard input, and overrides of one setting.
 
-A file is YAML, JSON or TOML by its suffix. Any other file, and the standard input, is a text with overrides
-``a.b.c=value`` anywhere in it, as in a shell script or a bug report, or one of the three formats without its suffix.
+A file is YAML, JSON, TOML or Python by its suffix. Any other file, and the standard input, is a text with commands and
+overrides ``a.b.c=value`` anywhere in it, as a shell script or a bug report, or one of the formats without its suffix.
 No interpolation, shell variable or Hydra default list is expanded beyond what the text itself says.
 """
 
@@ -13,18 +13,18 @@ import pathlib
 import re
 from collections.abc import Iterator, Sequence
 
-from fsdp_doctor.check.config_formats import OF_SUFFIX, any_format, scalar
-from fsdp_doctor.check.pasted_text import fenced_blocks, overrides
-from fsdp_doctor.check.settings import Setting, Settings
+from fsdp_doctor.check.config_formats import OF_SUFFIX
+from fsdp_doctor.check.config_input import text_of
+from fsdp_doctor.check.pasted_text import settings_of_text
+from fsdp_doctor.check.python_calls import python_settings
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
+from fsdp_doctor.check.yaml_text import scalar
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.machine.standard_input import standard_input
 
 COMMAND_LINE = "command line"
-_STANDARD_INPUT = "standard input"
-_MOST_BYTES = 4 << 20
 _MOST_SETTINGS = 20_000
 
-_ARGUMENT = re.compile(r"(?P<sign>~|\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+)*)(?:=(?P<value>.*))?", re.DOTALL)
+_ARGUMENT = re.compile(r"(?P<sign>~|\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){0,31})(?:=(?P<value>.*))?", re.DOTALL)
 
 
 def read(arguments: Sequence[str]) -> Settings:
@@ -34,7 +34,7 @@ def read(arguments: Sequence[str]) -> Settings:
     """
     matches = [_override(argument) for argument in arguments]
     files = [argument for argument, match in zip(arguments, matches, strict=True) if match is None]
-    found = Settings(row for file in files for row in _rows(file))
+    found = Settings.of(row for file in files for row in _rows(file))
     given = [match for match in matches if match is not None]
     for match in given:
         if match["sign"] != "~":
@@ -44,8 +44,27 @@ def read(arguments: Sequence[str]) -> Settings:
             found.without(match["key"])
     if not list(found):
         names = ", ".join(arguments)
-        raise UsageError(f"no settings found in {names}: expected YAML, JSON, TOML, or overrides like a.b=value")
+        raise UsageError(
+            f"no settings found in {names}: expected YAML, JSON, TOML, a command that starts a training, a Python "
+            "script that configures one, or overrides like a.b=value"
+        )
     return found
+
+
+def followed(row: Setting) -> Settings | None:
+    """The settings of the file that a setting names: as the command would find it, or from the folder of its own file.
+
+    None where there is none. Raises Unreadable where it cannot be read.
+    """
+    named = str(row.value)
+    for path in (named, os.path.join(os.path.dirname(row.file), named)):
+        path = os.path.expanduser(path)
+        if os.path.isfile(path):
+            try:
+                return read([path])
+            except UsageError as error:
+                raise Unreadable(f"{row}: {error}") from None
+    return None
 
 
 def _override(argument: str) -> re.Match[str] | None:
@@ -57,11 +76,9 @@ def _override(argument: str) -> re.Match[str] | None:
 
 
 def _rows(argument: str) -> list[Setting]:
-    name = _STANDARD_INPUT if argument == "-" else argument
-    text = _decoded(name, _bytes(argument, name))
-    parse = OF_SUFFIX.get(pathlib.Path(name).suffix.lower(), _any_text)
+    name, text = text_of(argument)
     try:
-        rows = list(itertools.islice(parse(text, name), _MOST_SETTINGS + 1))
+        rows = list(itertools.islice(_settings_of(text, name), _MOST_SETTINGS + 1))
     except RecursionError:
         raise UsageError(f"cannot read {name}: it is nested too deeply") from None
     if len(rows) > _MOST_SETTINGS:
@@ -69,35 +86,10 @@ def _rows(argument: str) -> list[Setting]:
     return rows
 
 
-def _bytes(argument: str, name: str) -> bytes:
-    """All of it, or one byte more than is allowed."""
-    try:
-        if argument == "-":
-            return standard_input().read(_MOST_BYTES + 1)
-        with open(pathlib.Path(argument).expanduser(), "rb") as file:
-            return file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError, RuntimeError) as error:  # pathlib raises the last for the home of an unknown user.
-        said = (error.strerror if isinstance(error, OSError) else None) or error
-        form = "CONFIG must be a file, - for standard input, or an override like a.b=value"
-        raise UsageError(f"cannot read {name}: {said}; {form}") from None
-
-
-def _decoded(name: str, data: bytes) -> str:
-    if len(data) > _MOST_BYTES:
-        raise UsageError(f"{name} is larger than {_MOST_BYTES >> 20} MiB, too large for a training configuration")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{name} is not a text file in UTF-8") from None
-    if "\0" in text:
-        raise UsageError(f"{name} is not a text file in UTF-8")
-    if not text.strip():
-        raise UsageError(f"{name} is empty")
-    return text
-
-
-def _any_text(text: str, name: str) -> Iterator[Setting]:
-    """A pasted command if there is an override in it; else fenced blocks of any format, or whichever the whole is."""
-    if found := overrides(text, name):
-        return iter(found)
-    return (row for block in fenced_blocks(text) or [text] for row in any_format(block, name, _MOST_SETTINGS + 1))
+def _settings_of(text: str, name: str) -> Iterator[Setting]:
+    suffix = pathlib.Path(name).suffix.lower()
+    if suffix == ".py":
+        return iter(python_settings(text, name))
+    if suffix in OF_SUFFIX:
+        return OF_SUFFIX[suffix](text, name)
+    return settings_of_text(text, name, _MOST_SETTINGS + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_doctor.errors import UsageError
@@ -12,10 +12,16 @@ from fsdp_doctor.errors import UsageError
 _WHOLE_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*))?\}")
 _TRUE = frozenset(("true", "yes", "on", "y", "t", "1"))
 _FALSE = frozenset(("false", "no", "off", "n", "f", "0"))
+_LONGEST_SHOWN = 160
+_LARGEST_NUMBER = 1_000_000_000
 
 
 class Unreadable(Exception):
     """A setting that decides something has a value which cannot be read; the message says which, for the user."""
+
+
+class Expression(str):
+    """The source of a value that only running the program would give, as in Python."""
 
 
 @dataclass(frozen=True)
@@ -27,33 +33,58 @@ class Setting:
     where: str
 
     def __str__(self) -> str:
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"{self.key}={value} ({self.where})"
+        value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+        return f"{self.key}={shown} ({self.where})"
+
+    @property
+    def file(self) -> str:
+        """``where`` without its line."""
+        name, _, line = self.where.rpartition(":")
+        return name if name and line.isdecimal() else self.where
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """Two values of one key in one file, of which the later counts."""
+
+    earlier: Setting
+    later: Setting
+
+
+@dataclass
 class Settings:
-    """Settings by key, of which a later one replaces an earlier one. A value ``${a.b}`` stands for that of ``a.b``."""
+    """Settings by key, of which a later one replaces an earlier one. A value ``${a.b}`` stands for that of ``a.b``.
 
-    def __init__(self, rows: Iterable[Setting]) -> None:
-        self._rows: dict[str, Setting] = {}
-        self._prefixes: set[str] = set()
+    replaced: the keys that one file sets twice, to different values.
+    """
+
+    rows: dict[str, Setting] = field(default_factory=dict)
+    replaced: dict[str, Replaced] = field(default_factory=dict)
+    # By each prefix of a key, the keys below it, in their order.
+    _below: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[Setting]) -> Settings:
+        settings = cls()
         for row in rows:
-            self.put(row)
+            settings.put(row)
+        return settings
 
     def __contains__(self, key: str) -> bool:
-        return key in self._rows
+        return key in self.rows
 
     def __iter__(self) -> Iterator[Setting]:
-        return iter(self._rows.values())
+        return iter(self.rows.values())
 
     def below(self, prefix: str) -> list[Setting]:
         """The settings whose key begins with ``prefix`` and a dot."""
-        return [row for row in self if row.key.startswith(f"{prefix}.")]
+        return [self.rows[key] for key in self._below.get(prefix, ())]
 
     def first(self, *keys: str) -> Setting | None:
         """The setting of the first of ``keys`` that is there and not null, with references followed."""
         for key in keys:
-            row = self._rows.get(key)
+            row = self.rows.get(key)
             if row is not None and (found := self._followed(row)).value is not None:
                 return found
         return None
@@ -74,17 +105,20 @@ class Settings:
         if row is None:
             return default
         try:
-            return int(str(row.value))
+            number = int(str(row.value))
         except ValueError:
             raise Unreadable(f"{row} is not a whole number") from None
+        if abs(number) > _LARGEST_NUMBER:
+            raise Unreadable(f"{row} is not a number of any use here")
+        return number
 
     def word(self, *keys: str, default: str = "") -> str:
-        """A text. Raises Unreadable for a reference that leads nowhere."""
+        """A text. Raises Unreadable for a reference that leads nowhere, and for what only running would give."""
         row = self.first(*keys)
         if row is None:
             return default
         text = str(row.value)
-        if "${" in text:
+        if "${" in text or isinstance(row.value, Expression):
             raise Unreadable(f"{row} refers to a value that is not in the configuration")
         return text
 
@@ -92,16 +126,26 @@ class Settings:
         """Adds a setting. A value replaces what was below its key, and what stood above it as one value."""
         above = [row.key[:at] for at, letter in enumerate(row.key) if letter == "."]
         for key in above:
-            self._rows.pop(key, None)
-        if row.key in self._prefixes:
-            self.without(row.key)
-        self._prefixes.update(above)
-        self._rows[row.key] = row
+            self._drop(key)
+        for key in list(self._below.get(row.key, ())):
+            self._drop(key)
+        earlier = self.rows.get(row.key)
+        if earlier is not None and earlier.value != row.value and earlier.file == row.file:
+            self.replaced[row.key] = Replaced(earlier, row)
+        for key in above:
+            self._below.setdefault(key, {})[row.key] = None
+        self.rows[row.key] = row
 
     def without(self, key: str) -> None:
         """Removes a key, with all below it: Hydra's ``~key``."""
-        for known in [known for known in self._rows if known == key or known.startswith(f"{key}.")]:
-            del self._rows[known]
+        for known in [key, *self._below.get(key, ())]:
+            self._drop(known)
+
+    def _drop(self, key: str) -> None:
+        if self.rows.pop(key, None) is not None:
+            for at, letter in enumerate(key):
+                if letter == ".":
+                    self._below[key[:at]].pop(key, None)
 
     def _followed(self, row: Setting) -> Setting:
         seen = {row.key}
@@ -111,8 +155,8 @@ class Settings:
             if key in seen:
                 raise UsageError(f"{row} refers to itself")
             seen.add(key)
-            if key in self._rows:
-                value = self._rows[key].value
+            if key in self.rows:
+                value = self.rows[key].value
             elif default is not None:
                 value = None if default.strip() in ("null", "") else default.strip()
             else:

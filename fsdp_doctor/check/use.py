@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.matrix.axes import AxisName
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
+
+CANNOT_BE_DETERMINED = "cannot be determined"
+
+VERSIONS_BETWEEN = "; "
 
 Role: TypeAlias = Literal["model", "actor", "ref", "critic"]
 
@@ -75,16 +79,42 @@ class Use:
         )
 
 
-def reasons_of(scenario: Scenario, because_of: Mapping[AxisName, str]) -> tuple[Reason, ...]:
-    """A reason for each axis that has one, in the order of ``because_of``."""
-    return tuple(
-        Reason(axis=axis, value=getattr(scenario, axis), because=why) for axis, why in because_of.items() if why
+@dataclass(frozen=True)
+class Chosen:
+    """The value of an axis, and what chose it: a setting, or words. Without a reason it is not worth a line."""
+
+    value: str
+    because: Setting | str | None = None
+
+
+def use_of(
+    role: Role,
+    versions: str,
+    chosen: Mapping[AxisName, Chosen],
+    extractions: Callable[[Scenario], Iterable[ExtractionPoint]],
+) -> Use:
+    """A use where each axis has the value that was chosen, and else its default; unstaged."""
+    values: dict[AxisName, str] = {"offload": "none", "staging": "unstaged"}
+    scenario = scenario_of(
+        {str(axis): value for axis, value in values.items()} | {a: c.value for a, c in chosen.items()}
+    )
+    reasons = [
+        Reason(axis=axis, value=one.value, because=str(one.because)) for axis, one in chosen.items() if one.because
+    ]
+    return Use(
+        role=role,
+        versions=versions,
+        scenario=scenario,
+        reasons=tuple(reasons),
+        extractions=tuple(extractions(scenario)),
     )
 
 
-def because(row: Setting | None, default: str) -> str:
-    """The setting that decided, or the words for the framework's default."""
-    return str(row) if row else default
+def extraction(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
+    """What a path takes out of the model of that scenario, for a purpose in words."""
+    return ExtractionPoint(
+        purpose=purpose, case=Case(scenario.changed(staging="staged" if staged else "unstaged"), path)
+    )
 
 
 def merged(uses: Sequence[Use]) -> tuple[Use, ...]:
@@ -94,7 +124,7 @@ def merged(uses: Sequence[Use]) -> tuple[Use, ...]:
         found.setdefault(dataclasses.replace(use, versions=""), []).append(use.versions)
     if len(found) == 1:
         return tuple(found)
-    return tuple(dataclasses.replace(use, versions="; ".join(versions)) for use, versions in found.items())
+    return tuple(dataclasses.replace(use, versions=VERSIONS_BETWEEN.join(versions)) for use, versions in found.items())
 
 
 def _changed(scenario: Scenario, values: Mapping[AxisName, str]) -> Scenario:

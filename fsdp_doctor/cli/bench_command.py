@@ -20,12 +20,12 @@ from fsdp_doctor.bench.request import (
     SOURCES,
     STRATEGIES,
     BenchOptions,
-    Direction,
 )
 from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.cli.starting import RankOptions
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.machine import launch
+from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import is_user_path
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -13,8 +14,8 @@ from fsdp_doctor.errors import CannotRun, UsageError
 
 NAME = "check"
 EXIT_CODES = (
-    "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; "
-    "4 the output cannot be written. With --probe, that of the probe."
+    "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; 3 it is not FSDP, or not "
+    "all of it could be read; 4 the output cannot be written. With --probe, that of the probe."
 )
 
 
@@ -22,11 +23,22 @@ def run(
     *,
     config: Annotated[
         list[str],
-        typer.Argument(help="YAML, JSON, TOML, a pasted command, - for standard input, or an override a.b=value."),
+        typer.Argument(
+            help="YAML, JSON, TOML, a Python script, a pasted command, - for standard input, or an override a.b=value."
+        ),
     ],
     framework_version: Annotated[
         str | None,
-        typer.Option(metavar="VERSION", help="Of the framework, for example 0.7.1, or main.  [default: all versions]"),
+        typer.Option(
+            metavar="VERSION",
+            help="Of the framework, as 0.7.1, or main, or all.  [default: the one installed here, else all]",
+        ),
+    ] = None,
+    torch_version: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION", help="Of torch, as 2.9.1, or all.  [default: the one installed here, else all]"
+        ),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(help="Number of ranks, if the configuration does not say; --probe runs on as many.")
@@ -44,7 +56,9 @@ def run(
         values.positive("--world-size", world_size)
     if probe and as_json:
         raise UsageError("--probe prints the probe's report, so it cannot be combined with --json")
-    result = check(config, framework_version=framework_version, world_size=world_size)
+    result = check(config, framework_version=framework_version, world_size=world_size, torch_version=torch_version)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.stdout.write(presentation.as_json(result) if as_json else presentation.as_text(result))
     if not probe:
         raise SystemExit(result.exit_code)

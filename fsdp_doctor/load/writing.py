@@ -20,13 +20,18 @@ from fsdp_doctor.load.ties import Ties
 from fsdp_doctor.load.together import Holders, Together
 
 
+# Of a small model's bucket, which is divided among all ranks.
+_LEAST_BUCKET_BYTES = 1 << 20
+
+
 class Load:
     """Of the tensors of a model, or of an optimizer."""
 
     def __init__(self, place: LoadedModel, targets: Sequence[Target], together: Together, bucket_bytes: int) -> None:
         self._place, self._targets = place, targets
         self._together = together
-        self._bucket_bytes = bucket_bytes
+        full_bytes = sum(target.shape.numel() * target.dtype.itemsize for target in targets)
+        self._bucket_bytes = min(bucket_bytes, max(full_bytes, _LEAST_BUCKET_BYTES))
 
     def run(self, have: GivenSource, holders: Holders, rules: Rules, begin: Callable[[], None]) -> LoadReport:
         """begin: called when all ranks have found that they can write, before they do."""

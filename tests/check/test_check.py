@@ -30,12 +30,15 @@ def test_every_case_that_is_named_can_be_given_to_probe(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "sentence"),
     [
-        ("broken.yaml", "broken.yaml:4: invalid YAML: expected ',' or ']'"),
+        ("broken.yaml", "broken.yaml:4: invalid YAML: "),
         ("broken.toml", "broken.toml:3: invalid TOML: Invalid value"),
         ("broken.json", "broken.json:2: invalid JSON: Expecting value"),
         ("binary.yaml", "is not a text file in UTF-8"),
         ("empty.yaml", "is empty"),
-        ("deepspeed.yaml", "not a configuration of a supported framework; these are supported"),
+        (
+            "deepspeed.yaml",
+            "not a configuration of a supported framework, or not enough of one to know it by; these are supported",
+        ),
         ("accelerate_v3.yaml", "accelerate_v3.yaml:4): the version of FSDP in fsdp_config must be 1 or 2"),
         ("nosuch.yaml", "cannot read nosuch.yaml: No such file"),
     ],
@@ -87,14 +90,14 @@ def test_a_pasted_report_gives_its_overrides_with_their_lines() -> None:
 def test_two_quoted_overrides_on_a_line_are_two_settings(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "run.sh"
     file.write_text("python main.py 'a.b=True' \"c.d=[x, y]\" `e.f=1`, and g.h=2.\n")
-    rows = {row.key: row.value for row in reading.read([str(file)])}
+    rows = {row.key: row.value for row in reading.read([str(file)]) if not row.key.startswith("launch.")}
     assert rows == {"a.b": True, "c.d": ["x", "y"], "e.f": 1, "g.h": 2}
 
 
 def test_the_standard_input_may_be_a_whole_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     data = (CONFIGS / "verl_fsdp1.yaml").read_bytes()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    result = check(["-"])
+    result = check(["-"], framework_version="0.9.0")
     assert use_of(result, "actor").scenario is not None
     assert "standard input:3" in presentation.as_text(result)
 
@@ -136,8 +139,9 @@ def test_an_interpolation_is_followed_inside_the_file_and_otherwise_said() -> No
 
 
 def test_what_decides_which_models_there_are_must_be_readable() -> None:
-    with pytest.raises(UsageError, match=r"use_kl_in_reward=.* is neither true nor false"):
-        checked("algorithm.use_kl_in_reward=${oc.env:KL}", FSDP2)
+    result = checked("algorithm.use_kl_in_reward=${oc.env:KL}", FSDP2)
+    assert "use_kl_in_reward=${oc.env:KL} (command line) is neither true nor false" in said(result, "unknown")
+    assert (cases(result), result.exit_code) == ([], 3)
 
 
 def test_a_reference_to_itself_is_a_usage_error() -> None:

@@ -110,9 +110,11 @@ def test_what_the_catalogue_knows_of_a_case_is_one_finding_with_all_its_cases(mo
 def test_the_json_has_what_its_documentation_says() -> None:
     result = checked("verl_issue.md", version="0.7.1")
     data = json.loads(presentation.as_json(result))
-    assert set(data) == {"framework", "exit_code", "cases", "uses", "findings"}
+    assert set(data) == {
+        *("framework", "version", "torch", "world_size", "read_in", "exit_code", "cases", "uses", "findings")
+    }
     assert set(data["uses"][0]) == {"role", "versions", "scenario", "why_not", "reasons", "extractions"}
-    plain = {"kind", "sentence", "settings", "entry", "cases"}
+    plain = {"kind", "sentence", "settings", "entry", "cases", "holds_for"}
     for finding in data["findings"]:
         more = {"verdict", "cause", "remedy", "references"} if finding["kind"] == "known" else set()
         assert set(finding) == plain | more
@@ -139,6 +141,8 @@ def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120(file: str) -
             "",
             "--framework-version new: this is not a version; use one like 0.7.1",
         ),
+        (["trl.yaml", "--torch-version", "new"], 2, "", "--torch-version new: this is not a version"),
+        (["verl_megatron.sh"], 3, "verl: not FSDP, nothing to check", ""),
     ],
 )
 def test_the_command_ends_with_the_right_code_and_no_traceback(

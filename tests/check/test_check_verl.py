@@ -31,7 +31,7 @@ def test_issue_5995_is_staged_before_v0_8_and_not_since() -> None:
 def test_without_a_version_both_are_said() -> None:
     uses = [use for use in checked("verl_issue.md").uses if use.role == "actor"]
     assert [(use.versions.split(",")[0], ids(use)) for use in uses] == [
-        ("before v0.8.0", ["fsdp2/policy/staged/state_dict.to.full_tensor"]),
+        ("v0.6 and v0.7", ["fsdp2/policy/staged/state_dict.to.full_tensor"]),
         ("v0.8; v0.9.0; after v0.9.0", ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]),
     ]
 

@@ -17,6 +17,12 @@ def test_a_closed_standard_input_is_refused_in_a_program_too(monkeypatch: pytest
         check(["-"])
 
 
+def test_a_block_that_is_not_closed_is_read_to_the_end(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "report.md"
+    file.write_text("My configuration:\n\n~~~yaml\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
+    assert next(str(row) for row in reading.read([str(file)])) == f"distributed_type=FSDP ({file}:4)"
+
+
 def test_a_home_that_there_is_not_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=r"cannot read ~no-such-user-here/config\.yaml"):
         check(["~no-such-user-here/config.yaml"])

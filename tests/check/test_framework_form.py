@@ -11,10 +11,20 @@ from packaging.version import Version
 
 import fsdp_doctor.check
 from fsdp_doctor.check import cases, check, frameworks
-from fsdp_doctor.check.frameworks import accelerate, hf_trainer
+from fsdp_doctor.check.frameworks import (
+    accelerate,
+    axolotl,
+    hf_trainer,
+    lightning,
+    nemo_rl,
+    prime_rl,
+    skyrl,
+    torchtune,
+)
 from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
+    KeyTable,
     ModelReading,
     ModelSettings,
     VersionRange,
@@ -23,16 +33,28 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.frameworks.verl import releases, roles
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import ExtractionPoint, Use, reasons_of
+from fsdp_doctor.check.use import Chosen, extraction, use_of
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.cases import Case, Scenario
 
 ACTOR = "actor_rollout_ref.actor"
 RANGES: dict[str, tuple[VersionRange, ...]] = {
     "accelerate": accelerate._VERSIONS,
     "transformers": hf_trainer._VERSIONS,
     "verl, legacy workers": tuple(one for one in releases._RELEASES if not one.own_strategy),
-    "verl, engine": tuple(one for one in releases._RELEASES if one.engine),
+    "verl, engine": (
+        VersionRange(label="before it", versions=SpecifierSet("<0.6")),
+        *(one for one in releases._RELEASES if one.engine),
+    ),
+    "verl, its old SFT trainer": (
+        *releases._OLD_SFT,
+        VersionRange(label="after it", versions=SpecifierSet(">=0.8")),
+    ),
+    "axolotl": axolotl._VERSIONS,
+    "Lightning": lightning._VERSIONS,
+    "NeMo-RL": nemo_rl._VERSIONS,
+    "prime-rl": prime_rl._VERSIONS,
+    "SkyRL": skyrl._VERSIONS,
+    "torchtune": torchtune._VERSIONS,
 }
 VERSIONS = ("0.0.1", "0.7.1", "0.8", "0.8.1.dev0", "0.9.0", "0.9.1", "0.12rc1", "1.6.9", "1.7", "4.57", "5.0", "5.9.1")
 
@@ -73,16 +95,15 @@ def _toy(read_settings: list[Given]) -> Framework:
     def models(settings: Settings, given: Given) -> list[ModelSettings]:
         def read() -> ModelReading:
             read_settings.append(given)
-            scenario = Scenario(
-                strategy="fsdp2", offload="policy" if settings.flag("toy.offload") else "none", staging="unstaged"
-            )
             uses = [
-                Use(
-                    role="model",
-                    versions=versions.label,
-                    scenario=scenario,
-                    reasons=reasons_of(scenario, {"offload": str(settings.first("toy.offload"))}),
-                    extractions=(ExtractionPoint(purpose="checkpoint", case=Case(scenario, "state_dict")),),
+                use_of(
+                    "model",
+                    versions.label,
+                    {
+                        "strategy": Chosen("fsdp2"),
+                        "offload": KeyTable(policy=("toy.offload",)).offload(settings, "the default"),
+                    },
+                    lambda scenario: [extraction("checkpoint", scenario, "state_dict")],
                 )
                 for versions in in_question(ranges, given.framework_version)
             ]
@@ -96,7 +117,7 @@ def _toy(read_settings: list[Given]) -> Framework:
     ]
     return Framework(
         name="toy",
-        known_by="toy.*",
+        read_in="1 to 3",
         recognises=lambda settings: bool(settings.below("toy")),
         models=models,
         world_size=lambda settings: settings.number("toy.ranks"),
@@ -197,4 +218,7 @@ def test_a_key_that_a_version_does_not_read_cannot_stop_it() -> None:
 
 
 def test_a_models_settings_are_found_in_newer_and_older_layouts() -> None:
-    assert roles.CRITIC.keys("param_offload") == ["critic.fsdp.param_offload", "critic.model.fsdp_config.param_offload"]
+    assert roles.CRITIC.keys("param_offload") == (
+        "critic.fsdp.param_offload",
+        "critic.model.fsdp_config.param_offload",
+    )

@@ -35,7 +35,7 @@ class Example:
 _EXAMPLES = (
     Example(
         name="verl-5995",
-        check=("config.txt",),
+        check=("config.txt", "--torch-version", "2.9"),
         case="fsdp2/policy/staged/state_dict",
         remedy="fsdp2/policy/unstaged/remedy:weights",
         report={"strategy": ("fsdp2",), "offload": ("policy",)},
@@ -43,7 +43,7 @@ _EXAMPLES = (
     ),
     Example(
         name="verl-4657",
-        check=("config.txt", "--framework-version", "0.7.0"),
+        check=("config.txt", "--framework-version", "0.7.0", "--torch-version", "2.9"),
         case="fsdp1/param/unstaged/weights_info",
         remedy="fsdp1/param/unstaged/remedy:weights",
         report={"strategy": ("fsdp1",), "offload": ("param",)},

@@ -14,7 +14,11 @@ _PACKAGE = pathlib.Path(fsdp_doctor.__file__).parent
 _HOME = _PACKAGE / "fsdp" / "private.py"
 _MODULES = [path for path in sorted(_PACKAGE.rglob("*.py")) if path != _HOME and "emulated" not in path.parts]
 # Not torch's: documented for os, and how every model of transformers says what must not be split.
-_OF_OTHERS = {"os._exit", "getattr(model, '_no_split_modules', None)"}
+_OF_OTHERS = {
+    "os._exit",
+    "getattr(model, '_no_split_modules', None)",
+    "getattr(type(module), '_tied_weights_keys', None)",
+}
 _DOCUMENTED = {
     "torch",
     "torch.distributed",

@@ -11,15 +11,18 @@ from support.places import TESTS
 CONFIGS = TESTS / "check" / "configs"
 GOOD = (
     *("verl_grpo.yaml", "verl_issue.md", "verl_fsdp1.yaml", "verl_sft.yaml", "accelerate_v1.yaml"),
-    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml"),
+    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml", "axolotl.yml", "torchtune.yaml"),
+    *("areal.yaml", "nemo_rl.yaml", "prime_rl.toml", "skyrl.sh", "swift.sh", "trainer_flags.sh", "trainer.py"),
+    *("accelerate_launch.sh", "lightning.py", "lightning_fsdp2.py", "verl_sft_old.sh", "verl_lora.sh", "report.md"),
 )
 ACTOR = "actor_rollout_ref.actor"
 FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
-def checked(*arguments: str, version: str | None = None, world: int | None = None) -> CheckResult:
+def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
+    """For every version of torch, and of the framework unless one is given, whatever is installed here."""
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
-    return check(named, framework_version=version, world_size=world)
+    return check(named, framework_version=version, world_size=world, torch_version="all")
 
 
 def flag(name: str, value: str = "true", section: str = f"{ACTOR}.fsdp_config") -> str:
@@ -55,3 +58,8 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
         references=("a/b#1",),
         triggers=(Trigger(trigger),),
     )
+
+
+def cases_of_roles(result: CheckResult) -> dict[str, list[str]]:
+    """By role the ids of the cases, of a configuration whose version is given."""
+    return {use.role: ids(use) for use in result.uses}

@@ -7,14 +7,17 @@ is beside it, in trl/generation/vllm_generation.py.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.config_findings import ConfigFinding, conflict
-from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import ExtractionPoint
+from fsdp_doctor.check.settings import Setting, Settings
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.axes import Strategy
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Scenario
 
 FsdpVersion: TypeAlias = Literal[1, 2]
 
@@ -31,6 +34,7 @@ PLUGIN_KEYS = (
     *("version", "offload_params", "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap"),
     *("min_num_params", "state_dict_type", "cpu_ram_efficient_loading", "activation_checkpointing", "ignored_modules"),
     "backward_prefetch_policy",
+    *("limit_all_gathers", "transformer_cls_names_to_wrap", "mixed_precision_policy"),
 )
 _VERSIONS: dict[str, FsdpVersion] = {"1": 1, "2": 2}
 _WHOLE: dict[FsdpVersion, str] = {1: "full_state_dict.rank0+cpu", 2: "get_model_state_dict.full+cpu"}
@@ -56,6 +60,42 @@ def with_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
     return (*(f"fsdp_{name}" for name in names), *names)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """What a framework makes of the section before accelerate's plugin gets it.
+
+    version: of FSDP, with the reason. state_dict_type: where the section has none. vllm: TRL's sync is there too.
+    """
+
+    version: FsdpVersion
+    version_why: Setting | str
+    offload: Chosen
+    backend: Chosen
+    sharding: Chosen
+    model: Chosen | None = None
+    state_dict_type: str = ""
+    vllm: bool = False
+
+
+def use_of_section(settings: Settings, plugin: Plugin, versions: str) -> Use:
+    orig = settings.first(*keys("use_orig_params"))
+    flat = plugin.version == 1 and not settings.flag(*keys("use_orig_params"), default=True)
+    why = f"{plugin.version_why}; {orig or 'use_orig_params=true is the default'}"
+    strategy = Chosen("fsdp1" if flat else "fsdp1-orig", why) if plugin.version == 1 else None
+    return use_of(
+        "model",
+        versions,
+        {
+            "strategy": strategy or Chosen("fsdp2", plugin.version_why),
+            "offload": plugin.offload,
+            "backend": plugin.backend,
+            "sharding": plugin.sharding,
+            "model": plugin.model or Chosen("qwen3"),
+        },
+        functools.partial(_extraction_points, plugin=plugin),
+    )
+
+
 def fsdp_version(settings: Settings, *, default: FsdpVersion) -> FsdpVersion:
     """Raises UsageError for one that there is not."""
     row = settings.first(*keys("version"))
@@ -66,30 +106,35 @@ def fsdp_version(settings: Settings, *, default: FsdpVersion) -> FsdpVersion:
     return _VERSIONS[str(row.value)]
 
 
-def strategy_of(settings: Settings, version: FsdpVersion) -> Strategy:
-    if version == 2:
-        return "fsdp2"
-    return "fsdp1-orig" if settings.flag(*keys("use_orig_params"), default=True) else "fsdp1"
-
-
 def state_dict_type(settings: Settings, default: str) -> str:
     return settings.word(*keys("state_dict_type"), default=default).upper()
 
 
-def extraction_points(
-    scenario: Scenario, version: FsdpVersion, state_dict_type: str, *, vllm: bool
-) -> tuple[ExtractionPoint, ...]:
+def _extraction_points(scenario: Scenario, plugin: Plugin) -> tuple[ExtractionPoint, ...]:
     """What Accelerator.get_state_dict and save_fsdp_model read, unstaged, and TRL's sync_weights with ``vllm``."""
+    version = plugin.version
     paths = {
         "whole model (get_state_dict)": _WHOLE[version],
-        "checkpoint (save_state)": _CHECKPOINT.get((version, state_dict_type)),
-        "weights for vLLM (TRL)": _SYNC[version] if vllm else None,
+        "checkpoint (save_state)": _CHECKPOINT.get((version, plugin.state_dict_type)),
+        "weights for vLLM (TRL)": _SYNC[version] if plugin.vllm else None,
     }
-    return tuple(ExtractionPoint(purpose=purpose, case=Case(scenario, path)) for purpose, path in paths.items() if path)
+    return tuple(extraction(purpose, scenario, path) for purpose, path in paths.items() if path)
 
 
-def version_conflicts(settings: Settings, version: FsdpVersion) -> list[ConfigFinding]:
-    """Keys of the other version: what becomes of them is in FullyShardedDataParallelPlugin.__post_init__."""
+def version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
+    """Keys of the other version of FSDP, each with the versions that it is the other one for.
+
+    fsdp_versions: by the versions of the framework, empty where they do not differ, the version of FSDP there.
+    """
+    found = []
+    for version in dict.fromkeys(fsdp_versions.values()):
+        labels = tuple(f"model, {label}" for label, one in fsdp_versions.items() if one == version and label)
+        found += [dataclasses.replace(one, holds_for=labels) for one in _keys_of_other_version(settings, version)]
+    return found
+
+
+def _keys_of_other_version(settings: Settings, version: FsdpVersion) -> list[ConfigFinding]:
+    """What becomes of them is in FullyShardedDataParallelPlugin.__post_init__."""
     reshard = settings.first(*keys("reshard_after_forward"))
     if version == 1:
         if reshard and isinstance(reshard.value, bool):

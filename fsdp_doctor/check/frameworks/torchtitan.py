@@ -9,11 +9,16 @@ from __future__ import annotations
 import functools
 
 from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note, unknown
-from fsdp_doctor.check.frameworks.framework import Framework, Given, ModelReading, ModelSettings, not_under_fsdp
+from fsdp_doctor.check.frameworks.framework import (
+    Framework,
+    Given,
+    KeyTable,
+    ModelReading,
+    ModelSettings,
+    not_under_fsdp,
+)
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import ExtractionPoint, Use, because, reasons_of
-from fsdp_doctor.matrix.axes import AxisName
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.check.use import Chosen, extraction, use_of
 
 _SECTION = "parallelism"
 _DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
@@ -29,8 +34,8 @@ _KEYS = (
 )
 _OFFLOAD = "training.enable_cpu_offload"
 _SHARD = f"{_SECTION}.data_parallel_shard_degree"
-_REPLICATE = f"{_SECTION}.data_parallel_replicate_degree"
 _CONTEXT = f"{_SECTION}.context_parallel_degree"
+_TABLE = KeyTable(policy=(_OFFLOAD,), replicas=(f"{_SECTION}.data_parallel_replicate_degree",))
 
 
 def _recognises(settings: Settings) -> bool:
@@ -38,38 +43,34 @@ def _recognises(settings: Settings) -> bool:
 
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
-    read = functools.partial(_read, settings)
+    read = functools.partial(_read, settings, given.world_size)
     return [ModelSettings(role="model", sections=(_SECTION,), keys=_KEYS, read=read)]
 
 
-def _read(settings: Settings) -> ModelReading:
+def _read(settings: Settings, world_size: int | None) -> ModelReading:
     offloads = settings.flag(_OFFLOAD)
     shard_row = settings.first(_SHARD)
     if settings.number(_SHARD) == 1 and (settings.number(_CONTEXT) or 1) == 1:
         sentence = "enable_cpu_offload is a setting of FSDP, and nothing is sharded with data_parallel_shard_degree=1"
         ignored = [conflict(sentence, settings.first(_OFFLOAD), shard_row)] if offloads else []
         return not_under_fsdp("model", shard_row, *ignored)
-    replicates = (settings.number(_REPLICATE) or 1) > 1
-    scenario = Scenario(
-        strategy="fsdp2",
-        offload="policy" if offloads else "none",
-        staging="unstaged",
-        backend="mixed" if offloads else "device-only",
-        sharding="hsdp" if replicates else "full",
+    backend = Chosen(
+        "mixed" if offloads else "device-only",
+        "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
     )
-    whys: dict[AxisName, str] = {
-        "strategy": "torchtitan uses fully_shard only",
-        "offload": because(settings.first(_OFFLOAD), "enable_cpu_offload=false is the default"),
-        "backend": "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
-        "sharding": str(settings.first(_REPLICATE)) if replicates else "",
-    }
     saves = settings.flag("checkpoint.enable", "checkpoint.enable_checkpoint")
-    paths = ("get_model_state_dict.sharded", "dcp") if saves else ()
-    use = Use(
-        role="model",
-        scenario=scenario,
-        reasons=reasons_of(scenario, whys),
-        extractions=tuple(ExtractionPoint(purpose="checkpoint", case=Case(scenario, path)) for path in paths),
+    use = use_of(
+        "model",
+        "",
+        {
+            "strategy": Chosen("fsdp2", "torchtitan uses fully_shard only"),
+            "offload": _TABLE.offload(settings, "enable_cpu_offload=false is the default"),
+            "backend": backend,
+            "sharding": _TABLE.sharding(settings, world_size),
+        },
+        lambda scenario: [
+            extraction("checkpoint", scenario, path) for path in ("get_model_state_dict.sharded", "dcp") if saves
+        ],
     )
     return ModelReading(uses=(use,), findings=_other_parallelisms(settings))
 
@@ -92,7 +93,8 @@ def _findings(settings: Settings) -> list[ConfigFinding]:
 
 TORCHTITAN = Framework(
     name="torchtitan",
-    known_by="training.enable_cpu_offload or parallelism.*, in TOML",
+    read_in="v0.2.2",
+    distributions=("torchtitan",),
     recognises=_recognises,
     models=_models,
     findings=_findings,

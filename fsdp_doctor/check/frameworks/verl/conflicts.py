@@ -6,17 +6,24 @@ import difflib
 from collections.abc import Iterator
 
 from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note, unknown
-from fsdp_doctor.check.frameworks.verl.roles import ACTOR, CRITIC, REF, SFT, VerlModel
+from fsdp_doctor.check.frameworks.verl.roles import MODELS, OLD_SFT, OTHER_ENGINES, VerlModel
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.matrix.axes import Strategy
 
 _OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
 _ROOTS = ("actor_rollout_ref", "critic", "engine")
-_OTHER_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 
 
 def of_model(model: VerlModel, strategy: Strategy | None, settings: Settings) -> Iterator[ConfigFinding]:
     """strategy: None for an engine other than FSDP1 and FSDP2."""
+    if model is OLD_SFT:
+        policy = model.under_policy(settings)
+        if policy and strategy == "fsdp2":
+            sentence = (
+                "since v0.4 the SFT trainer hands FSDP2 what is FSDP1's offload, which leaves the shards on the CPU"
+            )
+            yield conflict(sentence, policy, model.strategy_row(settings))
+        return
     yield from _two_strategies(model, settings)
     on = {name: settings.first(*model.keys(name)) for name in _OFFLOADS if settings.flag(*model.keys(name))}
     policy = on.get("offload_policy")
@@ -47,11 +54,11 @@ def own_strategy_not_set(model: VerlModel, settings: Settings) -> list[ConfigFin
 
 def misplaced(settings: Settings) -> list[ConfigFinding]:
     """An offload asked for where verl's FSDP does not read it."""
-    sections = [section for model in (ACTOR, REF, CRITIC, SFT) for section in model.sections]
+    sections = [section for model in MODELS for section in model.sections]
     found = []
     for row in settings:
         section, _, name = row.key.rpartition(".")
-        other = any(word in section for word in _OTHER_ENGINES)
+        other = any(word in section for word in OTHER_ENGINES)
         if name in _OFFLOADS and section not in sections and not other and section.startswith(_ROOTS):
             near = difflib.get_close_matches(section, sections, n=1, cutoff=0)
             found.append(

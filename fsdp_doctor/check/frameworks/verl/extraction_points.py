@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_doctor.check.frameworks.verl.releases import VerlVersions
-from fsdp_doctor.check.frameworks.verl.roles import SFT, VerlModel
+from fsdp_doctor.check.frameworks.verl.releases import SAVES_BY_MANAGER, VerlVersions
+from fsdp_doctor.check.frameworks.verl.roles import OLD_SFT, SFT, VerlModel
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import ExtractionPoint
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.check.use import ExtractionPoint, extraction
+from fsdp_doctor.matrix.cases import Scenario
 
 
 def of_model(
@@ -20,9 +20,11 @@ def of_model(
 def _sync(versions: VerlVersions, settings: Settings, scenario: Scenario) -> list[ExtractionPoint]:
     """The weights for the rollout: get_per_tensor_param of the engine, rollout_mode of the worker."""
     staged = _sync_is_staged(versions, scenario)
-    found = [_point("weights for the rollout", scenario, staged, _sync_path(versions, settings, scenario, staged))]
+    found = [
+        extraction("weights for the rollout", scenario, _sync_path(versions, settings, scenario, staged), staged=staged)
+    ]
     if versions.asks_offloaded and settings.below("async_training"):
-        found.append(_point("get_actor_weights_info for the rollout", scenario, False, "weights_info"))
+        found.append(extraction("get_actor_weights_info for the rollout", scenario, "weights_info"))
     return found
 
 
@@ -41,7 +43,8 @@ def _sync_path(versions: VerlVersions, settings: Settings, scenario: Scenario, s
         layered = settings.flag("actor_rollout_ref.rollout.layered_summon")
         return "lora.layered_summon" if layered else "lora.adapter"
     if scenario.strategy != "fsdp2":
-        return "sharded_state_dict.full_tensor"
+        whole = not versions.engine and "hf" in settings.word("actor_rollout_ref.rollout.load_format")
+        return "full_state_dict" if whole else "sharded_state_dict.full_tensor"
     return "state_dict.held" if versions.holds and staged and scenario.param_offload else "state_dict.to.full_tensor"
 
 
@@ -50,6 +53,9 @@ def _checkpoint(
 ) -> list[ExtractionPoint]:
     """save_checkpoint: the sharded state dict, and the whole model where ``hf_model`` is asked for."""
     fsdp2 = scenario.strategy == "fsdp2"
+    if model is OLD_SFT and versions is not SAVES_BY_MANAGER:
+        path = "get_model_state_dict.full+cpu" if fsdp2 else "full_state_dict.rank0+cpu"
+        return [extraction("checkpoint", scenario, path)]
     staged = scenario.param_offload or (scenario.policy and fsdp2 and versions.saves_policy_staged)
     row = settings.first(f"{model.checkpoint}.save_contents")
     contents = row.value if row and isinstance(row.value, list) else ["model"]
@@ -57,14 +63,9 @@ def _checkpoint(
         "model": "state_dict" if fsdp2 else "sharded_state_dict",
         "hf_model": "get_model_state_dict.full+cpu" if fsdp2 else "full_state_dict.rank0+cpu",
     }
-    return [_point("checkpoint", scenario, staged, path) for name, path in paths.items() if name in contents]
+    return [extraction("checkpoint", scenario, path, staged=staged) for name, path in paths.items() if name in contents]
 
 
 def _saves(model: VerlModel, settings: Settings) -> bool:
     """PPO saves every ``save_freq`` steps if that is positive, and by default not at all; SFT saves at its end."""
-    return model is SFT or (settings.number("trainer.save_freq") or -1) > 0
-
-
-def _point(purpose: str, scenario: Scenario, staged: bool, path: str) -> ExtractionPoint:
-    staging = "staged" if staged else "unstaged"
-    return ExtractionPoint(purpose=purpose, case=Case(scenario.changed(staging=staging), path))
+    return model in (SFT, OLD_SFT) or (settings.number("trainer.save_freq") or -1) > 0

@@ -1,0 +1,110 @@
+"""`fsdp-doctor check` says for which versions it read a configuration, and for which each finding holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from support.checked import FSDP2, checked, entry, flag, of_kind, said
+
+from fsdp_doctor.check import check, presentation
+from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.failures import KnownFailure, Trigger
+
+
+def _with_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_the_versions_that_are_installed_are_taken_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_installed(monkeypatch, accelerate="1.6.0", torch="2.7.1+cu126")
+    asked = ["distributed_type=FSDP", "fsdp_config.fsdp_offload_params=true", "fsdp_config.fsdp_version=2"]
+    result = check(asked)
+    assert [use.scenario.backend for use in result.uses if use.scenario] == ["device-only"]
+    text = presentation.as_text(result)
+    assert "read for accelerate 1.6.0, installed here" in text
+    assert "torch 2.7.1+cu126, installed here" in " ".join(text.split())
+    data = json.loads(presentation.as_json(result))
+    assert (data["version"], data["torch"], data["read_in"]) == ("1.6.0", "2.7.1+cu126", "1.6.0 to 1.15.0")
+
+
+def test_a_given_version_goes_before_the_installed_one_and_all_is_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_installed(monkeypatch, transformers="5.23.0")
+    asked = ["fsdp=full_shard", "output_dir=out"]
+    assert len(check(asked).uses) == 1
+    given = check(asked, framework_version="4.56")
+    assert [use.scenario.strategy for use in given.uses if use.scenario] == ["fsdp1-orig"]
+    assert "transformers 4.56, given" in presentation.as_text(given)
+    every = check(asked, framework_version="all")
+    assert len(every.uses) == 2
+    assert "every version of transformers" in presentation.as_text(every)
+
+
+def test_the_version_is_asked_for_only_where_it_decides() -> None:
+    asked = "give --framework-version"
+    assert asked in said(checked(FSDP2, flag("offload_policy")), "note")
+    assert asked not in said(checked(FSDP2, flag("offload_policy"), version="0.9.0"), "note")
+    assert asked not in said(checked("training.enable_cpu_offload=true"), "note")
+
+
+def test_a_known_failure_names_the_versions_that_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (entry("first", offload=("policy*",), staging=("staged",)),)
+    monkeypatch.setattr(catalogue, "known_failures", lambda: entries)
+    (found,) = of_kind(checked(FSDP2, flag("offload_policy")), "known")
+    assert found.holds_for == ("actor, v0.6 and v0.7, use_legacy_worker_impl=disable",)
+
+
+def test_a_failure_of_another_torch_is_not_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = entry("first", offload=("policy*",))
+    old = KnownFailure(**{**vars(plain), "torch": "<2.9"})
+    monkeypatch.setattr(catalogue, "known_failures", lambda: (old,))
+    asked = [FSDP2, flag("offload_policy")]
+    for torch, expected in (("2.8.0", 1), ("2.9.0", 0), ("all", 1)):
+        result = check(asked, framework_version="0.9.0", torch_version=torch)
+        assert len(of_kind(result, "known")) == expected
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, "on one GPU"), (2, "on several"), (64, "on several")])
+def test_what_is_foretold_is_so_for_the_configured_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, expected: str
+) -> None:
+    one = entry("on one GPU")
+    alone = KnownFailure(**{**vars(one), "triggers": (Trigger({}, shard_group=SpecifierSet("==1")),)})
+    many = KnownFailure(
+        **{**vars(one), "id": "on several", "triggers": (Trigger({}, shard_group=SpecifierSet(">=2")),)}
+    )
+    monkeypatch.setattr(catalogue, "known_failures", lambda: (alone, many))
+    result = checked(FSDP2, f"trainer.n_gpus_per_node={ranks}", version="0.9.0")
+    assert [finding.entry for finding in of_kind(result, "known")] == [expected]
+    assert result.world_size == ranks
+
+
+def test_uneven_shards_are_foretold_where_the_ranks_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    uneven = KnownFailure(**{**vars(entry("uneven")), "triggers": (Trigger({}, shards=("uneven",)),)})
+    monkeypatch.setattr(catalogue, "known_failures", lambda: (uneven,))
+    asked = [FSDP2, "actor_rollout_ref.model.lora_rank=8"]
+    found = {ranks: of_kind(checked(*asked, version="0.9.0", world=ranks), "known") for ranks in (2, 3, 8, 12)}
+    assert {ranks: bool(findings) for ranks, findings in found.items()} == {2: False, 3: True, 8: False, 12: True}
+
+
+def test_the_findings_come_first_and_the_versions_are_numbered_rows() -> None:
+    text = presentation.as_text(checked("verl_grpo.yaml"))
+    assert text.index("Conflicts") < text.index("versions") < text.index("Try them")
+    assert "(1) v0.4 to v0.7, use_legacy_worker_impl=auto or enable" in text
+    assert "staged/state_dict.to.full_tensor (4)" in text
+
+
+def test_two_values_in_one_file_are_said(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text("actor_rollout_ref.actor.strategy=fsdp\nactor_rollout_ref.actor.strategy=fsdp2\n")
+    result = check([str(file)], framework_version="0.9.0")
+    assert "the same file gives a setting two values" in said(result, "note")
+    assert "run.sh:1" in presentation.as_text(result)
