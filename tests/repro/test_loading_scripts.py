@@ -64,7 +64,7 @@ def _case(case_id: str) -> Case:
 def _run(directory: pathlib.Path, text: str) -> ScriptRun:
     """A rank that waits for one which raised is not waited for as long as by a user."""
     file = directory / "script.py"
-    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(15,"))
+    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(20,"))
     return run_script(file)
 
 
