@@ -64,7 +64,7 @@ def _case(case_id: str) -> Case:
 def _run(directory: pathlib.Path, text: str) -> ScriptRun:
     """A rank that waits for one which raised is not waited for as long as by a user."""
     file = directory / "script.py"
-    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(15,"))
+    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(20,"))
     return run_script(file)
 
 
@@ -87,11 +87,11 @@ def test_every_loading_case_of_the_default_matrix_has_a_script_that_compiles() -
         compile(script(case, expected(case)), case.id, "exec")
 
 
-def test_scripts_of_bad_loads_are_under_160_lines_and_have_versions_and_command() -> None:
+def test_scripts_of_bad_loads_have_at_most_165_lines_and_have_versions_and_command() -> None:
     for case_id in _SAMPLE:
         result = _result(case_id)
         text = script(result.case, reported(result.case, default_matrix()))
-        assert len(text.splitlines()) < 160 or not result.verdict.bad, case_id
+        assert len(text.splitlines()) <= 165 or not result.verdict.bad, case_id
         head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
         assert "torchrun --nproc-per-node 2" in head
         assert case_id in head

@@ -58,7 +58,7 @@ def runs(bad: tuple[CaseResult, ...], tmp_path_factory: pytest.TempPathFactory) 
 def _run(directory: pathlib.Path, text: str) -> ScriptRun:
     file = directory / "script.py"
     # A rank that waits for one which raised need not wait as long as a user's.
-    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(15,"))
+    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(20,"))
     return run_script(file)
 
 
