@@ -54,6 +54,12 @@ def known_failure(name: str) -> KnownFailure:
     return by_id[name]
 
 
+@functools.lru_cache(maxsize=1024)
+def has_signature(text: str) -> bool:
+    """Whether an entry has a signature in ``text``."""
+    return any(entry.says(text) for entry in known_failures())
+
+
 def of_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], list[KnownFailure]]:
     """The entries with a signature in ``message``, an exception's ``Type: message``: those it is, those it may be.
 
