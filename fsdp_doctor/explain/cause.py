@@ -146,7 +146,7 @@ def _explanation(logs: _Logs) -> Explanation:
         near=tuple(catalogue.nearest(cause.first.text)) if cause is not None and unknown and ours else (),
         hang=hang,
         consequences=_counted(ordered, cause),
-        others=tuple(group.first for group in causes if group is not cause and (group in whole or not whole)),
+        others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
         summary=summary,
         dropped=logs.groups.dropped,
         truncated=tuple(logs.truncated),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed
 from fsdp_doctor.explain.log_lines import Line, lines_in, parsed, time_of
-from fsdp_doctor.known.catalogue import has_signature, known_failures
+from fsdp_doctor.known.catalogue import anchors, has_signature
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
@@ -56,6 +56,7 @@ _MOST_BOX_LINES = 2_000
 _MOST_OWN_LINES = 400
 _MOST_LINES = 50_000
 _SWEEP_EVERY = 512
+_MOST_SOURCES = 16_384
 _MOST_LABELS = 256
 # How many lines with a time are remembered; the time stands near the beginning of a line.
 _REMEMBERED = 64
@@ -106,17 +107,6 @@ class _Open:
     def end_box(self) -> None:
         self.frames.extend(frames_in_box(self.box))
         self.box.clear()
-
-
-def anchors() -> list[str]:
-    """The longest literal piece of each signature: a line without any, and without an exception, says nothing."""
-    patterns = [pattern.pattern for entry in known_failures() for pattern in entry.signatures]
-    return sorted({max(_literals(pattern), key=len) for pattern in patterns}, key=len)
-
-
-def _literals(pattern: str) -> list[str]:
-    pieces = re.split(r"\((?:\?[^)]*)?[^()]*\)\??|\[[^\]]*\]|\\\.|\\.[+*]?|[().?*+^$|]", pattern)
-    return [piece for piece in pieces if piece]
 
 
 class Reader:
@@ -299,9 +289,15 @@ class Reader:
             yield raised
 
     def _give_up_on_old(self) -> Iterator[Raised]:
-        for source, opened in list(self._open.items()):
-            if self._number - opened.began.number > _MOST_LINES:
-                yield from self._close(source)
+        """They are in the order in which they began."""
+        while self._open:
+            source, opened = next(iter(self._open.items()))
+            if self._number - opened.began.number <= _MOST_LINES and len(self._open) <= _MOST_SOURCES:
+                break
+            yield from self._close(source)
+        for remembered in (self._last, self._stamped):
+            while len(remembered) > _MOST_SOURCES:
+                del remembered[next(iter(remembered))]
 
     def _time(self, line: Line) -> float | None:
         """Of the line itself, or of the last one before it by the same source that has one."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 _LONGEST_LINE = 1 << 14
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T_](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+_STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 # glog's, as c10d writes it: [E1121 12:34:56.789012345 ProcessGroupNCCL.cpp:616]. It has no year.
-_GLOG = re.compile(r"\[?[IWEF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d)(?:\.(\d{1,6}))?")
+_GLOG = re.compile(r"\[?[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?")
 _LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)"
 
 # What is written before a line by torchrun, Ray, srun, containers and loggers; the groups say who wrote it.
@@ -89,15 +89,16 @@ def _named(match: re.Match[str]) -> str:
 def time_of(raw: str) -> float | None:
     """Seconds of the first time stamp in the line, on an arbitrary but common scale; None without one."""
     if match := _STAMP.search(raw):
-        return _seconds(f"{match[1]} {match[2]}", match[3])
+        return _seconds(*match.groups())
     if match := _GLOG.search(raw):
-        return _seconds(f"{datetime.now().year}-{match[1]}-{match[2]} {match[3]}", match[4])
+        return _seconds(str(datetime.now().year), *match.groups())
     return None
 
 
-def _seconds(stamp: str, fraction: str | None) -> float | None:
+def _seconds(year: str, month: str, day: str, *clock: str | None) -> float | None:
+    hour, minute, second, fraction = clock
     try:
-        whole = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S")
+        whole = datetime(int(year), int(month), int(day), int(hour or 0), int(minute or 0), int(second or 0))
         return whole.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
     except (ValueError, OverflowError, OSError):
         return None

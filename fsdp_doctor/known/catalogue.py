@@ -14,7 +14,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import loading
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.known.signatures import DEVICE
+from fsdp_doctor.known.signatures import DEVICE, anchor, readings
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.verdict.classification import VerdictKind
 
@@ -57,7 +57,22 @@ def known_failure(name: str) -> KnownFailure:
 @functools.lru_cache(maxsize=1024)
 def has_signature(text: str) -> bool:
     """Whether an entry has a signature in ``text``."""
-    return any(entry.says(text) for entry in known_failures())
+    for reading in readings(text):
+        for literal, pattern in _signatures():
+            if literal in reading and pattern.search(reading):
+                return True
+    return False
+
+
+@functools.cache
+def _signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """All signatures with their anchors, each once."""
+    return tuple(dict.fromkeys((anchor(pattern), pattern) for one in known_failures() for pattern in one.signatures))
+
+
+def anchors() -> list[str]:
+    """The literal pieces one of which a line with a signature has in it."""
+    return sorted({literal for literal, _ in _signatures()} - {""})
 
 
 def of_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], list[KnownFailure]]:

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from fsdp_doctor.known.clues import ClueName
 from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
-from fsdp_doctor.known.signatures import one_line
+from fsdp_doctor.known.signatures import anchor, readings
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, is_user_path
 from fsdp_doctor.verdict.classification import VerdictKind
@@ -116,8 +116,8 @@ class KnownFailure:
 
     def says(self, message: str) -> bool:
         """Whether the exception's text, or its first line, has one of its signatures."""
-        texts = {one_line(message), one_line(message.split("\n", 1)[0])}
-        return any(pattern.search(text) for pattern in self.signatures for text in texts)
+        texts = readings(message)
+        return any(anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts)
 
     def has_frame(self, traceback: str) -> bool:
         return any(pattern.search(traceback) for pattern in self.frames)
