@@ -37,7 +37,7 @@ class Explanation:
     consequences: how many exceptions followed from the cause, by the name of the consequence.
     others: the exceptions that are neither the cause nor a consequence, in order.
     summary: what torchrun said. dropped: the number of exceptions that were too many to keep. truncated: files that
-    were not read to their end.
+    were not read to their end. dumps: how many of the files were a flight recorder's.
     """
 
     showing: Showing
@@ -52,6 +52,7 @@ class Explanation:
     summary: FirstFailure | None = None
     dropped: int = 0
     truncated: tuple[str, ...] = ()
+    dumps: int = 0
 
     @property
     def grade(self) -> Grade | None:
@@ -150,6 +151,7 @@ def _explanation(logs: _Logs) -> Explanation:
         summary=summary,
         dropped=logs.groups.dropped,
         truncated=tuple(logs.truncated),
+        dumps=len(logs.dumps),
     )
 
 

@@ -30,8 +30,9 @@ def hang_lines(found: Explanation, width: int) -> list[str]:
 
 
 def calling_frame(waiting: Waiting) -> str:
-    """The innermost frame that is not torch's; empty where there is none."""
-    return next((frame for frame in waiting.frames if "/torch/" not in frame and "<frozen" not in frame), "")
+    """The innermost frame of the user's own code, or else of no torch; empty where there is none."""
+    own = [frame for frame in waiting.frames if "/torch/" not in frame and "<frozen" not in frame]
+    return next((frame for frame in own if "-packages/" not in frame), own[0] if own else "")
 
 
 def _table(waiting: tuple[Waiting, ...]) -> list[str]:

@@ -16,7 +16,7 @@ from fsdp_doctor.machine.standard_input import standard_input
 _CHUNK = 1 << 20
 _LONGEST_LINE = 1 << 14
 # Of what is no file, and so may have no end.
-MOST_OF_A_STREAM = 1 << 30
+MOST_OF_A_STREAM = 512 << 20
 _MAGIC = (b"\x7fELF", b"\x1f\x8b", b"PK\x03\x04", b"\x89PNG", b"\x80\x02")
 # Control characters that no program writes into its log.
 _NOT_TEXT = bytes({*range(8), *range(14, 27), *range(28, 32), 127})

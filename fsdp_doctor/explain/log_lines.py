@@ -28,6 +28,7 @@ _PREFIX = re.compile(
     | {_LEVEL}[ ]{{1,4}}\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]\[[\w.]{{1,60}}:\d{{1,6}}\][ ]?
     | \d{{4}}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d{{1,9}})?(?:Z|[+-]\d\d:?\d\d)?[ ]?
       (?=\S{{0,200}}\s{{0,20}}(?:Traceback|File\ "|[\w.]{{0,200}}(?:Error|Exception)\b|\s|\[rank\d))
+    | \d{{4}}/\d\d/\d\d[ ]\d\d:\d\d:\d\d[ ]
     | \[\d{{4}}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d[^\]\s]{{0,20}}(?:[ ][^\]\s]{{1,20}})?\][ ]
       # A viewer's line number, a container's label.
     | \[\d{{1,9}}\][ ](?=\[rank\d)

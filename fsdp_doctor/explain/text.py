@@ -49,6 +49,8 @@ def _heading(found: Explanation) -> list[str]:
         return ["The job hung: a collective did not end."]
     if cause is None:
         told = f"There is no exception in the log. {summary.sentence}." if summary else "The log shows no failure."
+        if found.dumps:
+            told = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
         return [told, *_ended(found)]
     if found.showing == "cut":
         return _cause("The log ends within a traceback, before its exception", cause)
