@@ -63,9 +63,10 @@ class Group:
         if raised is self.first:
             return
         other = raised
-        if _earlier(raised, self.first):
+        if _earlier(raised, self.first) or (self.first.quoted and not raised.quoted):
             self.first, other = raised, self.first
-        if not self.first.frames and other.frames:
+        # Of the same failure, the longest traceback says most.
+        if len(other.frames) > len(self.first.frames):
             self.first.frames = other.frames
 
     @property

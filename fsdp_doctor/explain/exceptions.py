@@ -34,8 +34,10 @@ _INSIDE = re.compile(
 )
 # A line of a program, which may have a message in it and raises nothing by standing in a log.
 _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
-# What Ray says of a process that is gone, in no exception's form.
-_LOST = re.compile(r"A worker died or was killed|The actor is dead because")
+# What Ray and c10d say of a process that is gone, in no exception's form.
+_LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed")
+# What the interpreter itself says; the stack that follows has the innermost frame first.
+_FATAL = re.compile(r"Fatal Python error: \S")
 # A label that stood before a traceback, as of a container.
 _LABEL = re.compile(r"(?:[\w./-]{1,100} {0,20}\| ?|\[[^\]\n]{1,100}\] ?|[\w./-]{1,100}: ?)$")
 # A line that cannot be part of a message: a log record, a table of torchrun's, the next prefix.
@@ -94,7 +96,10 @@ class Raised:
 
 @dataclass
 class _Open:
-    """A traceback of one source that is still being read. lines: of this source since it began. box: what rich drew."""
+    """A traceback of one source that is still being read. lines: of this source since it began. box: what rich drew.
+
+    fatal: it is the interpreter's stack, innermost frame first.
+    """
 
     began: Line
     time: float | None
@@ -103,6 +108,7 @@ class _Open:
     lines: int = 0
     message_lines: int = 0
     box: list[str] = field(default_factory=list)
+    fatal: bool = False
 
     def end_box(self) -> None:
         self.frames.extend(frames_in_box(self.box))
@@ -136,6 +142,7 @@ class Reader:
                 or 'File "' in raw
                 or _BEGIN in raw
                 or "xception" in raw
+                or "recvValue" in raw
                 or any(a in raw for a in present)
                 or (boxed and "│" in raw)
             ):
@@ -214,6 +221,11 @@ class Reader:
             if opened.raised is None and opened.lines > _MOST_OWN_LINES:
                 yield from self._close(line.source)
             return
+        if opened.fatal and (frame := frame_in(line.text)) is not None and len(opened.raised.frames) < _MOST_FRAMES:
+            opened.raised.frames.insert(0, frame)
+            return
+        if opened.fatal and (not line.text.strip() or "most recent call first" in line.text):
+            return
         opened.message_lines += 1
         other = _OTHER.match(line.text) or frame_in(line.text) is not None or _INSIDE.match(line.text)
         if opened.message_lines > _MOST_MESSAGE_LINES or other:
@@ -251,6 +263,9 @@ class Reader:
             message = self._message(line, [])
             message.quoted = "Warning: " not in line.text
             yield message
+        elif _FATAL.match(line.text):
+            raised = self._message(line, [])
+            self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
         elif _LOST.search(line.text):
             yield self._message(line, [])
 

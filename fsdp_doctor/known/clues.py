@@ -11,7 +11,7 @@ ClueName: TypeAlias = Literal["fsdp", "dtensor", "sharded place", "cpu offload",
 
 # FSDP by name. Programs print their settings, fsdp=[] among them, where there is none.
 _FSDP = (
-    r"FSDP|FullyShardedDataParallel|fully_shard|_flat_param|fsdp_config\.\w|/fsdp/|/_fsdp_"
+    r"FSDP|FullyShardedDataParallel|fully_shard|_flat_param|fsdp_config\.\w|/fsdp/|/_fsdp_|\bfsdp_\w{1,40}['\"]?\s{0,4}[=:]\s{0,4}['\"]?[Tt]rue"
     r"|\bfsdp2?\b(?!['\"]?\s{0,4}[=:]\s{0,4}['\"]?(?:\[\]|None|null|[Ff]alse|['\",{]))"
 )
 

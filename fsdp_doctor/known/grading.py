@@ -82,6 +82,6 @@ def _graded(entry: KnownFailure, evidence: Evidence) -> Match | None:
     elif sure:
         grade = "likely" if evidence.indirect else "known"
     else:
-        raised_elsewhere = elsewhere and evidence.traceback
-        grade = "likely" if evidence.shows("fsdp") and not raised_elsewhere else "possible"
+        # What many programs raise is no diagnosis where nothing says where it was raised.
+        grade = "likely" if evidence.shows("fsdp") and not elsewhere else "possible"
     return Match(entry, grade, tuple(questions))

@@ -7,7 +7,7 @@ import re
 
 DEVICE = r"(?:cpu|cuda|npu|xpu|hpu|mps|mtia|musa|emulated|privateuseone)(?::\d+)?"
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "`": "'"})
-_NO_LITERAL = re.compile(r"\((?:\?[^)]*)?[^()]*\)[?*+]?|\[[^\]]*\][?*+]?|\\.[?*+]?|[^\\)\]][?*]|[().?*+^$|]")
+_NO_LITERAL = re.compile(r"\((?:\?[^)]*)?[^()]*\)[?*+]?|\[[^\]]*\][?*+]?|\\.[?*+]?|[^\\)\]][?*]|[().?*+^$|'\"]")
 
 
 def one_line(text: str) -> str:
@@ -31,7 +31,10 @@ def compiled(text: str) -> re.Pattern[str]:
 
 @functools.cache
 def anchor(pattern: re.Pattern[str]) -> str:
-    """The longest literal piece of a signature, which is in whatever it matches; empty where case does not matter."""
+    """The longest literal piece of a signature, which is in whatever it matches; empty where case does not matter.
+
+    It has no quotes, which a log may have in another form.
+    """
     if "(?i)" in pattern.pattern:
         return ""
     return max(_NO_LITERAL.split(pattern.pattern.replace(DEVICE, "(device)")), key=len)
