@@ -259,13 +259,13 @@ class Reader:
             raised = self._raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
             self._open[line.source] = _Open(line, raised.time, raised=raised)
+        elif _FATAL.match(line.text):
+            raised = self._message(line, [])
+            self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
         elif any(a in line.text for a in present) and not _SOURCE.match(line.text) and has_signature(line.text):
             message = self._message(line, [])
             message.quoted = "Warning: " not in line.text
             yield message
-        elif _FATAL.match(line.text):
-            raised = self._message(line, [])
-            self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
         elif _LOST.search(line.text):
             yield self._message(line, [])
 

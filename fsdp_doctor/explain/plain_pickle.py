@@ -20,7 +20,7 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (
 _EMPTY: dict[str, type[Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUT, _GET = frozenset({"BINPUT", "LONG_BINPUT"}), frozenset({"BINGET", "LONG_BINGET"})
-_IGNORED = frozenset({"PROTO", "FRAME"})
+_IGNORED = frozenset({"PROTO", "FRAME", "STOP"})
 
 
 class NotPlain(Exception):
@@ -32,14 +32,12 @@ def read_plain_pickle(data: bytes) -> Any:
     machine = _Machine()
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if opcode.name == "STOP":
-                return machine.stack.pop()
             if count >= _MOST_OPCODES:
                 raise NotPlain(f"more than {_MOST_OPCODES} opcodes")
             machine.run(opcode.name, argument)
+        return machine.stack.pop()
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise NotPlain(f"{type(error).__name__}: {error}") from None
-    raise NotPlain("it has no end")
 
 
 class _Machine:
