@@ -19,7 +19,7 @@ def entry_lines(entry: KnownFailure, width: int) -> list[str]:
     if entry.check:
         lines += wrapped(f"How to see it: {entry.check}", width)
     if entry.needs:
-        lines += wrapped(f"Only if {'; and if '.join(CLUES[name].fact for name in entry.needs)}.", width)
+        lines += wrapped(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     if entry.torch:
         lines += [f"torch: {entry.torch}"]
     if entry.frameworks:

@@ -38,6 +38,8 @@ _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|pr
 _LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed")
 # What the interpreter itself says; the stack that follows has the innermost frame first.
 _FATAL = re.compile(r"Fatal Python error: \S")
+# What C++ says of an exception that nothing caught; its message is in the next line.
+_TERMINATED = re.compile(r"terminate called after throwing an instance of '(?:\w{1,80}::){0,8}(?P<type>\w{1,80})'")
 # A label that stood before a traceback, as of a container.
 _LABEL = re.compile(r"(?:[\w./-]{1,100} {0,20}\| ?|\[[^\]\n]{1,100}\] ?|[\w./-]{1,100}: ?)$")
 # A line that cannot be part of a message: a log record, a table of torchrun's, the next prefix.
@@ -143,6 +145,7 @@ class Reader:
                 or _BEGIN in raw
                 or "xception" in raw
                 or "recvValue" in raw
+                or "terminate called" in raw
                 or any(a in raw for a in present)
                 or (boxed and "│" in raw)
             ):
@@ -266,6 +269,10 @@ class Reader:
             message = self._message(line, [])
             message.quoted = "Warning: " not in line.text
             yield message
+        elif match := _TERMINATED.search(line.text):
+            raised = self._message(line, [])
+            raised.type, raised.message = match["type"], ""
+            self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif _LOST.search(line.text):
             yield self._message(line, [])
 

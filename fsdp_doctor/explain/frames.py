@@ -11,7 +11,7 @@ _IPYTHON = re.compile(r"\s{0,40}File (?P<file>[^\s\"]{1,400}):(?P<line>\d{1,9}),
 # In rich's box: a path that was broken at the box's width, and lines of source, which have a number of their own.
 _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.{0,200})")
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
-_RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in |$)")
+_RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 BOX = "│╭╰┃"
 
 
@@ -46,7 +46,7 @@ def frames_in_box(lines: Iterable[str]) -> Iterator[str]:
     for line in (*lines, ""):
         if line and not _RICH_SOURCE.match(line) and len(joined) < _LONGEST:
             # What was broken at a space has lost it.
-            joined += f" {line}" if line.startswith("in ") else line
+            joined += f" {line}" if line.startswith("in ") or joined.endswith(" in") else line
             continue
         if match := _RICH.match(joined):
             yield _as_python(match)

@@ -1,4 +1,4 @@
-"""What `fsdp-doctor explain` makes of logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen]``.
+"""What `explain` makes of logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh]``.
 
 ``logs.toml`` says where each log is from and what is to be said of it. Half of the logs, by the hash of their names,
 was not shown to `explain` until the work on it was done: the score of the unseen half is the one that counts.
@@ -28,18 +28,22 @@ else:
 
 HERE = pathlib.Path(__file__).parent
 Score: TypeAlias = Literal["right", "weak", "missed", "wrong"]
-Half: TypeAlias = Literal["seen", "unseen"]
+Half: TypeAlias = Literal["seen", "unseen", "fresh"]
 SCORES: tuple[Score, ...] = ("right", "weak", "missed", "wrong")
 _GRADES = ("known", "likely", "possible", None)
 
 
-def half_of(name: str) -> Half:
+def half_of(row: dict[str, Any]) -> Half:
+    """By the hash of its name; what was collected last is by itself."""
+    name: str = row["file"]
+    if row.get("fresh"):
+        return "fresh"
     return "seen" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 0 else "unseen"
 
 
 def logs(half: Half | None = None) -> list[dict[str, Any]]:
     rows = tomllib.loads((HERE / "logs.toml").read_text(encoding="utf-8"))["log"]
-    return [row for row in rows if half is None or half_of(row["file"]) == half]
+    return [row for row in rows if half is None or half_of(row) == half]
 
 
 def scored(row: dict[str, Any]) -> tuple[Score, Explanation]:
@@ -83,7 +87,7 @@ def table(half: Half) -> Iterator[str]:
 
 def main() -> None:
     with contextlib.suppress(BrokenPipeError):
-        for half in sys.argv[1:] or ("seen", "unseen"):
+        for half in sys.argv[1:] or ("seen", "unseen", "fresh"):
             print("\n".join(table(half)), end="\n\n")  # type: ignore[arg-type]
 
 
