@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_doctor.bench import candidates
+from fsdp_doctor.bench import candidates, way_in
 from fsdp_doctor.bench import links as ceilings
 from fsdp_doctor.bench import sharded_model as models
 from fsdp_doctor.bench.links import Links
@@ -24,7 +22,7 @@ from fsdp_doctor.case.offloading import offload
 from fsdp_doctor.case.paths.arguments import PathArguments, called_by_name
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.extract.sources import sources_of, specs
-from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp import reader
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import Place, place
@@ -32,8 +30,6 @@ from fsdp_doctor.matrix.paths import is_user_path
 
 _LINK_BYTES = 1 << 30
 _SMALL_LINK_BYTES = 16 << 20
-# A path that takes longer than this is not repeated as often as asked for.
-_ENOUGH_SECONDS = 6.0
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -47,7 +43,7 @@ def run(options: BenchOptions) -> BenchResult:
     try:
         clock = Clock(device)
         real = device.type not in ("cpu", "emulated")
-        links = ceilings.measure(clock, _LINK_BYTES if real else _SMALL_LINK_BYTES)
+        links = ceilings.measure(clock, _LINK_BYTES if real else _SMALL_LINK_BYTES, options.direction)
         result = BenchResult(
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
             device=device.type,
@@ -55,10 +51,11 @@ def run(options: BenchOptions) -> BenchResult:
             environment=collect(host_name=False),
             links=links,
         )
+        measured = way_in.measured if options.direction == "in" else _model
         for strategy in options.strategies:
             for offload in options.offloads:
                 for dtypes in options.dtypes:
-                    result.measured += _model(options, strategy, offload, dtypes, clock, links)
+                    result.measured += measured(options, strategy, offload, dtypes, clock, links)
         return result
     finally:
         dist.destroy_process_group()
@@ -88,7 +85,7 @@ def _model(
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
     model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
     arguments = PathArguments(model=model, device=clock.device)
-    held_bytes = clock.highest(_shard_bytes(model))
+    held_bytes = clock.highest(models.shard_bytes(model))
     yielded_specs = [spec for source in sources_of(reader.read(model)) for spec in specs(source)]
     full_bytes = sum(spec.numel * (yielded_dtype or spec.dtype).itemsize for spec in yielded_specs)
     about = _About(
@@ -115,7 +112,6 @@ class _About:
 
 
 def _measured(row: candidates.Row, arguments: PathArguments, clock: Clock, repeat: int, about: _About) -> Measured:
-    """A run to warm up, one whose memory is taken, then those that are timed."""
     function = called_by_name(row.function)
 
     def once() -> None:
@@ -125,37 +121,17 @@ def _measured(row: candidates.Row, arguments: PathArguments, clock: Clock, repea
         if row.moves_model:
             offload(arguments.model, non_blocking=False)
 
-    result = Measured(strategy=about.strategy, offload=about.offload, dtypes=about.dtypes, path=row.name)
-    failure = _failure(once)
-    if clock.highest(bool(failure)):
-        return replace(result, error=failure or "another rank raised")
-    restored()
-    gc.collect()
-    peak = clock.peak_bytes(once)
-    restored()
-    times: list[float] = []
-    while len(times) < repeat and sum(times) < _ENOUGH_SECONDS:
-        times.append(clock.seconds(once))
-        restored()
-    seconds = statistics.median(times)
-    has_ceiling = about.least_seconds is not None and not row.to_host
-    return replace(
-        result,
-        seconds=seconds,
-        times=times,
+    timing = clock.timing(once, restored, repeat)
+    has_ceiling = about.least_seconds is not None and not row.to_host and not timing.error
+    return Measured(
+        strategy=about.strategy,
+        offload=about.offload,
+        dtypes=about.dtypes,
+        path=row.name,
         full_bytes=about.full_bytes,
-        peak_extra_bytes=peak,
-        ratio=(about.least_seconds or 0.0) / seconds if has_ceiling else None,
+        timing=timing,
+        ratio=(about.least_seconds or 0.0) / timing.seconds if has_ceiling else None,
     )
-
-
-def _failure(once: Callable[[], None]) -> str:
-    """Why it cannot be measured; empty where it can."""
-    try:
-        once()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: int) -> float | None:
@@ -169,9 +145,3 @@ def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: in
     else:
         rate, nbytes = links.h2d_pinned if offload == "policy" else links.h2d_pageable, held_bytes
     return None if rate is None else nbytes / rate
-
-
-def _shard_bytes(model: nn.Module) -> float:
-    held = reader.read(model)
-    units = [unit.shard.nbytes for unit in held.fsdp1_units]
-    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in held.tensors())

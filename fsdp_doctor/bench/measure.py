@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# What takes longer than this is not repeated as often as asked for.
+_ENOUGH_SECONDS = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """seconds: the median of ``times``. error: why there are none."""
+
+    seconds: float = 0.0
+    times: tuple[float, ...] = ()
+    peak_extra_bytes: int | None = None
+    error: str = ""
 
 
 class Clock:
@@ -49,3 +65,27 @@ class Clock:
     def _synchronize(self) -> None:
         if self._module is not None:
             self._module.synchronize()
+
+    def timing(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
+        """A run to warm up, one whose memory is taken, then those that are timed."""
+        error = _failure(once)
+        if self.highest(bool(error)):
+            return Timing(error=error or "another rank raised")
+        restore()
+        gc.collect()
+        peak = self.peak_bytes(once)
+        restore()
+        times: list[float] = []
+        while len(times) < repeat and sum(times) < _ENOUGH_SECONDS:
+            times.append(self.seconds(once))
+            restore()
+        return Timing(seconds=statistics.median(times), times=tuple(times), peak_extra_bytes=peak)
+
+
+def _failure(once: Callable[[], object]) -> str:
+    """Why it cannot be measured; empty where it can."""
+    try:
+        once()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["out", "in"]
 
 # The shapes of models that are trained, from their configurations on the Hugging Face hub.
 SHAPES: dict[str, tuple[str, dict[str, object]]] = {
@@ -92,6 +95,13 @@ PATHS: dict[str, tuple[str, ...]] = {
         "get_model_state_dict.full+cpu",
     ),
 }
+# The way in: where the full tensors are, and by what they are loaded.
+SOURCES: dict[str, str] = {
+    "rank0": "in pinned memory of rank 0 alone",
+    "ranks": "in pinned memory of each rank",
+    "files": "in safetensors files that are in the page cache",
+}
+LOAD_PATHS = ("load_full_tensors", "set_model_state_dict.broadcast", "set_model_state_dict.full")
 DTYPES = ("bf16", "fp32", "fp32:bf16")
 
 
@@ -100,9 +110,12 @@ class BenchOptions:
     """model: a name of SHAPES, or a directory with a config.json. layers: instead of the model's own number.
 
     dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: None for the default.
-    paths: names of PATHS, or module:function of the user; empty for all of the strategy.
+    paths: names of PATHS, or module:function of the user; on the way in, of LOAD_PATHS; empty for all.
+    sources: of SOURCES, for the way in.
     """
 
+    direction: Direction
+    sources: tuple[str, ...]
     model: str
     directory: pathlib.Path | None
     layers: int | None

@@ -55,7 +55,7 @@ def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
     model.to_empty(device="cpu" if policy else device)
     whole.tie_weights()
     for tensor in reader.read(model).tensors():
-        _fill(private.local_tensor(tensor.tensor), device)
+        fill(private.local_tensor(tensor.tensor), device)
     return model
 
 
@@ -73,12 +73,18 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
     )
     private.fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:
-        _fill(unit.shard, device)
+        fill(unit.shard, device)
     return model
 
 
+def shard_bytes(model: nn.Module) -> float:
+    held = reader.read(model)
+    units = [unit.shard.nbytes for unit in held.fsdp1_units]
+    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in held.tensors())
+
+
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, device: torch.device) -> None:
+def fill(tensor: torch.Tensor, device: torch.device) -> None:
     """Numbers that differ, of a weight's size, made on the device: zeros copy faster than weights."""
     flat = tensor.view(-1)
     for part in flat.split(64 << 20):

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fsdp_doctor import __version__
 from fsdp_doctor.bench.links import Links
+from fsdp_doctor.bench.measure import Timing
 from fsdp_doctor.machine.environment import EnvironmentFacts
 
 
@@ -20,22 +21,21 @@ from fsdp_doctor.machine.environment import EnvironmentFacts
 class Measured:
     """One path over one model.
 
-    seconds: the median of ``times``, each the slowest rank's. full_bytes: of all full tensors, each
-    once. peak_extra_bytes: of device memory, on the rank that took the most; None on the CPU.
-    ratio: the least time in which the bounding link carries the bytes, over ``seconds``. error: what the
-    path raised, if it did; there are no figures then.
+    timing: each time the slowest rank's; the peak that of the rank that took the most, None on the CPU. full_bytes: of
+    all full tensors, each once. ratio: the least time in which the bounding link carries the bytes, over the seconds.
+    source: on the way in, where the full tensors are. times_torch: how often it fits into the time of torch's
+    broadcast from rank 0, from the same source.
     """
 
     strategy: str
     offload: str
     dtypes: str
     path: str
-    seconds: float = 0.0
-    times: list[float] = field(default_factory=list)
+    timing: Timing
     full_bytes: int = 0
-    peak_extra_bytes: int | None = None
     ratio: float | None = None
-    error: str = ""
+    source: str = ""
+    times_torch: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,10 @@ class BenchResult:
 
 def as_json(result: BenchResult) -> str:
     head = {"schema": "fsdp-doctor/bench", "schema_version": 1, "version": __version__}
-    return json.dumps(head | dataclasses.asdict(result), indent=1) + "\n"
+    body = dataclasses.asdict(result)
+    for row in body["measured"]:
+        row |= row.pop("timing")
+    return json.dumps(head | body, indent=1) + "\n"
 
 
 def as_text(result: BenchResult, width: int) -> str:
@@ -60,23 +63,30 @@ def as_text(result: BenchResult, width: int) -> str:
     for name, rate in dataclasses.asdict(result.links).items():
         if rate is not None:
             console.print(f"{name.replace('_', ' '):14} {rate / 1e9:8.1f} GB/s a rank")
+    is_in = any(one.source for one in result.measured)
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("model", "path"):
+    for column in ("model", *(["source"] if is_in else []), "path"):
         table.add_column(column)
-    for column in ("ms", "GB/s", "of ceiling", "peak extra MiB"):
+    for column in ("ms", "GB/s", "of ceiling", *(["x torch"] if is_in else []), "peak extra MiB"):
         table.add_column(column, justify="right")
     for one in result.measured:
-        if one.error:
-            table.add_row(f"{one.strategy} {one.offload} {one.dtypes}", f"{one.path}: {one.error[:60]}")
-            continue
-        table.add_row(
-            f"{one.strategy} {one.offload} {one.dtypes}",
-            one.path,
-            f"{one.seconds * 1e3:.1f}",
-            f"{one.full_bytes / one.seconds / 1e9:.1f}",
-            "" if one.ratio is None else f"{one.ratio:.2f}",
-            "" if one.peak_extra_bytes is None else f"{one.peak_extra_bytes / 2**20:.0f}",
-        )
+        table.add_row(*_cells(one, is_in))
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def _cells(one: Measured, is_in: bool) -> list[str]:
+    first = [f"{one.strategy} {one.offload} {one.dtypes}", *([one.source] if is_in else [])]
+    timing = one.timing
+    if timing.error:
+        return [*first, f"{one.path}: {timing.error[:60]}"]
+    return [
+        *first,
+        one.path,
+        f"{timing.seconds * 1e3:.1f}",
+        f"{one.full_bytes / timing.seconds / 1e9:.1f}",
+        "" if one.ratio is None else f"{one.ratio:.2f}",
+        *(["" if one.times_torch is None else f"{one.times_torch:.1f}"] if is_in else []),
+        "" if timing.peak_extra_bytes is None else f"{timing.peak_extra_bytes / 2**20:.0f}",
+    ]

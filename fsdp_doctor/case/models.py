@@ -1,16 +1,18 @@
 """The small Qwen models under test, and a configuration or checkpoint of the user's own.
 
 A model is built once for each worker, in float32 on the CPU and from one seed, so that every
-rank has the same weights; each scenario shards a copy of it.
+rank has the same weights; each scenario shards a copy of it. For what is to be loaded into there is
+one of other weights, from another seed, and one on the meta device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
 import pathlib
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -33,27 +35,52 @@ _INTERMEDIATE: dict[Dims, int] = {"even": 128, "uneven": 131}
 _EXPERTS: dict[Dims, int] = {"even": 4, "uneven": 5}
 
 
-def build(name: Model, dims: Dims, custom: pathlib.Path | None) -> nn.Module:
-    """A causal language model on the CPU, float32, the same on every rank."""
-    template = _template(name, dims, custom)
+Weights: TypeAlias = Literal["own", "other", "meta"]
+_SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
+
+
+def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights = "own") -> nn.Module:
+    """A causal language model, float32, the same on every rank, on the CPU or on the meta device.
+
+    ``own`` weights are those of a directory of the user's where it has any.
+    """
+    template = _template(name, dims, custom, weights)
     return copy.deepcopy(template)
 
 
+def halve(model: nn.Module) -> None:
+    """Makes every parameter bfloat16, in place; buffers keep their dtypes, as transformers loads a model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+
+
+def transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
+    """The buffers that no state dict has, by name, on the CPU; for a model that is on the meta device."""
+    model = _template(name, dims, custom, "own")
+    saved = model.state_dict().keys()
+    return {key: buffer.clone() for key, buffer in model.named_buffers() if key not in saved}
+
+
 @functools.cache
-def _template(name: Model, dims: Dims, custom: pathlib.Path | None) -> nn.Module:
+def _template(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
+    torch.manual_seed(_SEED[weights])
+    with torch.device("meta") if weights == "meta" else contextlib.nullcontext():
+        return _new(name, dims, custom, weights)
+
+
+def _new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
     if name == "custom":
         assert custom is not None
-        if _has_weights(custom):
+        if weights == "own" and _has_weights(custom):
             return _as_module(AutoModelForCausalLM.from_pretrained(custom, dtype=torch.float32))
         config: Any = AutoConfig.from_pretrained(custom)
     else:
         config = _config(name, dims)
     model = _as_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if name == "qwen3-buffers":
-        _add_buffers(model)
+        _add_buffers(model, _SEED[weights])
     if name == "qwen3-lora":
         return _with_adapters(model)
     return model
@@ -70,7 +97,7 @@ def _with_adapters(model: nn.Module) -> nn.Module:
 def check_directory(directory: pathlib.Path) -> None:
     """Raises UsageError if transformers cannot build the model that is in it."""
     try:
-        _template("custom", "even", directory)
+        _template("custom", "even", directory, "own")
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"--model {directory}: transformers cannot build it: {first_line}") from None
@@ -133,10 +160,10 @@ def unsupported(name: Model) -> str:
     return f"transformers {transformers.__version__} has no {needed}"
 
 
-def _add_buffers(model: nn.Module) -> None:
+def _add_buffers(model: nn.Module, seed: int) -> None:
     """A float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
     for index, layer in enumerate(decoder_layers(model)):
-        layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index)
+        layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index + 10 * seed)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,8 @@ load; the next training step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +24,21 @@ COMPUTE_DTYPE = torch.bfloat16
 _BATCH = (2, 16)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a trainer starts from.
+
+    options: of AdamW. same_batches: every rank trains on the batches of rank 0.
+    """
+
+    weights: models.Weights = "own"
+    same_batches: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+
+
+START = Start()
+
+
 class Unsupported(Exception):
     """The scenario cannot be built here; the message says why, for the user."""
 
@@ -32,7 +49,7 @@ class Trainer:
     Every method that is not a property is to be called by every rank.
     """
 
-    def __init__(self, scenario: Scenario, runtime: Runtime, *, with_mesh: bool = True) -> None:
+    def __init__(self, scenario: Scenario, runtime: Runtime, *, with_mesh: bool = True, start: Start = START) -> None:
         reason = _why_not(scenario, runtime)
         if reason:
             raise Unsupported(reason)
@@ -40,12 +57,27 @@ class Trainer:
         self.runtime = runtime
         self.with_mesh = with_mesh
         self.num_steps = 0
-        plain = models.build(scenario.model, scenario.dims, runtime.custom_model)
+        plain = models.build(scenario.model, scenario.dims, runtime.custom_model, start.weights)
+        if scenario.checkpoint == "fp32":
+            models.halve(plain)
         self._vocabulary_size = models.vocabulary_size(plain)
         self.model = _shard(plain, scenario, runtime, with_mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self._generator = torch.Generator().manual_seed(runtime.rank)
+        self._options = dict(start.options)
+        self.optimizer = self.make_optimizer()
+        self._generator = torch.Generator().manual_seed(0 if start.same_batches else runtime.rank)
         self._staged = False
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over the parameters that the model has now."""
+        return torch.optim.AdamW(self.model.parameters(), **self._options)
+
+    def data_position(self) -> torch.Tensor:
+        """Where in the order of its batches this rank is; for :meth:`seek`."""
+        return self._generator.get_state()
+
+    def seek(self, position: torch.Tensor) -> None:
+        """Goes on with the batches of the run whose :meth:`data_position` this is."""
+        self._generator.set_state(position)
 
     def step(self) -> None:
         """Forward, backward, AdamW: parameters and optimizer state must be loaded."""

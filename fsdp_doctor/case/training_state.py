@@ -6,7 +6,7 @@ Local to a rank, no collective; local shards are read as they lie, half-moved on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +100,11 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[_StateTensor]:
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
             yield _StateTensor(f"optimizer state {index}.{key}", value, private.local_tensor(value))
+
+
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of each tensor's bits, by name."""
+    return dict(zip(tensors, _digests(list(tensors.values())), strict=True))
 
 
 def _digests(tensors: list[torch.Tensor]) -> list[str]:

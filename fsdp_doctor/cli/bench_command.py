@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_doctor.bench.request import DTYPES, OFFLOADS, PATHS, SHAPES, STRATEGIES, BenchOptions
+from fsdp_doctor.bench.request import (
+    DTYPES,
+    LOAD_PATHS,
+    OFFLOADS,
+    PATHS,
+    SHAPES,
+    SOURCES,
+    STRATEGIES,
+    BenchOptions,
+    Direction,
+)
 from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.cli.starting import RankOptions
 from fsdp_doctor.errors import CannotRun, UsageError
@@ -30,6 +40,11 @@ EXIT_CODES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOptions:
+    direction: Annotated[str, typer.Option(help="out: full tensors out of a sharded model; in: into one.")] = "out"
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help=f"With --direction in, where the full tensors are: {', '.join(SOURCES)}.  [default: all]"),
+    ] = None
     model: Annotated[
         str, typer.Option(help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face configuration.")
     ] = "small"
@@ -52,7 +67,12 @@ class MeasuredOptions:
 
     def read(self, device: str, json_file: pathlib.Path | None) -> BenchOptions:
         strategies = values.words("--strategy", self.strategy, STRATEGIES, "fsdp2")
+        direction = values.direction(self.direction)
+        if direction == "out" and self.source:
+            raise UsageError("--source says where a load is from: use it with --direction in")
         return BenchOptions(
+            direction=direction,
+            sources=values.words("--source", self.source, SOURCES, ",".join(SOURCES)),
             model=self.model,
             directory=None if self.model in SHAPES else values.model_directory(self.model, SHAPES),
             layers=None if self.layers is None else values.positive("--layers", self.layers),
@@ -60,7 +80,7 @@ class MeasuredOptions:
             offloads=values.words("--offload", self.offload, OFFLOADS, "none"),
             dtypes=values.words("--dtype", self.dtype, DTYPES, "bf16"),
             bucket_bytes=values.size("--bucket-bytes", self.bucket_bytes) if self.bucket_bytes is not None else None,
-            paths=_known_paths(values.split(self.path), strategies),
+            paths=_known_paths(values.split(self.path), strategies, direction),
             repeat=values.positive("--repeat", self.repeat),
             device=device,
             json_file=json_file,
@@ -75,7 +95,7 @@ def run(
         pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was measured.")
     ] = None,
 ) -> None:
-    """Measure how fast weights can be extracted, against the bandwidth.
+    """Measure how fast weights can be extracted, or loaded, against the bandwidth.
 
     One run measures the bandwidth of the links (copies between host and device, the all-gather), then every path.
 
@@ -99,8 +119,12 @@ def run(
         _report_what_is_missing(options, result)
 
 
-def _known_paths(names: list[str], strategies: tuple[str, ...]) -> tuple[str, ...]:
+def _known_paths(names: list[str], strategies: tuple[str, ...], direction: Direction) -> tuple[str, ...]:
     """Raises UsageError for a path that none of the strategies has."""
+    if direction == "in":
+        if unknown := [name for name in names if name not in LOAD_PATHS]:
+            raise UsageError(f"--path: there is no path {unknown[0]!r} to load by; use one of {', '.join(LOAD_PATHS)}")
+        return tuple(names)
     known = list(dict.fromkeys(itertools.chain.from_iterable(PATHS[strategy] for strategy in strategies)))
     for name in names:
         if not is_user_path(name) and name not in known:
@@ -124,5 +148,5 @@ def _report_what_is_missing(options: BenchOptions, result: BenchResult) -> None:
         )
     if not measured:
         raise CannotRun("nothing was measured: no path of --path works under this --strategy and --offload")
-    if all(row.error for row in result.measured):
+    if all(row.timing.error for row in result.measured):
         raise CannotRun("nothing was measured: every path raised")

@@ -47,7 +47,8 @@ def _paths_as_text() -> str:
     lines = []
     for path in PATHS:
         contract = dataclasses.asdict(path.contract)
-        lines.append(f"{path.name}  [{'+'.join(f'fsdp{version}' for version in path.fsdp)}]")
+        versions = "+".join(f"fsdp{version}" for version in path.fsdp)
+        lines.append(f"{path.name}  [{path.direction}, {versions}]")
         lines.append(f"    {path.summary}")
         lines.append(f"    promises {', '.join(f'{name} {value}' for name, value in contract.items())}")
         if path.used_by:

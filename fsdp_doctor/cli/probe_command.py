@@ -27,6 +27,22 @@ EXIT_CODES = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProbeRankOptions(RankOptions):
+    saved_by: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of ranks that save the checkpoint of other-world.  "
+            "[default: one more than load it, or one less where there are no more devices]"
+        ),
+    ] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.saved_by is not None:
+            values.positive("--saved-by", self.saved_by)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that each device has, for example 2GiB.")
@@ -101,7 +117,7 @@ class OutputOptions:
 def run(
     *,
     selection: SelectionOptions,
-    ranks: RankOptions,
+    ranks: ProbeRankOptions,
     device: DeviceOptions,
     limits: LimitOptions,
     confirm: Annotated[
@@ -140,6 +156,7 @@ def run(
         start_timeout=values.positive("--start-timeout", limits.start_timeout),
         grace=values.positive("--grace", limits.grace),
         host_memory=values.size("--host-memory", limits.host_memory) if limits.host_memory is not None else None,
+        saved_by=ranks.saved_by,
         confirm=confirm,
         format=values.output_format(output.format),
         outputs=output.files,

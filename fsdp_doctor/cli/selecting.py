@@ -12,6 +12,7 @@ from fsdp_doctor.cli import values
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS, AxisName
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.selection import Selection, select
 
 _BUILT_IN_MODELS = tuple(name for name in AXIS["model"].values if name != "custom")
@@ -35,6 +36,10 @@ def _axis(name: AxisName) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionOptions:
+    direction: Annotated[
+        str,
+        _option("--direction", help="out (extract weights), in (load them), or both."),
+    ] = "both"
     strategy: Annotated[list[str] | None, _axis("strategy")] = None
     offload: Annotated[list[str] | None, _axis("offload")] = None
     staging: Annotated[list[str] | None, _axis("staging")] = None
@@ -44,6 +49,8 @@ class SelectionOptions:
     sharding: Annotated[list[str] | None, _axis("sharding")] = None
     pinning: Annotated[list[str] | None, _axis("pinning")] = None
     transfer: Annotated[list[str] | None, _axis("transfer")] = None
+    init: Annotated[list[str] | None, _axis("init")] = None
+    checkpoint: Annotated[list[str] | None, _axis("checkpoint")] = None
     model: Annotated[
         list[str] | None,
         _option("--model", help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
@@ -60,7 +67,9 @@ class SelectionOptions:
         str, _option("-k", metavar="EXPR", help="Words in case ids, joined by and, or, not, parentheses.")
     ] = ""
     full: Annotated[bool, _option("--full", help="Every axis, not only the default matrix.")] = False
-    fix: Annotated[bool, _option("--fix", help="Also run full_tensors in each scenario.")] = False
+    fix: Annotated[
+        bool, _option("--fix", help="Also run our own path in each scenario: full_tensors, load_full_tensors.")
+    ] = False
     last_failed: Annotated[
         pathlib.Path | None,
         _option("--last-failed", metavar="REPORT", help="The bad cases of an earlier JSON report."),
@@ -71,6 +80,7 @@ class SelectionOptions:
         built_in, directory = _models(values.split(self.model))
         of_axes = {axis.name: getattr(self, axis.name) for axis in AXES} | {"model": built_in}
         selection = Selection(
+            directions=_directions(self.direction),
             axes={axis: tuple(values.split(given)) for axis, given in of_axes.items() if given},
             case_ids=(*(self.case or ()), *(_bad_cases(self.last_failed) if self.last_failed else ())),
             paths=tuple(values.split(self.path)),
@@ -80,6 +90,15 @@ class SelectionOptions:
             custom_model=directory is not None,
         )
         return Selected(cases=tuple(select(selection)), model=directory)
+
+
+def _directions(word: str) -> tuple[Direction, ...]:
+    if word not in _DIRECTIONS:
+        raise UsageError(f"--direction: unknown value {word!r}; use one of {', '.join(_DIRECTIONS)}")
+    return _DIRECTIONS[word]
+
+
+_DIRECTIONS: dict[str, tuple[Direction, ...]] = {"out": ("out",), "in": ("in",), "both": ()}
 
 
 def _bad_cases(file: pathlib.Path) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ import json
 import pathlib
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
+from fsdp_doctor.bench.request import Direction
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 
@@ -41,11 +42,17 @@ def size(option: str, text: str) -> int:
 
 def words(option: str, values: list[str] | None, known: Collection[str], default: str) -> tuple[str, ...]:
     """The given values, each once, or the default. Raises UsageError for one that is not known."""
-    chosen = split(values) or [default]
+    chosen = split(values) or split([default])
     for value in chosen:
         if value not in known:
             raise UsageError(f"{option}: unknown value {value!r}; use one of {', '.join(known)}")
     return tuple(dict.fromkeys(chosen))
+
+
+def direction(word: str) -> Direction:
+    if word not in get_args(Direction):
+        raise UsageError(f"--direction: unknown value {word!r}; use one of {', '.join(get_args(Direction))}")
+    return cast(Direction, word)
 
 
 def device(name: str) -> str:

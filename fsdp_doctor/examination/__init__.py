@@ -1,7 +1,7 @@
 """A live model, looked at on one rank: where everything lies, and what of it breaks training or extraction.
 
-facts      what can be read: devices, placements, meshes, policies
-findings   what it means
+facts      what can be read: devices, placements, meshes, policies; load_facts: what a load may have left
+findings   what it means; load_findings: of a load; finding: one of them
 display    both for a terminal
 """
 
@@ -23,13 +23,16 @@ from fsdp_doctor.examination.facts import (
     TensorState,
     read,
 )
-from fsdp_doctor.examination.findings import Finding, find
+from fsdp_doctor.examination.finding import Finding
+from fsdp_doctor.examination.findings import find
+from fsdp_doctor.examination.load_facts import LoadFacts
 
 __all__ = [
     "Examination",
     "Facts",
     "Finding",
     "FsdpUnit",
+    "LoadFacts",
     "Mesh",
     "ModelIsBad",
     "OptimizerFacts",

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_doctor.examination.load_facts import LoadFacts, read_load_facts
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, HeldTensor
@@ -127,7 +128,7 @@ class Facts:
 
     by_state: the parameters again, those that are alike together; buffers_by_state the buffers.
     units: the different ones. compute_device: of the first of them; None for a model that is not FSDP.
-    wrapper: the class around the model.
+    wrapper: the class around the model. load: what a load may have left behind.
     stream_idle: whether the calling thread's current stream of the compute device had nothing left to do; None
         where it was not asked, being of no interest, or cannot be.
     """
@@ -138,6 +139,7 @@ class Facts:
     optimizer: tuple[OptimizerFacts, ...] = field(repr=False)
     by_state: ByState = field(repr=False)
     buffers_by_state: ByState = field(repr=False)
+    load: LoadFacts = field(repr=False)
     units: tuple[FsdpUnit, ...]
     compute_device: torch.device | None
     stream_idle: bool | None
@@ -167,6 +169,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Fa
         optimizer=in_state,
         by_state=parameters.by_state,
         buffers_by_state=buffers.by_state,
+        load=read_load_facts(model, held, optimizer),
         units=tuple(dict.fromkeys(units)),
         compute_device=compute_device,
         stream_idle=_stream_idle(compute_device) if copied else None,

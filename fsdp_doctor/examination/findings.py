@@ -10,37 +10,16 @@ FSDP1 model, on which every call but the framework's own load fails. A remedy is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 import torch
 
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, left_by_copy, same_device
+from fsdp_doctor.examination.finding import Finding, counted, few
+from fsdp_doctor.examination.load_findings import LOAD_FINDINGS
 
-Severity = Literal["bad", "hazard", "note"]
-_SHOWN_NAMES = 3
 _FLAT = "flat parameter"
 _UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module as it is.'
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that is to be known of the model.
-
-    names: of the tensors that it is about. entry: the id of the catalogue's entry, empty where it has none.
-    """
-
-    kind: str
-    severity: Severity
-    sentence: str
-    names: tuple[str, ...] = field(default=(), repr=False)
-    entry: str = ""
-    remedy: str = ""
-
-    @property
-    def bad(self) -> bool:
-        return self.severity == "bad"
 
 
 def find(facts: Facts) -> tuple[Finding, ...]:
@@ -55,18 +34,6 @@ def not_fsdp(facts: Facts) -> Iterator[Finding]:
         yield Finding(kind="not-fsdp", severity="note", sentence=f"The {facts.wrapper} is not an FSDP model: {what}.")
 
 
-def on_meta(facts: Facts) -> Iterator[Finding]:
-    names, _ = _chosen(facts, lambda state: state.device.type == "meta")
-    if names:
-        yield Finding(
-            kind="meta",
-            severity="bad",
-            sentence=f"On the meta device, without values: {_few(names)}.",
-            names=names,
-            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights.",
-        )
-
-
 def fsdp2_half_moved(facts: Facts) -> Iterator[Finding]:
     """FSDP2 brings a shard back under a pinning policy (``reset_sharded_param``); the DTensor around it stays moved."""
     names, state = _chosen(facts, lambda state: state.kind == "fsdp2" and _is_half_moved(state))
@@ -74,7 +41,7 @@ def fsdp2_half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {_few(names)}; "
+            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {few(names)}; "
             "the module was moved under CPUOffloadPolicy, and only what wraps the shards went.",
             names=names,
             entry="fsdp2-pinned-policy-half-moved",
@@ -89,7 +56,7 @@ def fsdp1_half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {_few(names, _FLAT)}; "
+            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {few(names, _FLAT)}; "
             "the module was moved, and the shard that FSDP1 keeps beside did not go.",
             names=names,
             entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
@@ -111,7 +78,7 @@ def policy_shards_off_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="policy-shards-off-cpu",
             severity="bad",
-            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {_few(names)}.",
+            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {few(names)}.",
             names=names,
             entry=entry,
             remedy=_UNDO_MOVE,
@@ -125,7 +92,7 @@ def flat_parameters_away(facts: Facts) -> Iterator[Finding]:
             kind="fsdp1-away",
             severity="bad",
             sentence=f"On {state.device}, where every unshard onto {state.unit.compute_device} asserts (forward, "
-            f"state_dict): {_few(names, _FLAT)}.",
+            f"state_dict): {few(names, _FLAT)}.",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
             remedy="load the model with what offloaded it before it is used; full_tensors() reads it as it is.",
@@ -140,7 +107,7 @@ def offloaded(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="partly-moved",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where others ({len(home)}) are: {_few(names)}.",
+            sentence=f"Not on {facts.compute_device}, where others ({len(home)}) are: {few(names)}.",
             names=names,
             remedy="move the whole model, or what was left behind.",
         )
@@ -148,17 +115,17 @@ def offloaded(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="elsewhere",
             severity="bad",
-            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {_few(names)}.",
+            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {few(names)}.",
             names=names,
             remedy=f"model.to({str(facts.compute_device)!r}).",
         )
     elif names:
         buffers = [row.name for row in _buffers_away(facts)]
-        also = f", and {_few(buffers, 'buffer')}" if buffers else ""
+        also = f", and {few(buffers, 'buffer')}" if buffers else ""
         yield Finding(
             kind="offloaded",
             severity="note",
-            sentence=f"Offloaded by hand, off {facts.compute_device}: {_few(names)}{also}.",
+            sentence=f"Offloaded by hand, off {facts.compute_device}: {few(names)}{also}.",
             names=names,
             remedy=f"model.to({str(facts.compute_device)!r}) before the next training step.",
         )
@@ -170,7 +137,7 @@ def plain_parameters_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="ignored-away",
             severity="hazard",
-            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {_few(names)}.",
+            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {few(names)}.",
             names=names,
             remedy="move them there, unless their module is meant to compute where they are.",
         )
@@ -187,7 +154,7 @@ def buffers_left_behind(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="buffers-left-behind",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where the model computes: {_few(names, 'buffer')}.",
+            sentence=f"Not on {facts.compute_device}, where the model computes: {few(names, 'buffer')}.",
             names=names,
             entry="fsdp2-buffers-left-on-cpu" if facts.units[0].strategy == "fsdp2" else "",
             remedy="for buffer in model.buffers(): buffer.data = buffer.data.to(device)",
@@ -204,7 +171,7 @@ def optimizer_elsewhere(facts: Facts) -> Iterator[Finding]:
             kind="optimizer-elsewhere",
             severity="bad",
             sentence=f"Optimizer state ({entries}) on {apart[0].device}, and on {apart[0].home} this rank's part of "
-            f"{_few(names)}: the next optimizer step fails.",
+            f"{few(names)}: the next optimizer step fails.",
             names=names,
             entry="optim-on-wrong-device-after-offload",
             remedy="move the state to where its parameter lies before optimizer.step().",
@@ -226,7 +193,7 @@ def uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="uneven-nonblocking",
             severity="hazard",
-            sentence=f"Sharded unevenly, and offloaded as a non-blocking copy does, to pinned memory: {_few(names)}; "
+            sentence=f"Sharded unevenly, and offloaded as a non-blocking copy does, to pinned memory: {few(names)}; "
             "a rank whose shard is the shorter one has padded it on the host at once, perhaps before it arrived.",
             names=names,
             entry="nonblocking-offload-uneven-shards",
@@ -247,7 +214,7 @@ def copy_outstanding(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         kind="copy-outstanding",
         severity="note" if facts.stream_idle else "hazard",
-        sentence=f"In pinned host memory by no policy, as a non-blocking copy leaves it: {_count(count, 'tensor')}; "
+        sentence=f"In pinned host memory by no policy, as a non-blocking copy leaves it: {counted(count, 'tensor')}; "
         f"{known} whether one on another stream is under way cannot be known without waiting.",
         entry="non-blocking-d2h-read-too-early",
         remedy="torch.accelerator.synchronize() before the host reads them.",
@@ -264,7 +231,7 @@ def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="no-backend-for-cpu",
             severity="hazard",
-            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {_few(names)}; whatever "
+            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {few(names)}; whatever "
             "communicates them where they lie fails (full_tensor, a full state dict, the norm of the gradients).",
             names=names,
             entry="full-tensor-cpu-shard-nccl-only",
@@ -274,7 +241,7 @@ def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
 
 _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     not_fsdp,
-    on_meta,
+    *LOAD_FINDINGS,
     fsdp2_half_moved,
     fsdp1_half_moved,
     policy_shards_off_cpu,
@@ -330,12 +297,3 @@ def _chosen(facts: Facts, holds: Callable[[TensorState], bool]) -> tuple[tuple[s
     states = [state for state in facts.by_state if holds(state)]
     names = tuple(row.name for state in states for row in facts.by_state[state] if not row.tied_to)
     return names, states[0] if states else None
-
-
-def _few(names: Sequence[str], noun: str = "parameter") -> str:
-    shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-    return f"{_count(len(names), noun)} ({shown})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""The ranks' agreement, over the store of the process group: what is gathered, and who has left.
+"""The ranks' agreement, over the store of the process group: what is extracted or loaded, and who has left.
 
 Before its first collective each rank compares its plan with the others'; before each bucket it says
 that it will take part. A rank that leaves says so instead, and the others raise where a collective
@@ -13,50 +13,71 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch.distributed as dist
 
 from fsdp_doctor.fsdp import private
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
-_num_extractions: collections.Counter[tuple[int, ...]] = collections.Counter()
+_num_agreements: collections.Counter[tuple[int, ...]] = collections.Counter()
 _leftover: dict[tuple[int, ...], list[str]] = {}
 
 
 class RankLeft(RuntimeError):
-    """Another rank has left the extraction; the message says which, where and why."""
+    """Another rank has left; the message says which, where and why."""
 
 
 class PlanMismatch(RuntimeError):
-    """The ranks do not extract the same; the message is the first difference."""
+    """The ranks do not extract, or load, the same; the message is the first difference."""
 
 
 class Agreement:
-    """The agreement over one extraction. ``ranks``: all that take part; each of them must make one.
+    """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
 
     Each bucket is one stage, and the plan is compared in the first. Keys of a stage are deleted in the next.
+    speaker: the rank whose word all get at each stage; None where nobody has anything to say.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], verb: Literal["extract", "load"] = "extract", speaker: int | None = None
+    ) -> None:
         self._ranks = ranks
+        self._verb = verb
+        self._speaker = speaker
         self._stage = 0
+        self._counted: list[str] = []
         self._over = len(ranks) == 1
         if self._over:
             return
         self._store = _connection(private.default_store())
         of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        _num_extractions[ranks] += 1
-        self._key = f"fsdp_doctor/{of_ranks}/{_num_extractions[ranks]}"
+        _num_agreements[ranks] += 1
+        self._key = f"fsdp_doctor/{of_ranks}/{_num_agreements[ranks]}"
 
     def expect(self, plan: Callable[[], Sequence[str]]) -> None:
         """The plan to compare before the first bucket: made then, while shards are being loaded."""
         self._plan = plan
 
-    def proceed(self) -> None:
-        """Returns when every rank has come to this bucket, with the same plan. Raises RankLeft, PlanMismatch."""
+    def count(self, what: str, own: int) -> None:
+        """Before the first stage: adds to what all ranks together have of it."""
+        self._counted.append(f"{self._key}/count/{what}")
+        self._store.add(self._counted[-1], own)
+
+    def counted(self) -> list[int]:
+        """After the first stage: the sums, in the order in which they were begun."""
+        return [self._store.add(key, 0) for key in self._counted]
+
+    def proceed(self, word: str = "") -> str:
+        """Returns the speaker's word when every rank has come to this bucket, with the same plan.
+
+        Raises RankLeft, PlanMismatch.
+        """
         if self._over:
-            return
+            return word
         stage = self._stage_key()
+        if self._speaker == dist.get_rank():
+            self._store.set(f"{stage}/word", word)
         if not self._stage:
             self._compare()
         came = self._store.add(f"{stage}/came", 1)
@@ -65,18 +86,25 @@ class Agreement:
             self._end()
             kind, _, sentence = answer.partition(":")
             raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
+        if self._speaker not in (None, dist.get_rank()):
+            word = self._store.get(f"{stage}/word").decode()
         if came == len(self._ranks):
             self._forget()
         self._stage += 1
+        return word
 
     def leave(self, why: str) -> None:
         """Tells the others that this rank will not come to the next stage. Without effect at the end."""
         if not self._over:
-            where = f"after {self._stage} buckets" if self._stage else "before the first bucket"
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._answer_with(f"{_LEFT}:rank {dist.get_rank()} left {where}: {why}")
+                self._answer_with(f"{_LEFT}:rank {dist.get_rank()} {self._left()}: {why}")
             self._end()
+
+    def _left(self) -> str:
+        if self._verb == "load":
+            return "failed"
+        return f"left after {self._stage} buckets" if self._stage else "left before the first bucket"
 
     def end(self) -> None:
         """There is no further stage."""
@@ -95,7 +123,7 @@ class Agreement:
         if self._store.get(f"{self._key}/digest").decode() == digest:
             return
         other, *others = self._store.get(f"{self._key}/plan").decode().split("\n")
-        sentence = first_difference(f"rank {other}", others, f"rank {dist.get_rank()}", plan)
+        sentence = first_difference(f"rank {other}", others, f"rank {dist.get_rank()}", plan, self._verb)
         answer = self._answer_with(f"{_DIFFERS}:{sentence}")
         self._end()
         kind, _, sentence = answer.partition(":")
@@ -108,7 +136,7 @@ class Agreement:
             came = self._store.add(f"{self._stage_key()}/came", 0)
             return self._answer_with(
                 f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._stage} in time; "
-                f"each of ranks {list(self._ranks)} must iterate"
+                f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}"
             )
 
     def _answer_with(self, answer: str) -> str:
@@ -121,7 +149,8 @@ class Agreement:
     def _keys(self, stage: int) -> list[str]:
         key = f"{self._key}/{stage}"
         plan = [f"{self._key}/{name}" for name in ("first", "plan", "digest")] if not stage else []
-        return [key, f"{key}/came", *plan]
+        word = [f"{key}/word"] if self._speaker is not None else []
+        return [key, f"{key}/came", *word, *plan, *(self._counted if not stage else [])]
 
     def _forget(self) -> None:
         """Every rank has read the answer of the stage before, for it has come to this one."""
@@ -130,20 +159,20 @@ class Agreement:
             self._store.delete_key(key)
 
     def _end(self) -> None:
-        """What is left in the store goes with the next extraction's first stage."""
+        """What is left in the store goes with the first stage of the ranks' next agreement."""
         self._over = True
         # Nobody forgets the stage before one to which not all have come.
         stages = range(max(self._stage - 1, 0), self._stage + 1)
         _leftover[self._ranks] = [key for stage in stages for key in self._keys(stage)]
 
 
-def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str]) -> str:
+def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str], verb: str) -> str:
     """A sentence about the first line that two plans do not share."""
     for index in range(max(len(plan), len(others))):
         left = plan[index] if index < len(plan) else "nothing more"
         right = others[index] if index < len(others) else "nothing more"
         if left != right:
-            return f"the ranks do not extract the same: {one} has {left}, {other} has {right}"
+            return f"the ranks do not {verb} the same: {one} has {left}, {other} has {right}"
     return f"{one} and {other} agree"
 
 

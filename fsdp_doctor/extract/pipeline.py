@@ -92,7 +92,7 @@ class Pipeline:
     @without_garbage_collection
     def _launch(self, bucket: Bucket) -> _PendingBucket:
         """Loading this rank's part needs no other rank: only before the first gather do they have to agree."""
-        agree = self._agreement.proceed if bucket.is_gathered else _agreed
+        agree: Callable[[], object] = self._agreement.proceed if bucket.is_gathered else _agreed
         deltas: dict[str, list[Delta]] = {}
         if wanted := self._wanted(bucket):
             agree()
@@ -101,7 +101,7 @@ class Pipeline:
         return _PendingBucket(bucket, self._transfer(bucket.transfers, deltas, agree), deltas)
 
     def _transfer(
-        self, transfers: list[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]
+        self, transfers: list[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], object]
     ) -> Any:
         """Launches all of it; the event after it."""
         for transfer in transfers:

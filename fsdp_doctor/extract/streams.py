@@ -37,6 +37,22 @@ class Streams:
             self._casting.wait_stream(self._loading)
         return self._on(self._casting)
 
+    def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies, without waiting. The source may be let go of at once; in host memory it must stay as it is."""
+        if self._module and source.device.type != "cpu":
+            source.record_stream(self._loading)
+        with self.loading():
+            target.copy_(source, non_blocking=True)
+
+    def loaded(self) -> None:
+        """The host waits for everything that was loaded."""
+        if self._module:
+            self._loading.synchronize()
+
+    def loading_event(self) -> Any:
+        """An event after everything that was loaded."""
+        return self._loading.record_event() if self._module else None
+
     def cast(self) -> Any:
         """An event after everything that was cast."""
         return self._casting.record_event() if self._module else None

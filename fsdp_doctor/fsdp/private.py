@@ -144,6 +144,18 @@ def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
     return None
 
 
+def follow_materialized(state: Any, parameter: nn.Parameter) -> None:
+    """Makes an FSDP2 module use the memory that one of its sharded parameters has been given.
+
+    ``state``: its ``FSDPState``. ``FSDPParam.reset_sharded_param``: ``Module.to_empty``, through which torch calls
+    it, empties the whole model. It also pads and pins, so a parameter's local tensor may be another one after it.
+    """
+    for group in _fsdp2_groups(state):
+        for held in group.fsdp_params:
+            if _get(held, "sharded_param") is parameter:
+                _get(held, "reset_sharded_param")()
+
+
 # FSDP1. A handle is a unit's ``FlatParamHandle``: there is no public way to a flat parameter's metadata.
 
 
@@ -252,6 +264,28 @@ def shard_group(handle: Any) -> dist.ProcessGroup:
     """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
     group: dist.ProcessGroup = _get(handle, "process_group")
     return group
+
+
+def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """Under HYBRID_SHARD, the ranks that hold the same shard: ``FullyShardedDataParallel._inter_node_pg``."""
+    return getattr(module, "_inter_node_pg", None)
+
+
+def reshard_flat(handle: Any) -> None:
+    """Frees a unit's unsharded parameters, which the root keeps after a forward without a backward.
+
+    As ``_runtime_utils._reshard`` does: ``FlatParamHandle.needs_unshard``, ``.reshard``, ``.post_reshard``, and
+    ``_prefetched``, which says that they are there already.
+    """
+    if is_sharded(handle) and is_initialized(handle) and not _get(handle, "needs_unshard")():
+        _get(handle, "reshard")(True)
+        _get(handle, "post_reshard")()
+        handle._prefetched = False
+
+
+def is_summoned(handle: Any) -> bool:
+    """Whether ``summon_full_params`` will write over the shards when it ends: ``FlatParamHandle._training_state``."""
+    return str(_get(_get(handle, "_training_state"), "name")) == "SUMMON_FULL_PARAMS"
 
 
 def compute_device(handle: Any) -> torch.device:

@@ -29,6 +29,11 @@ class Fsdp2Unit:
     compute_device: torch.device
     policy: OffloadPolicy
     is_initialized: bool
+    _state: Any
+
+    def follow_materialized(self, parameter: nn.Parameter) -> None:
+        """After one of its parameters was given memory: the unit gathers from there, padded and pinned as it needs."""
+        private.follow_materialized(self._state, parameter)
 
 
 # A model may have a hundred thousand: a frozen one would cost four times as much to make.
@@ -69,6 +74,7 @@ class Fsdp1Unit:
     names: tuple[tuple[str, ...], ...]
     shown: dict[str, torch.Tensor]
     _handle: Any
+    _module: nn.Module
 
     @property
     def flat_name(self) -> str:
@@ -103,6 +109,20 @@ class Fsdp1Unit:
     def group(self) -> dist.ProcessGroup:
         """The shard group."""
         return private.shard_group(self._handle)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Under HYBRID_SHARD, the ranks of all shard groups that hold the same shard."""
+        return private.replica_group(self._module)
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether it is inside of ``summon_full_params``, which writes over its shards at the end."""
+        return private.is_summoned(self._handle)
+
+    def reshard(self) -> None:
+        """Lets go of what a forward without a backward left unsharded."""
+        private.reshard_flat(self._handle)
 
     @property
     def compute_device(self) -> torch.device:
@@ -163,6 +183,11 @@ class HeldModel:
         yield from self.parameters
         yield from self.buffers
 
+    def all_names(self) -> Iterator[tuple[str, ...]]:
+        """All names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
+        yield from (tensor.names for tensor in self.tensors())
+        yield from (names for unit in self.fsdp1_units for names in unit.names)
+
 
 def read(model: nn.Module) -> HeldModel:
     """Any rank may call it alone, before the first forward too."""
@@ -203,7 +228,7 @@ def _fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
         handle = private.flat_handle(own.module)
         if handle is not None and id(handle) not in units:
             names = _names_in_unit(own.prefix, handle)
-            units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, _handle=handle)
+            units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, _handle=handle, _module=own.module)
     return tuple(units.values())
 
 
@@ -221,7 +246,7 @@ def _fsdp2_units(modules: list[private.OwnTensors]) -> dict[int, Fsdp2Unit | Non
     for own in modules:
         if own.fsdp2_state is not None and id(own.fsdp2_state) not in units:
             found = private.fsdp2_unit(own.fsdp2_state)
-            units[id(own.fsdp2_state)] = Fsdp2Unit(*found) if found is not None else None
+            units[id(own.fsdp2_state)] = Fsdp2Unit(*found, own.fsdp2_state) if found is not None else None
     return units
 
 

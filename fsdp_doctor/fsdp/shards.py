@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -52,6 +53,16 @@ class HeldPart:
         shard = shard.view(self.shape)
         for whole, own in self._blocks():
             full[whole] = shard[own]
+
+    def stretches(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(first element in the flattened tensor of that shape, how many) of each stretch, in the shard's order."""
+        last = max((dim for dim, runs in enumerate(self.runs) if runs != (range(shape[dim]),)), default=0)
+        row = math.prod(shape[last + 1 :])
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(last)]
+        for place in itertools.product(*(itertools.chain(*runs) for runs in self.runs[:last])):
+            begin = sum(index * stride for index, stride in zip(place, strides, strict=True))
+            for run in self.runs[last] if self.runs else (range(1),):
+                yield begin + run.start * row, len(run) * row
 
     def _blocks(self) -> Iterator[tuple[Slices, Slices]]:
         """(where it lies in the tensor, where it lies in the shard) of each block."""

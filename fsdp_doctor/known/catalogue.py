@@ -16,7 +16,7 @@ from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.known.signatures import DEVICE, anchor, readings
 from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.verdict.classification import VerdictKind
+from fsdp_doctor.verdict.classification import PROBLEM_ORDER, VerdictKind
 
 _WORD = re.compile(r"[A-Za-z_]{3,}")
 # Words of any message, which make no two alike.
@@ -90,8 +90,7 @@ def of_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], l
 def of_case(case: Case, context: RunContext) -> list[KnownFailure]:
     """What is known of a case of such a run before it runs; first what it is expected to show. With nothing it is ok.
 
-    What ends the extraction comes before what is wrong with its values, and that before what the next training step
-    does.
+    What ends the path comes before what is wrong with its values, and that before what the next training step does.
     """
     expected = [entry for entry in known_failures() if entry.expected_in(case, context)]
     return sorted(expected, key=lambda entry: (_stage(entry), -entry.narrowness(case, context)))
@@ -137,7 +136,9 @@ def _shows(entry: KnownFailure, found: Found) -> bool:
 
 
 def _stage(entry: KnownFailure) -> int:
-    return 0 if entry.verdict in ("crash", "hang", "died", "oom") else 2 if entry.verdict == "poisoned" else 1
+    """When it shows: what ends the path comes first, then the problems in the order in which a verdict tells them."""
+    order: tuple[str, ...] = PROBLEM_ORDER
+    return 1 + order.index(entry.verdict) if entry.verdict in order else 0
 
 
 def _words(text: str) -> set[str]:

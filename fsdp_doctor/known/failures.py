@@ -14,7 +14,8 @@ from fsdp_doctor.known.clues import ClueName
 from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
 from fsdp_doctor.known.signatures import anchor, readings
 from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.matrix.paths import FIX, is_user_path
+from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.matrix.paths import FIXES, find_path, is_user_path
 from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
@@ -29,6 +30,7 @@ class Trigger:
     device: the kinds of device; on the CPU offloading moves nothing, so it is in none that does not name it.
     ranks, shard_group: how many ranks there are, and how many a parameter is sharded over, as version specifiers.
     shards: whether all ranks' shards of a parameter are of one size.
+    direction: of the paths, also where it names none.
     """
 
     values: Mapping[str, tuple[str, ...]]
@@ -36,13 +38,15 @@ class Trigger:
     ranks: SpecifierSet = _ANY_NUMBER
     shard_group: SpecifierSet = _ANY_NUMBER
     shards: tuple[Shards, ...] = ("even", "uneven")
+    direction: tuple[Direction, ...] = ("out",)
 
     def holds(self, case: Case, context: RunContext) -> bool:
         """Whether the case of that run is in the part. The fix is in none that does not name it."""
-        if case.path == FIX and "path" not in self.values:
+        if case.path in FIXES and "path" not in self.values:
             return False
         return (
             context.device_kind in self.device
+            and find_path(case.path, case.scenario.version).direction in self.direction
             and self.ranks.contains(str(context.world_size))
             and self.shard_group.contains(str(context.shard_group(case.scenario)))
             and any(shards in self.shards for shards in context.possible_shards(case.scenario))

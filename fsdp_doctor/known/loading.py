@@ -67,6 +67,7 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
     "ranks": SpecifierSet,
     "shard_group": SpecifierSet,
     "shards": _tuple,
+    "direction": _tuple,
 }
 _READ: dict[str, Callable[[Any], Any]] = {
     "signatures": _patterns,

@@ -76,7 +76,7 @@ def count(device_type: str) -> int:
     """How many ranks this node has a device for. Any number of ranks shares the CPU."""
     import torch
 
-    if device_type in ("cpu", "emulated"):
+    if device_type == "cpu":
         return sys.maxsize
     return int(torch.get_device_module(device_type).device_count())
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fsdp_doctor.errors import CannotRun, DoctorFault, Interrupted
 
 _RANKS_WITHOUT_ACCELERATOR = 2
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,13 @@ class Place:
     world_size: int
     local_rank: int
     num_nodes: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """torchrun's environment variables that say it."""
+        local_world_size = self.world_size // self.num_nodes
+        values = (self.rank, self.world_size, self.local_rank, local_world_size)
+        return dict(zip(_VARIABLES, map(str, values), strict=True))
 
 
 def under_torchrun() -> bool:
@@ -39,7 +47,7 @@ def is_rank_zero() -> bool:
 
 def place() -> Place:
     """Raises CannotRun where the variables are missing or do not fit together."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise CannotRun(
@@ -47,9 +55,9 @@ def place() -> Place:
             "start with torchrun, or set none of them"
         )
     try:
-        rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])
+        rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in _VARIABLES)
     except ValueError:
-        values = ", ".join(f"{name}={os.environ[name]!r}" for name in names[:4])
+        values = ", ".join(f"{name}={os.environ[name]!r}" for name in _VARIABLES)
         raise CannotRun(f"torchrun's variables are not all numbers: {values}") from None
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise CannotRun(

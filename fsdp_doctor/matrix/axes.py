@@ -13,7 +13,18 @@ from typing import Literal, TypeAlias
 from fsdp_doctor.errors import UsageError
 
 AxisName: TypeAlias = Literal[
-    "strategy", "offload", "staging", "model", "dims", "phase", "backend", "sharding", "pinning", "transfer"
+    "strategy",
+    "offload",
+    "staging",
+    "model",
+    "dims",
+    "phase",
+    "backend",
+    "sharding",
+    "pinning",
+    "transfer",
+    "init",
+    "checkpoint",
 ]
 Strategy: TypeAlias = Literal["fsdp2", "fsdp1", "fsdp1-orig"]
 Offload: TypeAlias = Literal[
@@ -36,6 +47,10 @@ Backend: TypeAlias = Literal["mixed", "device-only"]
 Sharding: TypeAlias = Literal["full", "hsdp", "size1"]
 Pinning: TypeAlias = Literal["pinned", "unpinned"]
 Transfer: TypeAlias = Literal["blocking", "nonblocking"]
+Init: TypeAlias = Literal["materialized", "meta"]
+CheckpointFit: TypeAlias = Literal[
+    "exact", "bf16", "fp32", "extra-key", "missing-key", "tied-twice", "tied-once", "other-run", "other-world"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +152,27 @@ AXES: tuple[Axis, ...] = (
         values={
             "blocking": "manual offload waits for its copies",
             "nonblocking": "manual offload copies with non_blocking=True",
+        },
+    ),
+    Axis(
+        name="init",
+        values={
+            "materialized": "before a load the model holds other weights than the checkpoint",
+            "meta": "before a load the model is on the meta device",
+        },
+    ),
+    Axis(
+        name="checkpoint",
+        values={
+            "exact": "the checkpoint has what the model has",
+            "bf16": "it is bfloat16, the model's parameters are float32",
+            "fp32": "it is float32, the model's parameters are bfloat16",
+            "extra-key": "it has a tensor more than the model",
+            "missing-key": "it lacks a tensor of the model",
+            "tied-twice": "it has both names of the tied weight",
+            "tied-once": "it has the tied weight under its first name alone, as safetensors files do",
+            "other-run": "other processes saved it, as many as load it",
+            "other-world": "other processes saved it, of another number",
         },
     ),
 )

@@ -1,8 +1,8 @@
 """Scenarios and cases, and their ids.
 
-A *scenario* is a point on every axis but the extraction path: a model that is built, sharded,
-trained for one step, offloaded and (perhaps) staged. A *case* is a scenario and a path. The id
-of a case spells strategy, offload and staging, then every other axis that is not at its
+A *scenario* is a point on every axis but the path: a model that is built, sharded, perhaps trained,
+offloaded and perhaps staged; and for a path that loads, a checkpoint. A *case* is a scenario and a
+path. The id of a case spells strategy, offload and staging, then every other axis that is not at its
 default, then the path: ``fsdp2/policy/staged/uneven/state_dict``.
 """
 
@@ -19,7 +19,9 @@ from fsdp_doctor.matrix.axes import (
     AXIS,
     AXIS_OF_VALUE,
     Backend,
+    CheckpointFit,
     Dims,
+    Init,
     Model,
     Offload,
     Phase,
@@ -46,6 +48,8 @@ class Scenario:
     sharding: Sharding = "full"
     pinning: Pinning = "pinned"
     transfer: Transfer = "blocking"
+    init: Init = "materialized"
+    checkpoint: CheckpointFit = "exact"
 
     @property
     def id(self) -> str:
@@ -71,6 +75,11 @@ class Scenario:
         return not self.policy and "optimizer" in self.offload
 
     @property
+    def saved_elsewhere(self) -> bool:
+        """Whether other processes save the checkpoint than those that load it."""
+        return self.checkpoint in ("other-run", "other-world")
+
+    @property
     def contradiction(self) -> str:
         """Why no model can be on all these points at once; empty if one can."""
         if self.pinning == "unpinned" and not (self.policy and self.version == 2):
@@ -79,6 +88,18 @@ class Scenario:
             return "only a manual offload can be non-blocking"
         if self.dims == "uneven" and self.model == "custom":
             return "the dimensions of a model given with --model are its own"
+        if self.checkpoint in ("tied-twice", "tied-once") and self.model not in ("qwen3-tied", "custom"):
+            return f"only a model with tied weights has a checkpoint that is {self.checkpoint}"
+        return self._contradiction_on_meta if self.init == "meta" else ""
+
+    @property
+    def _contradiction_on_meta(self) -> str:
+        if self.version == 1:
+            return "FullyShardedDataParallel materializes a model when it wraps it"
+        if self.phase == "trained":
+            return "a model on the meta device has not been trained"
+        if self.param_offload or self.staging == "staged":
+            return "there is nothing on the meta device that could be moved"
         return ""
 
     @property
@@ -89,7 +110,7 @@ class Scenario:
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A scenario and an extraction path.
+    """A scenario and a path.
 
     path: a name of the table of paths, or the user's ``module:function``.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
+
+from typing_extensions import Unpack
 
 PromisedForm = Literal["full", "sharded", "flat", "info", "optimizer"]
 PromisedDevice = Literal["compute", "cpu", "parameter", "any"]
@@ -12,11 +14,20 @@ PromisedDtype = Literal["master", "compute", "any"]
 PromisedRanks = Literal["all", "rank0"]
 PromisedKeys = Literal["state_dict", "parameters"]
 PromisedWeights = Literal["own", "merged", "adapter"]
+Direction = Literal["out", "in"]
+GivenForm = Literal["full", "sharded", "dcp", "rank_files"]
+Loads = Literal["model", "optimizer", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What a path promises. ``case/verification.py`` holds every yielded tensor against it.
+    """What a path promises, one that extracts or one that loads.
+
+    direction: ``out`` for a path that extracts. ``case/verification.py`` holds every yielded tensor against the rest
+        of the contract. ``in`` for one that loads; ``case/loaded_state.py`` holds every shard of the model against
+        the checkpoint.
+
+    Of a path that extracts:
 
     form: ``full`` unsharded tensors; ``sharded`` DTensors or ShardedTensors whose local part is
         this rank's shard; ``flat`` FSDP1's flat shards, and full tensors in a shard group of one,
@@ -32,6 +43,15 @@ class Contract:
     weights: of a model with LoRA adapters, ``own`` its tensors as they are, under their own names;
         ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
         adapter alone, named as in peft's files.
+
+    Of a path that loads, ``ranks`` and ``weights`` say what it is given, and:
+
+    given: what its argument ``state`` is. ``full`` unsharded host tensors by name; ``sharded`` tensors as this
+        strategy's sharded state dict has them; ``dcp`` the directory of a distributed checkpoint; ``rank_files`` a
+        directory with a file of ``torch.save`` for each rank.
+    loads: the weights, the optimizer's state, or both: then ``state`` is a mapping with ``model`` and ``optimizer``.
+    strict: whether a checkpoint whose names do not fit is an error. Otherwise what fits is loaded, and of what the
+        checkpoint lacks the path returns the names, as ``load_state_dict`` does.
     """
 
     form: PromisedForm = "full"
@@ -40,38 +60,58 @@ class Contract:
     ranks: PromisedRanks = "all"
     keys: PromisedKeys = "state_dict"
     weights: PromisedWeights = "own"
+    direction: Direction = "out"
+    given: GivenForm = "full"
+    loads: Loads = "model"
+    strict: bool = True
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def promises(
-    *,
-    device: PromisedDevice = "compute",
-    dtype: PromisedDtype = "master",
-    ranks: PromisedRanks = "all",
-    keys: PromisedKeys = "state_dict",
-    weights: PromisedWeights = "own",
-) -> Callable[[_Function], _Function]:
-    """Declares what an extraction function of your own promises; see :class:`Contract`.
+class Promises(TypedDict, total=False):
+    """The words that a contract of one's own can have; see :class:`Contract`."""
 
-    Without it ``--path module:function`` is held to full tensors on the compute device, in the
-    parameters' own dtype, under every name of the state dict, on every rank.
+    device: PromisedDevice
+    dtype: PromisedDtype
+    ranks: PromisedRanks
+    keys: PromisedKeys
+    weights: PromisedWeights
+    direction: Direction
+    given: GivenForm
+    loads: Loads
+    strict: bool
 
-    Raises ValueError for a word that a contract does not have.
+
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "device": get_args(PromisedDevice),
+    "dtype": get_args(PromisedDtype),
+    "ranks": get_args(PromisedRanks),
+    "keys": get_args(PromisedKeys),
+    "weights": get_args(PromisedWeights),
+    "direction": get_args(Direction),
+    "given": get_args(GivenForm),
+    "loads": get_args(Loads),
+    "strict": (True, False),
+}
+
+
+def promises(**words: Unpack[Promises]) -> Callable[[_Function], _Function]:
+    """Declares what a path of your own promises; see :class:`Contract`.
+
+    Without it ``--path module:function`` is held to extract full tensors on the compute device, in the
+    parameters' own dtype, under every name of the state dict, on every rank. A loader says ``direction="in"``.
+
+    Raises TypeError for a name, ValueError for a word that a contract does not have.
     """
-    for value, words in (
-        (device, PromisedDevice),
-        (dtype, PromisedDtype),
-        (ranks, PromisedRanks),
-        (keys, PromisedKeys),
-        (weights, PromisedWeights),
-    ):
-        if value not in get_args(words):
-            raise ValueError(f"unknown value {value!r}; use one of {', '.join(get_args(words))}")
+    for name, value in words.items():
+        if name not in _WORDS:
+            raise TypeError(f"promises() has no {name!r}; it has {', '.join(_WORDS)}")
+        if value not in _WORDS[name]:
+            raise ValueError(f"unknown value {value!r}; use one of {', '.join(map(str, _WORDS[name]))}")
 
     def mark(function: _Function) -> _Function:
-        function.contract = Contract(device=device, dtype=dtype, ranks=ranks, keys=keys, weights=weights)  # type: ignore[attr-defined]
+        function.contract = Contract(**words)  # type: ignore[attr-defined]
         return function
 
     return mark

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fsdp_doctor.probe.conductor import Conductor
+    from fsdp_doctor.probe.savers import Savers
     from fsdp_doctor.probe.supervisor import Interruption
 
 _GOODBYE_SECONDS = 10.0
@@ -45,12 +46,14 @@ def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
     from fsdp_doctor.probe.conductor import Conductor
     from fsdp_doctor.probe.job import Job, Limits, share_job
+    from fsdp_doctor.probe.savers import Savers, number_of_savers
     from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
     devices.load(device, asked=options.device.type)
-    report = first_report(options, place, device)
+    saved_by = number_of_savers(options.saved_by, place.world_size, device.type)
+    report = first_report(options, place, device, saved_by)
     writer = ReportWriter(report, options.cases, options.outputs)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
@@ -64,9 +67,10 @@ def conduct(options: ProbeOptions) -> int:
         start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
     )
     share_job(store, job, limits)
+    savers = Savers(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(Conductor(supervisor), writer, options, run_context(report, device))
+        return _run(Conductor(supervisor), savers, writer, options, run_context(report, device))
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -123,7 +127,7 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
-def _run(conductor: Conductor, writer: ReportWriter, options: ProbeOptions, context: RunContext) -> int:
+def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: ProbeOptions, context: RunContext) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
     from fsdp_doctor.probe import session
 
@@ -135,7 +139,12 @@ def _run(conductor: Conductor, writer: ReportWriter, options: ProbeOptions, cont
             writer.open(ready.environment if ready else {})
         with Progress(len(numbers)) as progress:
             for result in session.results(
-                conductor, options.cases, numbers, world_size=context.world_size, confirm=options.confirm
+                conductor,
+                options.cases,
+                numbers,
+                savers=savers,
+                world_size=context.world_size,
+                confirm=options.confirm,
             ):
                 writer.add(recognized(result, context))
                 progress.add(result)

@@ -11,7 +11,7 @@ from fsdp_doctor.verdict.records import Stage
 # Before the first record of a case, or of a worker that is starting, there is no stage yet.
 RoundStage: TypeAlias = Stage | Literal["start"]
 # What takes long because the model is large, and not because something is stuck.
-_GROWING_STAGES: tuple[RoundStage, ...] = ("start", "build", "reference", "fingerprint", "verify")
+_GROWING_STAGES: tuple[RoundStage, ...] = ("start", "checkpoint", "build", "reference", "fingerprint", "verify")
 _LEAST, _MOST = 5.0, 30.0
 _TIMES_THE_LONGEST = 4.0
 

@@ -27,8 +27,8 @@ ON_THE_EMULATED_DEVICE = (
 EAGER = "Late completion is off: non-blocking copies finished at once, so no race of theirs can show."
 
 
-def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice) -> Report:
-    """``device`` is the one that the run has, which ``options`` may leave to be found.
+def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
+    """``device`` and ``saved_by`` are what the run has, which ``options`` may leave to be found.
 
     Raises UsageError where the earlier report's results cannot stand beside this run's.
     """
@@ -41,7 +41,7 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice) 
         num_selected=len(options.cases),
         environment=without_torch(options.host_name),
         rerun_options=_rerun_options(options, place),
-        notes=_notes(device),
+        notes=(*_notes(device), *_on_savers(options, saved_by)),
     )
     earlier = options.resume_from
     if earlier is None:
@@ -90,6 +90,13 @@ def _notes(device: RunDevice) -> tuple[str, ...]:
     return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
 
 
+def _on_savers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
+    """The number of ranks that no id of a case tells."""
+    if not saved_by or all(case.scenario.checkpoint != "other-world" for case in options.cases):
+        return ()
+    return (f"A checkpoint of other-world is saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}.",)
+
+
 def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
     """What a command that runs one case alone needs besides the case."""
     words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
@@ -101,6 +108,8 @@ def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
         words += ["--no-late-completion"]
     if options.model is not None:
         words += ["--model", home_as_tilde(str(options.model))]
+    if options.saved_by is not None:
+        words += ["--saved-by", str(options.saved_by)]
     if options.host_memory is not None:
         words += ["--host-memory", str(options.host_memory)]
     return shlex.join(words)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.verdict.records import Stop
+
+# What a worker does with each case whose number comes in: run it, or save the checkpoint that it is given.
+Task: TypeAlias = Literal["run", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartWorker:
     """Start the rank's worker of a new generation.
 
-    generation: its number in this run. backend: what the worker's process groups are made with.
+    generation: its number in this run among those with the same task. backend: what the worker's process groups are
+        made with.
     """
 
     generation: int
     backend: Backend
+    task: Task = "run"
 
 
 @dataclass(frozen=True, kw_only=True)

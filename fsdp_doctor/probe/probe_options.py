@@ -22,6 +22,7 @@ class ProbeOptions:
     timeout, start_timeout, grace: seconds for a stage of a case (None follows what the stages of the run
     have taken), for starting workers and building a model, and for the other ranks once one is in trouble.
     host_memory: bytes that a worker may hold, None for no limit.
+    saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
     outputs: files to write, by format. expect: what the verdicts are held against.
     """
 
@@ -32,6 +33,7 @@ class ProbeOptions:
     start_timeout: float = 300.0
     grace: float = 5.0
     host_memory: int | None = None
+    saved_by: int | None = None
     confirm: bool = False
     format: Format | Literal["auto"] = "auto"
     outputs: Mapping[Format, pathlib.Path] = dataclasses.field(default_factory=dict)

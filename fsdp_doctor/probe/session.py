@@ -11,11 +11,12 @@ from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.probe.conductor import Conductor
+from fsdp_doctor.probe.savers import Savers
 from fsdp_doctor.report.document import CaseResult, result_of
 from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport, Stage
 
-_BEFORE_THE_PATH: tuple[Stage, ...] = ("build", "reference", "offload", "staging")
+_BEFORE_THE_PATH: tuple[Stage, ...] = ("checkpoint", "build", "reference", "offload", "staging")
 
 
 def results(
@@ -23,6 +24,7 @@ def results(
     cases: Sequence[Case],
     numbers: Sequence[int],
     *,
+    savers: Savers,
     world_size: int,
     confirm: bool,
 ) -> Iterator[CaseResult]:
@@ -33,6 +35,9 @@ def results(
         built = (case.scenario, find_path(case.path, case.scenario.version).without_mesh)
         if built in unbuildable:
             yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
+            continue
+        if (lacking := savers.result_without(number)) is not None:
+            yield lacking
             continue
         result = _examine(conductor, number, case, world_size)
         if confirm and result.verdict.bad:

@@ -105,7 +105,7 @@ class Supervisor:
         assert worker is not None
         assert round_ is not None
         if not worker.settled:
-            self._watch_memory(worker)
+            worker.keep_within(self.limits.host_bytes)
             self._watch_activity(worker, round_)
         if worker.in_trouble and not self._told_trouble:
             self._told_trouble = True
@@ -149,14 +149,6 @@ class Supervisor:
             self._worker.pump(seconds)
         else:
             time.sleep(seconds)
-
-    def _watch_memory(self, worker: WorkerProcess) -> None:
-        limit = self.limits.host_bytes
-        if limit is None:
-            return
-        resident = worker.resident_bytes()
-        if resident > limit:
-            worker.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {limit >> 20} MiB")
 
     def _watch_activity(self, worker: WorkerProcess, round_: Round) -> None:
         """Tells the conductor now and then for how long the worker has done nothing."""

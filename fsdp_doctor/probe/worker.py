@@ -63,7 +63,7 @@ def import_what_workers_need() -> None:
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
-    """The whole life of a worker: join, say Ready, run the cases whose numbers come in, until it is ended.
+    """The whole life of a worker: join, say Ready, do its task with the cases whose numbers come in, until it is ended.
 
     What keeps it from joining through no fault of ours is Refused; any other exception ends it.
     """
@@ -71,6 +71,9 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
     warnings.filterwarnings("ignore")
     sys.path.insert(0, os.getcwd())
+    if start.task == "save":
+        # Its place is another than that of the supervisor that it is forked from.
+        os.environ |= place.variables
 
     def send(message: Message) -> None:
         ends.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
@@ -80,9 +83,10 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     except FsdpDoctorError as error:
         send(Refused(reason=str(error), exit_code=error.exit_code))
         return
+    perform = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:
         for number in numbers:
-            runner.examine(job.cases[int(number)])
+            perform(job.cases[int(number)])
 
 
 def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner:
@@ -98,7 +102,7 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
         models.check_directory(job.custom_model)
     store, _, _ = next(dist.rendezvous("env://"))
     joined = runtime.start(
-        dist.PrefixStore(f"generation/{start.generation}", store),
+        dist.PrefixStore(f"{start.task}/{start.generation}", store),
         place=place,
         run_device=job.device,
         backend=start.backend,

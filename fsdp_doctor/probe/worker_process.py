@@ -145,8 +145,16 @@ class WorkerProcess:
         """Whether a signal stopped the worker, so that it must be woken to tell its stack."""
         return "stopped" in _process_state(self.pid)
 
-    def resident_bytes(self) -> int:
-        """The worker's resident memory; 0 once it is gone."""
+    def keep_within(self, host_bytes: int | None) -> None:
+        """Stops a worker whose resident memory is more than that."""
+        if host_bytes is None:
+            return
+        resident = self._resident_bytes()
+        if resident > host_bytes:
+            self.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {host_bytes >> 20} MiB")
+
+    def _resident_bytes(self) -> int:
+        """0 once the worker is gone."""
         try:
             with open(f"/proc/{self.pid}/statm") as statm:
                 return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,7 @@ from fsdp_doctor.report.layout import bytes_text, fixes, seconds_text
 
 def render(report: Report) -> str:
     fix_of = fixes(report)
-    return "".join(_line(result, fix_of.get(result.case.scenario)) + "\n" for result in report.results)
+    return "".join(_line(result, fix_of.get(result.case)) + "\n" for result in report.results)
 
 
 def _line(result: CaseResult, fix: CaseResult | None) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
+from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.paths import PATH_NAMES, fix_for
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NEUTRAL
 
@@ -53,9 +53,11 @@ def grids(report: Report) -> list[Grid]:
     ]
 
 
-def fixes(report: Report) -> dict[Scenario, CaseResult]:
-    """What the fix did in each scenario, where it ran."""
-    return {result.case.scenario: result for result in report.results if result.case.path == FIX}
+def fixes(report: Report) -> dict[Case, CaseResult]:
+    """By case, what the fix for its path did in the same scenario, where it ran."""
+    results = {result.case: result for result in report.results}
+    fix_of = {case: Case(case.scenario, fix_for(case.path, case.scenario.version)) for case in results}
+    return {case: results[fix] for case, fix in fix_of.items() if fix in results}
 
 
 def summary(report: Report) -> str:

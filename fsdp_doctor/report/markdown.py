@@ -103,16 +103,16 @@ def _comparison(report: Report) -> list[str]:
     if not fix_of:
         return []
     lines = [
-        "**full_tensors, the fix, in each scenario**",
+        "**The fix in each scenario**",
         "",
-        "| scenario | fix | time | peak extra | paths ok |",
+        "| fix | verdict | time | peak extra | paths ok |",
         "|---|---|---|---|---|",
     ]
-    for scenario, fix in fix_of.items():
-        others = [r for r in report.results if r.case.scenario == scenario and r is not fix]
+    for fix in {id(fix): fix for fix in fix_of.values()}.values():
+        others = [r for r in report.results if fix_of.get(r.case) is fix and r is not fix]
         worked = sum(r.verdict.kind == "ok" for r in others)
         lines.append(
-            f"| {scenario.id} | {fix.verdict.kind} | {seconds_text(fix.seconds)} "
+            f"| {fix.id} | {fix.verdict.kind} | {seconds_text(fix.seconds)} "
             f"| {bytes_text(fix.peak_extra_bytes)} | {worked} of {len(others)} |"
         )
     return [*lines, ""]

@@ -142,7 +142,7 @@ def _side_by_side(report: Report) -> Table:
         table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")
     fix_of = fixes(report)
     for result in report.results:
-        fix = fix_of.get(result.case.scenario)
+        fix = fix_of.get(result.case)
         if fix is None or fix is result or result.verdict.kind in ("unsupported", "skipped"):
             continue
         table.add_row(

@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import find_path
-from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.repro.patterns import pattern_of
 from fsdp_doctor.verdict.classification import VerdictKind
 
-_DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
-# What torch lists at the end of a message: other models and ranks, other lists.
-_LIST = re.compile(r": \[\(.*$", re.DOTALL)
-_NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-_CHANGED = "the extraction changed"
+# What a script does not compare.
+_UNSEEN = re.compile(
+    r"the extraction changed \d+ of \d+ parts of the training state|requires_grad is \w+ where it was \w+"
+    r"|the next training step ends otherwise than that of a run which had this state from the start"
+)
 _CATALOGUE = "its catalogue"
 
 
@@ -30,7 +30,8 @@ _CATALOGUE = "its catalogue"
 class Expectation:
     """What to see.
 
-    kind: the verdict. message: a regular expression over the exception's ``Type: message``; empty for none.
+    kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over what the script
+    itself says of values; empty for none.
     title: in words. references: of the catalogue's entry. source: where it is known from. versions: by package.
     """
 
@@ -64,7 +65,7 @@ def expected(case: Case) -> Expectation:
 
 
 def _check_that_a_script_can_see(case: Case, kind: VerdictKind) -> None:
-    """Raises UsageError for values of the optimizer's state: a script has nothing to compare them with."""
+    """Raises UsageError for extracted values of the optimizer's state: a script has nothing to compare them with."""
     if kind == "wrong" and find_path(case.path, case.scenario.version).contract.form == "optimizer":
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 
@@ -85,42 +86,17 @@ def reported(case: Case, report: Report) -> Expectation:
         raise UsageError(f"the report has no case {case.id!r}")
     if not result.verdict.bad and result.verdict.kind != "ok":
         raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
-    if _CHANGED in result.verdict.reason:
-        raise UsageError(f"case {case.id!r}: that {_CHANGED} the training state, the doctor alone can see")
+    if found := _UNSEEN.search(result.verdict.reason):
+        raise UsageError(f"case {case.id!r}: that {found[0]}, the doctor alone can see")
     if report.world_size != 2 and case.scenario.sharding != "hsdp":
         raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
     _check_that_a_script_can_see(case, result.verdict.kind)
     known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
     return Expectation(
         kind=result.verdict.kind,
-        message=_message(result) or _entries(result),
+        message=pattern_of(result),
         title=known.title if known is not None else "",
         references=known.references if known is not None else (),
         source=f"a run on {report.world_size} ranks of {report.device}",
         versions=report.environment.get("packages") or {},
     )
-
-
-def _message(result: CaseResult) -> str:
-    """The exception of the first rank that the verdict names, as an expression that any device matches."""
-    if result.verdict.kind not in ("crash", "poisoned", "oom"):
-        return ""
-    for report in sorted(result.ranks, key=lambda report: report.rank not in result.verdict.ranks):
-        if report.record is not None and (failure := report.record.failure) is not None:
-            if failure.type == "FloatingPointError":
-                # The doctor's own, of a loss that is nan.
-                return ""
-            text = _LIST.sub("", f"{failure.type}: {signatures.one_line(failure.message)}")
-            pieces = (re.escape(piece).replace(r"\ ", " ") for piece in _DEVICE.split(text))
-            return _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
-    return ""
-
-
-def _entries(result: CaseResult) -> str:
-    """How many entries are bad and which come first, where the reason is one sentence over all of them."""
-    match = _NAMED.search(result.verdict.reason)
-    if result.verdict.kind not in ("wrong", "misplaced", "incomplete") or match is None:
-        return ""
-    names = match["names"].split(", ")
-    count = len(names) + int(match["more"] or 0)
-    return re.escape(f"{count} entries: {', '.join(names)}").replace(r"\ ", " ")

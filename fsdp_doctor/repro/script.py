@@ -12,6 +12,7 @@ from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import signatures
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.repro.expectation import Expectation
 from fsdp_doctor.repro.pruning import prune
@@ -19,6 +20,8 @@ from fsdp_doctor.repro.pruning import prune
 _ROOM = pathlib.Path(__file__).parent
 _PATHS = _ROOM.parent / "case" / "paths"
 _WIDTH = 100
+_TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.py.jinja"}
+_SEEN_IN_VALUES = ("ok", "wrong", "incomplete", "misplaced", "poisoned")
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
 
 
@@ -32,15 +35,17 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     # Read, not imported: that would take torch. What of it the path does not use is pruned.
     path_module = (_PATHS / f"{module}.py").read_text(encoding="utf-8")
     packages = ("torch", "transformers", *(("peft",) if case.scenario.model == "qwen3-lora" else ()))
-    text = _TEMPLATES.get_template("script.py.jinja").render(
+    text = _TEMPLATES.get_template(_TEMPLATE[path.direction]).render(
         case=case,
         scenario=case.scenario,
         contract=path.contract,
         with_mesh=not path.without_mesh,
         offloads=path.offloads,
+        optimizer_first=path.optimizer_first,
         path_module=path_module,
-        call=_call(path_module, function),
+        call=_call(path_module, function, path.direction),
         compares=_compares(case, path, expectation),
+        asks_others=_asks_others(case, path, expectation),
         expected=expectation,
         message=_literal(expectation.message.replace(signatures.DEVICE, r"\S+?")),
         file_name=name,
@@ -50,22 +55,32 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     return prune(text)
 
 
-def _call(module: str, function: str) -> str:
-    """The expression that (name, value) pairs come from: a path yields them, or returns a mapping."""
+def _call(module: str, function: str, direction: Direction) -> str:
+    """The expression that loads; or that (name, value) pairs come from: a path yields them, or returns a mapping."""
     definitions = [node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)]
     definition = next(node for node in definitions if node.name == function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
     arguments = ", ".join(argument.arg for argument in definition.args.args)
-    return f"{function}({arguments})" + ("" if yields else ".items()")
+    return f"{function}({arguments})" + ("" if yields or direction == "in" else ".items()")
 
 
 def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
     """Whether values are held against the true ones: not where the case raises, but where a copy may have lost them."""
     if path.contract.form == "flat":
         return False
+    if path.direction == "in":
+        # A message says enough: with which exception every rank refuses, or of what the next step dies.
+        told = expectation.kind in ("ok", "poisoned") and bool(expectation.message)
+        return expectation.kind in _SEEN_IN_VALUES and not told
     if expectation.kind == "poisoned":
         return case.scenario.transfer == "nonblocking"
     return expectation.kind not in ("leak", "crash", "oom", "died")
+
+
+def _asks_others(case: Case, path: Path, expectation: Expectation) -> bool:
+    """Whether an exception is a refusal, where every rank raises one: of a checkpoint that does not fit."""
+    fits = path.direction == "out" or case.scenario.checkpoint == "exact"
+    return not fits and expectation.kind in ("ok", "crash")
 
 
 def _standing_alone(case: Case) -> Path:

@@ -33,15 +33,15 @@ VerdictKind = Literal[
 ]
 
 MEANING: dict[VerdictKind, str] = {
-    "ok": "every value as it should be, on every rank; training goes on; memory given back",
+    "ok": "every value as it should be, on every rank; training goes on; or every rank refused what does not fit",
     "wrong": "a value, shape or form differs from the reference",
-    "incomplete": "names are missing or superfluous, or a rank that was promised data got none",
+    "incomplete": "names are missing or superfluous, a rank got no data, or something was not loaded",
     "misplaced": "another device or dtype than promised",
     "crash": "raised an exception",
     "hang": "did not end before the deadline; every rank's stack is in the report",
     "died": "a process ended in the middle: a signal or an exit",
     "oom": "ran out of device or host memory",
-    "poisoned": "the extraction worked, the next training step fails or starts from other weights",
+    "poisoned": "the path worked, the next training step fails, or starts or ends with other weights",
     "leak": "memory was not given back",
     "unsupported": "cannot be built here; the reason says why",
     "skipped": "not run, because its scenario already failed before any path could run",
@@ -51,9 +51,11 @@ MEANING: dict[VerdictKind, str] = {
 NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 
 # Where the doctor works, and not the case.
-_OWN_STAGES = ("reference", "fingerprint", "verify")
+_OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
+# Where the path under test is at work.
+_PATH_STAGES = ("extract", "load")
 
-_PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
+PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
 
 _CASCADE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"
@@ -156,7 +158,7 @@ def _events(report: RankReport) -> list[_Event]:
         failure = record.failure
         cascade = is_cascade(failure) or record.stage == "agree"
         kind = _kind_of(failure, record.stage)
-        before = "" if kind != "crash" or record.stage == "extract" else f"{record.stage}: "
+        before = "" if kind != "crash" or record.stage in _PATH_STAGES else f"{record.stage}: "
         events.append(_Event(failure.time, report.rank, kind, before + failure.summary, cascade))
     if report.exit:
         kind = "oom" if report.oom_killed else "died"
@@ -222,7 +224,7 @@ def _standing(report: RankReport) -> str:
 def _in_stage(report: RankReport) -> str:
     if report.record is None:
         return " before the case began"
-    return "" if report.record.stage == "extract" else f" ({report.record.stage})"
+    return "" if report.record.stage in _PATH_STAGES else f" ({report.record.stage})"
 
 
 def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
@@ -269,7 +271,7 @@ def _problems(reports: Sequence[RankReport]) -> list[_Found]:
 
 
 def _severity(kind: ProblemKind) -> int:
-    return _PROBLEM_ORDER.index(kind)
+    return PROBLEM_ORDER.index(kind)
 
 
 def _from_records(reports: Sequence[RankReport]) -> Verdict:
@@ -280,7 +282,8 @@ def _from_records(reports: Sequence[RankReport]) -> Verdict:
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     if not found:
-        return Verdict(kind="ok")
+        refusal = next((r.record.refusal for r in reports if r.record and r.record.refusal), "")
+        return Verdict(kind="ok", reason=f"refused on every rank: {refusal}" if refusal else "")
     worst = found[0]
     return Verdict(
         kind=worst.kind,

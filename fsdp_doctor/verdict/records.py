@@ -14,14 +14,16 @@ from typing import Any, Literal
 from fsdp_doctor.machine.environment import EnvironmentFacts
 
 Stage = Literal[
+    "checkpoint",  # what a load is given is made: the doctor's own work
     "build",  # the model is built, sharded and (phase trained) trained for two steps
     "reference",  # the shards are joined by hand
     "offload",  # the framework's manual offload
     "staging",  # verl's load_fsdp_model_to_gpu
     "fingerprint",  # the training state is read, before the path and after it: the doctor's own work
     "extract",  # the path runs, and its tensors are read to the host
-    "verify",  # what was read is compared with the reference: the doctor's own work
-    "agree",  # the ranks tell one another how the extraction ended
+    "load",  # the path loads
+    "verify",  # what was read, or loaded, is compared with what it should be: the doctor's own work
+    "agree",  # the ranks tell one another how the path ended
     "next step",  # one more training step
 ]
 
@@ -50,9 +52,22 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The type and the first line of the message."""
-        first = self.message.strip().splitlines()[:1]
-        return f"{self.type}: {first[0]}" if first else self.type
+        """The type and the first line of the message; where that only announces what follows, the next one too.
+
+        Of a message that carries another exception's traceback, that exception.
+        """
+        if carried := _carried(self.message):
+            return f"{self.type}: {carried}"
+        lines = [line.strip() for line in self.message.strip().splitlines()[:2]]
+        if not lines:
+            return self.type
+        return f"{self.type}: {' '.join(lines) if lines[0].endswith(':') else lines[0]}"
+
+
+def _carried(message: str) -> str:
+    """The first exception whose traceback a message carries, as torch's CheckpointException does; empty without one."""
+    _, _, traceback = message.partition("Traceback (most recent call last):")
+    return next((line for line in traceback.splitlines()[1:] if line and not line[0].isspace()), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +78,10 @@ class Record:
     seconds: time spent inside the path, synchronized with the device at both ends.
     peak_extra_bytes: device memory that the path had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
-    num_tensors: how many entries the path yielded on this rank so far.
+    num_tensors: how many entries the path yielded on this rank so far; of a load, how many were checked after it.
     yielded: once the path is through, how many of each form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
+    refusal: the exception with which every rank refused a checkpoint that does not fit; empty where none did.
     retire: what the path left behind in the process that could not be undone, so that no other case
         may run in it; empty if there is nothing.
     """
@@ -80,6 +96,7 @@ class Record:
     num_tensors: int | None = None
     yielded: dict[str, int] = dataclasses.field(default_factory=dict)
     healthy: bool = True
+    refusal: str = ""
     retire: str = ""
     done: bool = False
 

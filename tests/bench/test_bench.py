@@ -58,7 +58,7 @@ def test_each_row_has_its_time_its_bytes_its_ratio_and_its_memory(emulated: tupl
         assert (row["ratio"] is None) == (row["path"] in ("full_state_dict", "get_model_state_dict.full+cpu"))
     # The small shape's parameters in bf16, the tied one once.
     assert whole == 2 * (4096 * 256 + 4 * (3 * 256 * 768 + 2 * 256 * 256 + 2 * 256 * 128 + 2 * 256 + 2 * 32) + 256)
-    assert all(rate > 0 for rate in report["links"].values())
+    assert all(rate > 0 for name, rate in report["links"].items() if name not in ("host_copy", "page_cache"))
 
 
 def test_the_table_has_a_line_for_each_row(emulated: tuple[Run, dict[str, Any]]) -> None:

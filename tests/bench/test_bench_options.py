@@ -16,6 +16,10 @@ from support.inside import doctor
         (("--path", "telepathy"), "fsdp2 has no path 'telepathy' to measure"),
         (("--repeat", "0"), "--repeat must be more than 0"),
         (("--layers", "-1"), "--layers must be more than 0"),
+        (("--direction", "up"), "--direction: unknown value 'up'; use one of out, in"),
+        (("--source", "files"), "--source says where a load is from: use it with --direction in"),
+        (("--direction", "in", "--source", "tape"), "--source: unknown value 'tape'; use one of rank0, ranks, files"),
+        (("--direction", "in", "--path", "full_tensors"), "no path 'full_tensors' to load by; use one of load_full"),
         (("--device", "tpu"), "--device: unknown value 'tpu'; use one of auto"),
     ],
 )

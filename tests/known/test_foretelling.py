@@ -97,7 +97,8 @@ def test_what_is_foretold_depends_on_torch_device_and_ranks(
 
 def test_nothing_that_offloading_causes_is_foretold_on_the_cpu() -> None:
     context = RunContext(device="cpu")
-    found = {entry.id for case in select(Selection(full=True, fix=True)) for entry in of_case(case, context)}
+    cases = select(Selection(directions=("out",), full=True, fix=True))
+    found = {entry.id for case in cases for entry in of_case(case, context)}
     assert found == {
         "summon-full-params-noop-on-fsdp2",
         "uneven-from-local-over-gloo",
@@ -110,4 +111,6 @@ def test_every_entry_of_a_race_waits_for_a_non_blocking_copy() -> None:
     races = [entry for entry in known_failures() if entry.race]
     assert len(races) > 3
     for entry in races:
-        assert all(trigger.values["transfer"] == ("nonblocking",) for trigger in entry.triggers), entry.id
+        for trigger in entry.triggers:
+            in_the_path = trigger.values["path"] == ("to_empty.broadcast",)  # It offloads after the load.
+            assert in_the_path or trigger.values["transfer"] == ("nonblocking",), entry.id

@@ -7,7 +7,7 @@ import pytest
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.paths import FIX, paths_for
+from fsdp_doctor.matrix.paths import FIX, FIXES, find_path, fix_for, paths_for
 from fsdp_doctor.matrix.selection import Selection, select
 
 
@@ -19,14 +19,14 @@ def values(cases, axis):
     return {getattr(case.scenario, axis) for case in cases}
 
 
-def test_the_default_matrix_is_both_strategies_all_offloads_and_stagings_and_every_path():
-    cases = select(Selection())
+def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
+    cases = select(Selection(directions=("out",)))
     expected = {
         (strategy, offload, staging, path.name)
         for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values
-        for path in paths_for(Scenario(strategy=strategy, offload=offload, staging=staging))
+        for path in paths_for(Scenario(strategy=strategy, offload=offload, staging=staging), "out")
         if not path.is_fix
     }
     found = [(c.scenario.strategy, c.scenario.offload, c.scenario.staging, c.path) for c in cases]
@@ -35,6 +35,37 @@ def test_the_default_matrix_is_both_strategies_all_offloads_and_stagings_and_eve
     for axis in AXES:
         if not axis.always_in_id:
             assert values(cases, axis.name) == {axis.default}
+
+
+def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_what_only_a_load_has():
+    cases = select(Selection(directions=("in",)))
+    plain = {c for c in cases if c.scenario.init == "materialized" and c.scenario.checkpoint == "exact"}
+    assert {c.scenario for c in plain} == {
+        Scenario(strategy=strategy, offload=offload, staging=staging, phase="fresh")
+        for strategy in ("fsdp2", "fsdp1")
+        for offload in AXIS["offload"].values
+        for staging in AXIS["staging"].values
+    }
+    for scenario in {c.scenario for c in plain}:
+        expected = {path.name for path in paths_for(scenario, "in") if not path.is_fix}
+        assert {c.path for c in plain if c.scenario == scenario} == expected
+    others = set(cases) - plain
+    assert values(others, "init") == {"materialized", "meta"}
+    assert values(others, "checkpoint") == set(AXIS["checkpoint"].values)
+
+
+def test_the_directions_together_are_the_default_matrix():
+    out, into = select(Selection(directions=("out",))), select(Selection(directions=("in",)))
+    assert not set(out) & set(into)
+    assert set(select(Selection())) == {*out, *into}
+    assert {find_path(c.path, c.scenario.version).direction for c in into} == {"in"}
+
+
+def test_a_path_that_extracts_is_in_no_scenario_that_only_a_load_has():
+    only_loading = [
+        c for c in select(Selection(full=True)) if c.scenario.init == "meta" or c.scenario.checkpoint != "exact"
+    ]
+    assert {find_path(c.path, c.scenario.version).direction for c in only_loading} == {"in"}
 
 
 def test_full_has_every_value_of_every_axis_but_the_custom_model():
@@ -132,10 +163,11 @@ def test_a_case_given_twice_runs_once():
 
 def test_fix_adds_the_fix_once_to_each_scenario():
     without, with_fix = select(Selection()), select(Selection(fix=True))
-    added = [case for case in with_fix if case.path == FIX]
-    assert [case for case in with_fix if case.path != FIX] == without
+    added = [case for case in with_fix if case.path in FIXES]
+    assert [case for case in with_fix if case.path not in FIXES] == without
+    assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
-    assert len(added) == len({case.scenario for case in added})
+    assert {(c.scenario, fix_for(c.path, c.scenario.version)) for c in without} == {(c.scenario, c.path) for c in added}
 
 
 def test_fix_joins_cases_given_by_id():
@@ -148,13 +180,18 @@ def test_the_fix_can_be_named_as_a_path():
 
 
 def test_fix_stays_beside_what_an_expression_leaves_and_nowhere_else():
-    found = ids(expression="fsdp2 and policy+param and staged and not optimizer and dcp", fix=True)
+    expression = "fsdp2 and policy+param and staged and not optimizer and dcp and not load"
+    found = ids(expression=expression, fix=True)
     assert found == ["fsdp2/policy+param/staged/dcp", f"fsdp2/policy+param/staged/{FIX}"]
 
 
 def test_an_expression_leaves_exactly_the_ids_it_matches():
-    found = ids(expression="staged and (dcp or unshard) and not policy")
-    expected = [i for i in ids() if "/staged/" in i and i.endswith(("/dcp", "/unshard")) and "policy" not in i]
+    found = ids(expression="staged and (dcp or unshard) and not policy", directions=("out",))
+    expected = [
+        i
+        for i in ids(directions=("out",))
+        if "/staged/" in i and i.endswith(("/dcp", "/unshard")) and "policy" not in i
+    ]
     assert found == expected
     assert found
 
@@ -172,7 +209,13 @@ def test_named_paths_are_the_only_ones():
 def test_a_path_of_the_user_joins_the_table():
     extra = set(select(Selection(paths=("mod:fn",)))) - set(select(Selection()))
     assert {case.path for case in extra} == {"mod:fn"}
-    assert len(extra) == len({case.scenario for case in select(Selection())})
+    assert {case.scenario for case in extra} == {case.scenario for case in select(Selection(directions=("out",)))}
+
+
+def test_a_loader_of_the_user_joins_the_loading_scenarios():
+    selection = Selection(paths=("mod:fn",), directions=("in",))
+    extra = {case for case in select(selection) if case.path == "mod:fn"}
+    assert {case.scenario for case in extra} == {case.scenario for case in select(Selection(directions=("in",)))}
 
 
 @pytest.mark.parametrize(

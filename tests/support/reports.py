@@ -25,7 +25,7 @@ from fsdp_doctor.verdict.records import (
 
 SCHEMA = json.loads((pathlib.Path(fsdp_doctor.__file__).parent / "report" / "schema.json").read_text())
 GITHUB_LIMIT = 65_536
-CASES = select(Selection())
+CASES = select(Selection(directions=("out",)))
 CONTROL = "\x00 \x1b[31mred\x1b[0m \x08 \ufffe \uffff"
 TRACEBACK = "Traceback (most recent call last):\n" + '  File "torch/x.py", line 1, in f\n    g(h)\n' * 100
 STACK = "Current thread 0x1 (most recent call first):\n" + '  File "torch/nn/modules/module.py", line 1 in call\n' * 40

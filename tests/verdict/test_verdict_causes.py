@@ -121,12 +121,14 @@ def test_a_rank_that_was_ended_for_the_sake_of_others_is_told_with_the_cause():
 @pytest.mark.parametrize(
     ("stage", "kind", "reason"),
     [
+        ("checkpoint", "lost", "RuntimeError: it broke"),
         ("build", "crash", "build: RuntimeError: it broke"),
         ("reference", "lost", "RuntimeError: it broke"),
         ("offload", "crash", "offload: RuntimeError: it broke"),
         ("staging", "crash", "staging: RuntimeError: it broke"),
         ("fingerprint", "lost", "RuntimeError: it broke"),
         ("extract", "crash", "RuntimeError: it broke"),
+        ("load", "crash", "RuntimeError: it broke"),
         ("verify", "lost", "RuntimeError: it broke"),
         ("agree", "crash", "agree: RuntimeError: it broke"),
         ("next step", "poisoned", "RuntimeError: it broke"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pathlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ class PathArguments:
 
     device: this rank's compute device. What follows it a probe alone has: the optimizer; scratch, a directory of
     this path's own, the same on every rank, not yet made; control, a gloo group apart from the model's.
+    A path that loads is given its checkpoint as state; and as buffers those that no state dict has, by name, on the
+    host, as a model has them that was never on the meta device.
     """
 
     model: torch.nn.Module
@@ -27,6 +29,8 @@ class PathArguments:
     optimizer: torch.optim.Optimizer | None = None
     scratch: pathlib.Path | None = None
     control: dist.ProcessGroup | None = None
+    state: Any = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 PathFunction = Callable[[PathArguments], Any]

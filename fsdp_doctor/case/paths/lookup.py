@@ -7,11 +7,13 @@ import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_doctor.case.paths.arguments import PathArguments, asked_for
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.extract import full_tensors
+from fsdp_doctor.load import load_full_tensors, load_optimizer_state
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.paths import Path
 
@@ -27,6 +29,14 @@ def function_of(path: Path) -> Callable[..., Any]:
 
 def fix(model: nn.Module) -> Any:
     return full_tensors(model)
+
+
+def loading_fix(model: nn.Module, state: Any, buffers: Any) -> Any:
+    return load_full_tensors(model, state, buffers=buffers)
+
+
+def optimizer_fix(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    return load_optimizer_state(model, optimizer, state)
 
 
 def load_user_path(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:

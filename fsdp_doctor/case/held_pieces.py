@@ -1,0 +1,157 @@
+"""What this rank holds of each parameter, buffer and moment, beside what it should hold of the unsharded one.
+
+Worked out from placements and flat layouts alone; local to a rank, no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
+from fsdp_doctor.fsdp.shards import held_part
+
+Full = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldPiece:
+    """This rank's part of one tensor.
+
+    names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
+    shown: the tensor that the model or the optimizer has. held: this rank's part as it lies, which can be written.
+    expected: on the host, flat or of the part's shape; None where the unsharded tensors have none of these names.
+    """
+
+    names: tuple[str, ...]
+    shown: torch.Tensor
+    held: torch.Tensor
+    expected: torch.Tensor | None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def of_model(model: nn.Module, full: Full) -> list[HeldPiece]:
+    """Every parameter and every buffer of a state dict, each once."""
+    held = reader.read(model)
+    return [*_of_units(held, full), *(_of_tensor(tensor, full) for tensor in held.tensors())]
+
+
+def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Full) -> tuple[list[HeldPiece], list[str]]:
+    """(the moments that the optimizer has, the names of those that it lacks).
+
+    states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
+    """
+    held = reader.read(model)
+    tensors = {name: tensor.tensor for tensor in held.parameters for name in tensor.names}
+    places = {name: place for unit in held.fsdp1_units for place in _places(unit) for name in place.names}
+    pieces: list[HeldPiece] = []
+    missing: list[str] = []
+    for name, full in states.items():
+        parameter, _, key = name.rpartition(".")
+        if parameter in tensors:
+            found = _piece(name, optimizer.state.get(tensors[parameter], {}).get(key), full)
+        else:
+            found = _state_in_unit(places[parameter], optimizer, name, full)
+        if found is None:
+            missing.append(name)
+        elif found.held.numel():
+            pieces.append(found)
+    return pieces, missing
+
+
+def write(pieces: list[HeldPiece]) -> None:
+    """Puts what is expected where it should be held."""
+    with torch.no_grad():
+        for piece in pieces:
+            if piece.expected is not None:
+                piece.held.copy_(piece.expected.view(piece.held.shape))
+
+
+def expected_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements."""
+    if not isinstance(tensor, DTensor):
+        return full
+    return held_part(dist.get_rank(), tensor.shape, tensor.device_mesh.mesh, tensor.placements).read(full)
+
+
+def _of_tensor(tensor: HeldTensor, full: Full) -> HeldPiece:
+    whole = next((full[name] for name in tensor.names if name in full), None)
+    return HeldPiece(
+        names=tensor.names,
+        shown=tensor.shown,
+        held=private.local_tensor(tensor.tensor).detach(),
+        expected=expected_part(tensor.tensor, whole) if whole is not None else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """One parameter in an FSDP1 unit.
+
+    index: in the unit. mine: the elements of the flat parameter that are the parameter's and in this rank's shard.
+    begin: where they begin in the shard.
+    """
+
+    unit: Fsdp1Unit
+    index: int
+    names: tuple[str, ...]
+    slice: FlatSlice
+    mine: range
+    begin: int
+
+    def part(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of the unsharded parameter, in the order in which the flat parameter has them."""
+        flat = torch.empty(self.slice.shape.numel(), dtype=full.dtype)
+        flat.as_strided(self.slice.shape, self.slice.stride).copy_(full)
+        return flat[self.mine.start - self.slice.offset : self.mine.stop - self.slice.offset]
+
+
+def _places(unit: Fsdp1Unit) -> Iterator[_Place]:
+    length = unit.shard.numel()
+    shard_begin = dist.get_rank(unit.group) * length if unit.is_sharded else 0
+    for index, (names, place) in enumerate(zip(unit.names, unit.layout(), strict=True)):
+        first = max(place.offset, shard_begin)
+        mine = range(first, max(first, min(place.offset + place.shape.numel(), shard_begin + length)))
+        yield _Place(unit=unit, index=index, names=names, slice=place, mine=mine, begin=first - shard_begin)
+
+
+def _of_units(held: HeldModel, full: Full) -> Iterator[HeldPiece]:
+    for unit in held.fsdp1_units:
+        for place in _places(unit):
+            whole = next((full[name] for name in place.names if name in full), None)
+            yield HeldPiece(
+                names=place.names,
+                shown=unit.flat_parameter,
+                held=unit.shard[place.begin : place.begin + len(place.mine)],
+                expected=place.part(whole) if whole is not None else None,
+            )
+
+
+def _state_in_unit(place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor) -> HeldPiece | None:
+    """Of a flat parameter's state the parameter's stretch; of an original parameter's the whole."""
+    unit = place.unit
+    if not len(place.mine):
+        return HeldPiece(names=(name,), shown=full, held=full.new_empty(0), expected=None)
+    parameter = unit.originals[place.index] if unit.keeps_originals else unit.flat_parameter
+    state = optimizer.state.get(parameter, {}).get(name.rpartition(".")[2])
+    if state is None or state.ndim == 0 or full.ndim == 0:
+        return _piece(name, state, full)
+    begin = 0 if unit.keeps_originals else place.begin
+    held = state.detach().reshape(-1)[begin : begin + len(place.mine)]
+    return HeldPiece(names=(name,), shown=state, held=held, expected=place.part(full))
+
+
+def _piece(name: str, state: torch.Tensor | None, full: torch.Tensor) -> HeldPiece | None:
+    if state is None:
+        return None
+    held = private.local_tensor(state).detach()
+    return HeldPiece(names=(name,), shown=state, held=held, expected=expected_part(state, full))

@@ -1,0 +1,210 @@
+"""Holds what a load made of a model and its optimizer against the checkpoint, shard by shard, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case.held_pieces import Full, HeldPiece
+from fsdp_doctor.case.verification import compare, first_names
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.verdict.records import Problem, ProblemKind
+
+# Which ranks' processes read the learning rate from, and so on, is no business of a checkpoint.
+_OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a load should leave of one parameter or buffer, beside its values.
+
+    pinned: never where nobody may look yet, for a non-blocking copy leaves its shards pinned that no policy pins.
+    values: this rank's part, on the host; None on the meta device, or where nobody may look yet.
+    """
+
+    device: torch.device
+    local_device: torch.device
+    dtype: torch.dtype
+    pinned: bool
+    trains: bool
+    values: torch.Tensor | None
+
+    @property
+    def on_meta(self) -> bool:
+        return self.local_device.type == "meta"
+
+
+class LoadedState:
+    """Made just before the load, asked for :meth:`problems` just after it; on each rank alone.
+
+    device: the compute device. parameter_device: where the shards of a model that is on meta now belong.
+    right: what the model is to hold, unsharded. left_alone: a name that is to stay as it was.
+    watches: whether the values from before may be read now, which waits for copies in flight.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        right: Full,
+        *,
+        device: torch.device,
+        parameter_device: torch.device,
+        buffers: Full,
+        left_alone: str = "",
+        watches: bool = True,
+    ) -> None:
+        self._model = model
+        self._right = right
+        self._device = device
+        self._parameter_device = parameter_device
+        self._transient = buffers
+        self._left_alone = left_alone
+        self._watches = watches
+        self._before = {piece.name: self._facts(piece) for piece in held_pieces.of_model(model, right)}
+        self._ties = {piece.names for piece in held_pieces.of_model(model, right)}
+        self._found: dict[ProblemKind, dict[str, list[str]]] = {}
+
+    def problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
+        """What was found of the model: one problem for each kind, with the first few names of each finding.
+
+        reported_missing: the names that the path said it did not load.
+        """
+        reported = frozenset(reported_missing)
+        for piece in held_pieces.of_model(self._model, self._right):
+            self._check_piece(piece, reported)
+        for tensor in reader.read(self._model).transient_buffers:
+            self._check_transient(tensor.names[0], tensor.tensor)
+        return self._problems()
+
+    def optimizer_problems(
+        self, optimizer: torch.optim.Optimizer, moments: Full, options: Mapping[str, Any]
+    ) -> tuple[Problem, ...]:
+        """What was found of the optimizer: every moment and step, their dtypes, and the options of its group."""
+        self._found = {}
+        pieces, missing = held_pieces.of_optimizer(self._model, optimizer, moments)
+        for name in missing:
+            self._note("incomplete", "not in the optimizer's state", name)
+        for piece in pieces:
+            expected = piece.expected
+            assert expected is not None
+            if piece.held.dtype != expected.dtype:
+                self._note(
+                    "misplaced", f"dtype {piece.held.dtype} where the checkpoint has {expected.dtype}", piece.name
+                )
+            elif difference := compare(piece.held.cpu(), expected):
+                self._note("wrong", difference, piece.name)
+        for group in optimizer.state_dict()["param_groups"]:
+            for key in (options.keys() | group.keys()) - _OPTIONS_NOT_COMPARED:
+                if _plain(group.get(key)) != _plain(options.get(key)):
+                    self._note("wrong", f"is {group.get(key)!r}, not {options.get(key)!r}", f"the option {key}")
+        return self._problems()
+
+    def _problems(self) -> tuple[Problem, ...]:
+        return tuple(
+            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
+            for kind, findings in self._found.items()
+        )
+
+    def _note(self, kind: ProblemKind, what: str, name: str) -> None:
+        self._found.setdefault(kind, {}).setdefault(what, []).append(name)
+
+    def _facts(self, piece: HeldPiece) -> _Facts:
+        local = piece.held
+        meta = local.is_meta
+        return _Facts(
+            device=piece.shown.device,
+            local_device=local.device,
+            dtype=piece.shown.dtype,
+            pinned=self._watches and not meta and local.device.type == "cpu" and local.is_pinned(),
+            trains=piece.shown.requires_grad,
+            values=None if meta or not self._watches else local.detach().to("cpu", copy=True),
+        )
+
+    def _check_piece(self, piece: HeldPiece, reported: frozenset[str]) -> None:
+        before = self._before.get(piece.name)
+        if before is None or piece.names not in self._ties:
+            if piece.names not in self._ties:
+                self._note("wrong", "a tensor of its own where the names were tied", piece.name)
+            before = before or self._of_a_tied_name(piece.name)
+        if piece.held.is_meta:
+            self._note("incomplete", "still on the meta device", piece.name)
+            return
+        self._check_place(piece, before)
+        if piece.name == self._left_alone:
+            self._check_left_alone(piece, before, reported)
+        elif piece.expected is not None:
+            self._check_value(piece, before)
+
+    def _of_a_tied_name(self, name: str) -> _Facts:
+        first = next(names[0] for names in self._ties if name in names)
+        return self._before[first]
+
+    def _check_left_alone(self, piece: HeldPiece, before: _Facts, reported: frozenset[str]) -> None:
+        """What the checkpoint lacks is as it was, and the path says that it is."""
+        if not reported & set(piece.names):
+            self._note("incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name)
+        elif before.values is not None and (difference := compare(piece.held.cpu(), before.values)):
+            self._note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
+
+    def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
+        assert piece.expected is not None
+        actual = piece.held.cpu()
+        difference = compare(actual, piece.expected.to(actual.dtype))
+        if not difference:
+            if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
+                what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"
+                self._note("misplaced", what, piece.name)
+            return
+        if before.values is not None and not compare(actual, before.values):
+            self._note("incomplete", "still what it was before the load", piece.name)
+        else:
+            self._note("wrong", difference, piece.name)
+
+    def _check_place(self, piece: HeldPiece, before: _Facts) -> None:
+        if piece.shown.dtype != before.dtype:
+            self._note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
+        if away := self._misplaced(piece, before):
+            self._note("misplaced", away, piece.name)
+        if piece.shown.requires_grad != before.trains:
+            self._note(
+                "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
+            )
+
+    def _misplaced(self, piece: HeldPiece, before: _Facts) -> str:
+        """Where it should not be; empty where it lies as before, or where a buffer lies on the device that uses it."""
+        if piece.shown.device == self._device and not isinstance(piece.shown, nn.Parameter):
+            return ""
+        device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
+        if piece.shown.device != device:
+            return f"on {piece.shown.device} where {device} was promised"
+        if piece.held.device != local_device:
+            return f"its shard on {piece.held.device} where it was on {local_device}"
+        return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
+
+    def _home(self, piece: HeldPiece) -> torch.device:
+        return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
+
+    def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
+        """A buffer that no state dict has keeps its values; on the meta device it must be given them."""
+        expected = self._transient.get(name)
+        if buffer.is_meta:
+            self._note("incomplete", "still on the meta device, a buffer that no state dict has", name)
+        elif expected is not None and (difference := compare(private.local_tensor(buffer).cpu(), expected)):
+            self._note("wrong", f"a buffer that no state dict has: {difference}", name)
+
+
+def _plain(value: Any) -> Any:
+    """A setter of torch's makes lists of tuples, which no optimizer minds."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def held_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
+    """(how many of the model's parameters the optimizer holds, how many there are)."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = list(model.parameters())
+    return sum(id(parameter) in held for parameter in parameters), len(parameters)

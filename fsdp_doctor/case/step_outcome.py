@@ -1,0 +1,46 @@
+"""What one training step makes of this rank's shards and moments, as digests by which two runs can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case.trainer import Trainer
+from fsdp_doctor.case.training_state import digests_of
+from fsdp_doctor.fsdp import private
+
+StepOutcome = dict[str, str]
+
+
+def outcome_of_step(trainer: Trainer) -> StepOutcome:
+    """Trains one step; by name the digest of each shard and of each of its moments. Every rank must call it.
+
+    The step uses torch's deterministic algorithms: two runs from the same state end in the same bits.
+    """
+    mode, settings = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
+    filling = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        trainer.step()
+        trainer.runtime.synchronize()
+    finally:
+        settings.fill_uninitialized_memory = filling
+        torch.set_deterministic_debug_mode(mode)
+    return digests_of(dict(_values(trainer)))
+
+
+def _values(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((piece.name, piece.held) for piece in held_pieces.of_model(trainer.model, {}))
+    parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            yield f"{key} of parameter {index}", private.local_tensor(value).detach()
+
+
+def differences(actual: StepOutcome, expected: StepOutcome) -> list[str]:
+    """The names of what differs, and of what one of the two lacks."""
+    return [name for name in sorted(actual | expected) if actual.get(name) != expected.get(name)]

@@ -1,0 +1,93 @@
+"""What a load has left that it should not; the severities are those of findings.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fsdp_doctor.examination.facts import Facts
+from fsdp_doctor.examination.finding import Finding, few
+
+
+def on_meta(facts: Facts) -> Iterator[Finding]:
+    """A load that copies in place writes nothing to meta, and no load brings a buffer that no state dict has."""
+    parameters = tuple(row.name for row in facts.parameters if row.state.device.type == "meta" and not row.tied_to)
+    buffers = tuple(row.name for row in facts.buffers if row.state.device.type == "meta" and not row.tied_to)
+    if parameters:
+        also = f", and {few(buffers, 'buffer')}" if buffers else ""
+        yield Finding(
+            kind="meta",
+            severity="bad",
+            sentence=f"On the meta device, without values: {few(parameters)}{also}.",
+            names=parameters + buffers,
+            entry="in-place-load-into-meta",
+            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights.",
+        )
+    elif buffers:
+        yield Finding(
+            kind="meta",
+            severity="bad",
+            sentence=f"On the meta device, without values, where the parameters are not: {few(buffers, 'buffer')}.",
+            names=buffers,
+            entry="meta-buffers-stay-on-meta",
+            remedy="compute them again on the device; the load does not bring a buffer that no state dict has.",
+        )
+
+
+def not_in_the_optimizer(facts: Facts) -> Iterator[Finding]:
+    """Several optimizers may share a model's parameters, and one may hold masters that a framework copies back."""
+    held, unheld = facts.load.held, facts.load.unheld
+    if unheld and not held and not facts.load.holds_masters:
+        yield Finding(
+            kind="optimizer-holds-none",
+            severity="bad",
+            sentence=f"The optimizer holds none of the parameters that train, {few(unheld)}: its steps change nothing; "
+            "it was made before the parameters that the model has now.",
+            names=unheld,
+            entry="assign-leaves-the-optimizer-behind",
+            remedy="make the optimizer after the load, or load in place.",
+        )
+    elif unheld and held:
+        yield Finding(
+            kind="optimizer-holds-some",
+            severity="hazard",
+            sentence=f"The optimizer holds {len(held)} of {len(held) + len(unheld)} parameters that train, and not "
+            f"{few(unheld)}: unless another optimizer does, nothing trains them.",
+            names=unheld,
+            entry="assign-leaves-the-optimizer-behind",
+            remedy="make the optimizer after the load, or load in place.",
+        )
+
+
+def rounded_moments(facts: Facts) -> Iterator[Finding]:
+    if names := facts.load.rounded:
+        yield Finding(
+            kind="moments-rounded",
+            severity="hazard",
+            sentence=f"Optimizer state ({', '.join(facts.load.rounded_entries)}) in a dtype of fewer bits than its "
+            f"parameter's: {few(names)}; unless the optimizer keeps it so, a load has rounded it.",
+            names=names,
+            entry="moments-take-the-parameters-dtype",
+            remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
+        )
+
+
+def untied(facts: Facts) -> Iterator[Finding]:
+    """transformers does not tie where a checkpoint has two tensors, whatever the configuration says."""
+    if pairs := facts.load.untied:
+        yield Finding(
+            kind="untied",
+            severity="hazard",
+            sentence=f"Tied by the configuration (tie_word_embeddings), and two tensors: "
+            f"{'; '.join(' and '.join(pair) for pair in pairs)}; they train apart from here on.",
+            names=tuple(name for pair in pairs for name in pair),
+            entry="load-from-meta-unties",
+            remedy="model.tie_weights() after the load, before the optimizer is made.",
+        )
+
+
+LOAD_FINDINGS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    on_meta,
+    not_in_the_optimizer,
+    rounded_moments,
+    untied,
+)

@@ -1,0 +1,180 @@
+"""What a load fills: every tensor of the model, and where this rank's part of it lies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.extract.sources import device_of
+from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks
+from fsdp_doctor.load.materialization import materialize
+from fsdp_doctor.load.outcome import LoadError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Target:
+    """One tensor, each once.
+
+    names: all of them, any of which the source may have. shape, dtype: of the full tensor. shard: this rank's part
+    where it lies, of as many elements as the layout gives it; a tensor on the meta device is given memory then.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: Layout
+    shard: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """Where a model lies.
+
+    ranks: those that take part, rank 0 first, which is the first of the model's mesh. group: of all of them, None
+    for a rank alone. device: where this rank communicates. spans: whether each tensor is on all of the ranks; under
+    tensor parallelism, those that it does not divide are sharded over a part of them.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    device: torch.device
+    spans: bool
+
+    @property
+    def first(self) -> int:
+        return self.ranks[0]
+
+
+def loaded_model(held: HeldModel) -> LoadedModel:
+    """Raises LoadError for a model that is not sharded, or whose ranks cannot be told."""
+    meshes = {id(t.tensor.device_mesh): t.tensor for t in held.parameters if isinstance(t.tensor, DTensor)}
+    if not meshes and not held.fsdp1_units:
+        raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
+    if not dist.is_initialized():
+        raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
+    of_parts = [mesh_ranks(tensor) for tensor in meshes.values()] + [_ranks(unit) for unit in held.fsdp1_units]
+    ranks = max(of_parts, key=len)
+    if strange := [some for some in of_parts if not set(some) <= set(ranks)]:
+        raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(strange[0])}: load them apart")
+    spans = all(len(some) == len(ranks) and some[0] == ranks[0] for some in of_parts)
+    device = _compute_device(held)
+    groups = [tensor.device_mesh.get_group() for tensor in meshes.values() if tensor.device_mesh.ndim == 1]
+    groups += [unit.group for unit in held.fsdp1_units]
+    group = _group_of(ranks, groups)
+    if group is not None and not private.has_backend_for(group, device):
+        raise LoadError(
+            f"the model's process group has no backend for {device.type}: initialize it with one, as in "
+            f'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    return LoadedModel(ranks=ranks, group=group, device=device, spans=spans)
+
+
+@without_garbage_collection
+def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
+    """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
+    layouts = Layouts(model.group, model.first)
+    targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
+    targets += [_of_tensor(tensor, layouts.of(tensor.tensor), model.device) for tensor in held.tensors()]
+    return targets
+
+
+def plan(targets: Sequence[Target], settings: str) -> list[str]:
+    """A line for each target and one for the settings: what all ranks must have alike."""
+    return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets)]
+
+
+def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
+    """Waits for copies from and to the shards, on any stream, and lets go of what is unsharded.
+
+    What a forward without a backward left unsharded would be used again, with the values of before.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for unit in held.fsdp1_units:
+        unit.reshard()
+
+
+def _ranks(unit: Fsdp1Unit) -> tuple[int, ...]:
+    if unit.replica_group is not None:
+        return tuple(range(dist.get_world_size()))
+    return tuple(dist.get_process_group_ranks(unit.group))
+
+
+def _group_of(ranks: tuple[int, ...], known: list[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    assert dist.group.WORLD is not None
+    for group in (*known, dist.group.WORLD):
+        if sorted(dist.get_process_group_ranks(group)) == sorted(ranks):
+            return group
+    return _new_group(ranks, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Once for all loads in the same world."""
+    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
+
+
+def _compute_device(held: HeldModel) -> torch.device:
+    for tensor in held.parameters:
+        if isinstance(tensor.tensor, DTensor):
+            return device_of(tensor.tensor.device_mesh.device_type)
+    return held.fsdp1_units[0].compute_device
+
+
+def home(held: HeldTensor, compute_device: torch.device) -> torch.device:
+    """Where a parameter or buffer is in training: a DTensor under CPUOffloadPolicy on the CPU."""
+    offloaded = held.unit is not None and isinstance(held.unit.policy, CPUOffloadPolicy)
+    return torch.device("cpu") if offloaded and isinstance(held.tensor, DTensor) else compute_device
+
+
+def _of_tensor(held: HeldTensor, layout: Layout, compute_device: torch.device) -> Target:
+    tensor, unit = held.tensor, held.unit
+    device = home(held, compute_device)
+    local = private.local_tensor(tensor)
+    if local.numel() != layout.part(tensor.shape, dist.get_rank()).shape.numel():
+        raise LoadError(
+            f"{held.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
+        )
+
+    def shard() -> torch.Tensor:
+        if private.local_tensor(tensor).is_meta:
+            materialize(tensor, device)
+            if unit is not None and isinstance(tensor, nn.Parameter):
+                unit.follow_materialized(tensor)
+        return private.local_tensor(tensor).detach()
+
+    return Target(names=held.names, shape=tensor.shape, dtype=tensor.dtype, layout=layout, shard=shard)
+
+
+def _of_unit(unit: Fsdp1Unit, model: LoadedModel) -> Iterator[Target]:
+    if unit.is_summoned:
+        raise LoadError("the model is inside of summon_full_params, which would write over what is loaded")
+    flat = unit.shard
+    if flat.is_meta:
+        raise LoadError(f"{unit.flat_name} is on the meta device, where FSDP1 cannot be loaded into")
+    shards = ShardsOfUnit(unit, model.first)
+    for names, place in zip(unit.names, unit.layout(), strict=True):
+        layout = InFlatParameter(shards, place.offset, place.stride)
+        local = flat[layout.place(place.shape)]
+        shard = functools.partial(_itself, local)
+        yield Target(names=names, shape=place.shape, dtype=flat.dtype, layout=layout, shard=shard)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,98 @@
+"""The ranks of one load: they begin it together, and an error of one is an error of all."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.extract.agreement import Agreement, PlanMismatch, RankLeft
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.load.given import GivenSource, Kind
+from fsdp_doctor.load.outcome import LoadError
+
+Holders = Literal["first", "all"]
+_KINDS: tuple[Kind, ...] = ("mapping", "iterator", "files")
+
+
+class Together:
+    """written: how many tensors this rank has begun to write."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._agreement = Agreement(ranks, "load", speaker=ranks[0])
+        self.written = 0
+
+    def begin(self, given: GivenSource, plan: Callable[[], Sequence[str]]) -> Holders:
+        """Says who has the source: rank 0 alone, or every rank. Raises LoadError where it is neither."""
+        if len(self._ranks) == 1:
+            if given.kind is None:
+                raise LoadError("there is no source")
+            return "all"
+        for kind in _KINDS:
+            self._agreement.count(kind, int(given.kind == kind))
+        self._agreement.expect(plan)
+        of_first = self.agree(given.kind or "")
+        counts = dict(zip(_KINDS, self._agreement.counted(), strict=True))
+        have = {kind: count for kind, count in counts.items() if count}
+        if have == {of_first: len(self._ranks)}:
+            return "all"
+        if have == {of_first: 1}:
+            return "first"
+        said = ", ".join(f"{count} of {len(self._ranks)} ranks have {_ARTICLE[kind]}" for kind, count in have.items())
+        raise LoadError(
+            f"{said or 'no rank has a source'}: rank {self._ranks[0]} alone must have one, or every rank, of one kind"
+        )
+
+    def agree(self, word: str = "") -> str:
+        """Returns rank 0's word once every rank has come. Raises RankLeft, PlanMismatch."""
+        return self._agreement.proceed(word)
+
+    @contextlib.contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Raises LoadError where another rank fails inside; what this rank raises there, the others are told."""
+        try:
+            yield
+            self._agreement.end()
+        except (RankLeft, PlanMismatch) as error:
+            raise LoadError(f"{error}; {self._extent('this rank')}") from None
+        except LoadError as error:
+            self._agreement.leave(f"{error}; {self._extent('it')}")
+            raise LoadError(f"{error}; {self._extent('this rank')}") from error.__cause__
+        except BaseException as error:
+            self._agreement.leave(f"{type(error).__name__}: {error}; {self._extent('it')}")
+            if sys.version_info >= (3, 11):
+                error.add_note(f"While loading: {self._extent('this rank')}.")
+            raise
+
+    def _extent(self, who: str) -> str:
+        return f"{who} had written {self.written} tensors" if self.written else f"{who} had written nothing"
+
+
+_ARTICLE: dict[Kind, str] = {"mapping": "a mapping", "iterator": "an iterable", "files": "files"}
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module) -> Iterator[None]:
+    """Tells the others that this rank did not come as far as to agree on anything."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            Agreement(_likely_ranks(model), "load", speaker=0).leave(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _likely_ranks(model: nn.Module) -> tuple[int, ...]:
+    """Those of the largest mesh; where there is none, all."""
+    meshes = [
+        tuple(held.tensor.device_mesh.mesh.flatten().tolist())
+        for held in reader.read(model).parameters
+        if isinstance(held.tensor, DTensor)
+    ]
+    return max(meshes, key=len, default=tuple(range(dist.get_world_size())))

@@ -1,0 +1,99 @@
+"""One load, from the moment when its targets and its source are known."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+
+from fsdp_doctor.extract.streams import Streams
+from fsdp_doctor.load.checks import Matching, Rules
+from fsdp_doctor.load.from_first_rank import FromFirstRank
+from fsdp_doctor.load.given import GivenSource, Value
+from fsdp_doctor.load.host_copies import HostCopies
+from fsdp_doctor.load.outcome import LoadError, LoadReport
+from fsdp_doctor.load.own_parts import OwnParts
+from fsdp_doctor.load.targets import LoadedModel, Target
+from fsdp_doctor.load.ties import Ties
+from fsdp_doctor.load.together import Holders, Together
+
+
+class Load:
+    """Of the tensors of a model, or of an optimizer."""
+
+    def __init__(self, place: LoadedModel, targets: Sequence[Target], together: Together, bucket_bytes: int) -> None:
+        self._place, self._targets = place, targets
+        self._together = together
+        self._bucket_bytes = bucket_bytes
+
+    def run(self, have: GivenSource, holders: Holders, rules: Rules, begin: Callable[[], None]) -> LoadReport:
+        """begin: called when all ranks have found that they can write, before they do."""
+        if holders == "first" and not self._place.spans:
+            raise LoadError("some tensors are sharded over a part of the model's ranks: give every rank the source")
+        matching = Matching(self._targets, rules)
+        if have.kind in ("mapping", "files"):
+            matching.add_all(have.tensors)
+        ties = Ties(self._targets, holders)
+        ties.check(matching.found, have.tensors)
+        self._together.agree()
+        begin()
+        streams = Streams(self._place.device)
+        with contextlib.closing(HostCopies(streams)) as copies:
+            items = self._items(have, matching, ties, copies)
+            if holders == "all":
+                self._write_own(items, copies, streams)
+                self._together.agree()
+                return _report(matching, self._together.written)
+            return self._from_first(items, matching, copies, streams)
+
+    def _items(
+        self, have: GivenSource, matching: Matching, ties: Ties, copies: HostCopies
+    ) -> Iterator[tuple[int, Value]]:
+        """(place of a target, full tensor), each target once."""
+        if have.kind != "iterator":
+            for place in sorted(matching.found):
+                yield place, have.tensors[matching.found[place][0]]
+                self._together.written += 1
+            return
+        for name, value in have.values():
+            target = matching.add(name, value)
+            if target is not None and ties.is_first(target, name, value):
+                yield target, value
+                self._together.written += 1
+                # The iterator may fill the same memory again.
+                copies.finish()
+        matching.complete()
+
+    def _write_own(self, items: Iterator[tuple[int, Value]], copies: HostCopies, streams: Streams) -> None:
+        own = OwnParts(copies, streams)
+        for place, value in items:
+            own.write(self._targets[place], value)
+        copies.finish()
+
+    def _from_first(
+        self, items: Iterator[tuple[int, Value]], matching: Matching, copies: HostCopies, streams: Streams
+    ) -> LoadReport:
+        way = FromFirstRank(self._place, self._targets, self._bucket_bytes, self._together.agree, copies, streams)
+        try:
+            if dist.get_rank() == self._place.first:
+                way.send(items)
+                copies.finish()
+                report = _report(matching, self._together.written)
+                self._together.agree(json.dumps(vars(report)))
+            else:
+                said = json.loads(way.receive(self._wrote))
+                report = LoadReport(
+                    loaded=said["loaded"], missing=tuple(said["missing"]), superfluous=tuple(said["superfluous"])
+                )
+        finally:
+            way.finish()
+        return report
+
+    def _wrote(self, number: int) -> None:
+        self._together.written += number
+
+
+def _report(matching: Matching, loaded: int) -> LoadReport:
+    return LoadReport(loaded=loaded, missing=tuple(matching.missing()), superfluous=tuple(matching.superfluous))

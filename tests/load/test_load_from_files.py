@@ -1,0 +1,255 @@
+"""Safetensors files: each rank reads its own rows, and what is no such file is an error on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.extraction import EVEN, UNEVEN, Tensors, assert_same, extracted, fsdp1, fsdp2, new_net, raises_soon
+from support.loading import BUCKET_BYTES, everywhere, filled_in_place, on_first, on_four, other_tensors
+from support.ranks import device_type, this_rank
+from support.training import shared_directory
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from fsdp_doctor import LoadError, load_full_tensors
+from fsdp_doctor.load import safetensors_files
+from fsdp_doctor.load.safetensors_files import SafetensorsFile
+
+
+def _saved(tensors: Tensors) -> Tensors:
+    """safetensors writes no tensor under two names."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items() if name != "head.weight"}
+
+
+def _write(directory: pathlib.Path, tensors: Tensors, *, files: int, index: bool) -> None:
+    directory.mkdir()
+    names = list(tensors)
+    weight_map = {}
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        own = names[number::files]
+        save_file({name: tensors[name] for name in own}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(own, file)
+    if index:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@contextmanager
+def _files(tensors: Tensors) -> Iterator[dict[str, pathlib.Path]]:
+    """A file, and directories with and without an index, that all ranks have."""
+    with shared_directory() as name:
+        root = pathlib.Path(name)
+        places = {"file": root / "model.safetensors", "index": root / "index", "plain": root / "plain"}
+        if this_rank() == 0:
+            save_file(_saved(tensors), places["file"])
+            _write(places["index"], _saved(tensors), files=3, index=True)
+            _write(places["plain"], _saved(tensors), files=2, index=False)
+        torch.distributed.barrier()
+        yield places
+
+
+@everywhere
+def test_files_fill_every_shard() -> None:
+    for dims in (EVEN, UNEVEN):
+        expected = other_tensors(**dims)
+        with _files(expected) as places:
+            for place, source in itertools.product(places.values(), (lambda path: path, on_first, str)):
+                model = fsdp2(new_net(**dims))
+                with filled_in_place(model, expected):
+                    load_full_tensors(model, source(place), bucket_bytes=BUCKET_BYTES)
+            if device_type() != "cpu":
+                for model in (
+                    fsdp2(new_net(**dims), offload_policy=CPUOffloadPolicy()),
+                    fsdp2(new_net(**dims)).to("cpu"),
+                ):
+                    with filled_in_place(model, expected):
+                        load_full_tensors(model, places["index"])
+
+
+@everywhere
+def test_files_fill_flat_shards_and_what_is_cast() -> None:
+    expected = other_tensors(**EVEN, empty=False)
+    halves = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in expected.items()}
+    with _files(halves) as places:
+        models = [fsdp2(new_net(**EVEN, empty=False))]
+        if device_type() != "cpu":
+            models.append(fsdp1(new_net(**EVEN, empty=False)))
+        for model in models:
+            with raises_soon(LoadError, "is torch.bfloat16 in the source and torch.float32 in the model", "nothing"):
+                load_full_tensors(model, places["file"])
+            load_full_tensors(model, places["file"], dtype="cast")
+            assert_same(extracted(model), {name: t.to(expected[name].dtype) for name, t in halves.items()})
+
+
+@on_four
+def test_files_fill_columns() -> None:
+    """Shards of dim 1 are many stretches of a file."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.Linear(12, 4, bias=False))
+    expected = {
+        name: torch.randn(t.shape, generator=torch.Generator().manual_seed(3)) for name, t in model.state_dict().items()
+    }
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
+    with _files(expected) as places:
+        load_full_tensors(model, places["file"])
+    assert_same(extracted(model), expected)
+
+
+def _header(about: dict[str, Any]) -> bytes:
+    data = json.dumps(about).encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _entry(**changed: Any) -> dict[str, Any]:
+    return {"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changed}}
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is no safetensors file"),
+    "a few bytes": (b"\x01\x02", "is no safetensors file"),
+    "a pickle": (b"PK\x03\x04" + bytes(100), "is truncated, or no safetensors file"),
+    "text": (b"Once upon a time there was a file", "is no safetensors file"),
+    "a header that ends early": (_header(_entry())[:20], "is truncated, or no"),
+    "no JSON": (struct.pack("<Q", 4) + b"{abc", "is no JSON"),
+    "nested without end": (struct.pack("<Q", 100_000) + b"[" * 100_000, "is no JSON"),
+    "a list": (struct.pack("<Q", 2) + b"[]", "is no JSON object"),
+    "a tensor that is a number": (_header({"w": 3}) + bytes(16), "w has the dtype None"),
+    "an unknown dtype": (_header(_entry(dtype="F7")) + bytes(16), "w has the dtype 'F7'"),
+    "a NaN shape": (_header(_entry(shape=[float("nan"), 2])) + bytes(16), "w has the shape [nan, 2]"),
+    "a negative shape": (_header(_entry(shape=[-2, -2])) + bytes(16), "w has the shape [-2, -2]"),
+    "an absurd shape": (_header(_entry(shape=[2**62, 2**62])) + bytes(16), "w has 16 bytes, and its shape"),
+    "a shape of text": (_header(_entry(shape="22")) + bytes(16), "w has the shape '22'"),
+    "offsets backwards": (_header(_entry(data_offsets=[16, 0])) + bytes(16), "w has -16 bytes"),
+    "one offset": (_header(_entry(data_offsets=[16])) + bytes(16), "w has the offsets [16]"),
+    "data that ends early": (_header(_entry()) + bytes(15), "is truncated"),
+    "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "has a name twice"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_file_says_why(name: str, tmp_path: pathlib.Path) -> None:
+    data, message = BROKEN[name]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(LoadError) as raised:
+        SafetensorsFile(path)
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+INDEXES: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "is no index"),
+    "no map": ("{}", "is no index"),
+    "a list": ('{"weight_map": []}', "is no index"),
+    "outside": ('{"weight_map": {"w": "../model.safetensors"}}', "outside of its directory"),
+    "of another file": ('{"weight_map": {"w": "a.safetensors", "x": "a.safetensors"}}', "does not hold what the index"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_a_broken_index_says_why(name: str, tmp_path: pathlib.Path) -> None:
+    text, message = INDEXES[name]
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(LoadError) as raised:
+        safetensors_files.open_files(tmp_path)
+    assert message in str(raised.value)
+
+
+def test_a_directory_without_files_and_a_name_in_two_say_why(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(LoadError, match="holds no safetensors file"):
+        safetensors_files.open_files(tmp_path)
+    for name in ("a", "b"):
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(LoadError, match=r"w is in .*a.safetensors and in .*b.safetensors"):
+        safetensors_files.open_files(tmp_path)
+
+
+def _truncate(path: pathlib.Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def _of_another_model(path: pathlib.Path) -> None:
+    save_file({"transformer.wte.weight": torch.ones(3, 4)}, path)
+
+
+SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
+    "truncated": (_truncate, "is truncated"),
+    "of another model": (_of_another_model, "the source has 1 that the model does not have: transformer.wte.weight"),
+    "no safetensors": (lambda path: path.write_bytes(b"no" * 99) and None, "is no safetensors file"),
+}
+
+
+@everywhere
+def test_a_file_that_does_not_do_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+    for (spoil, message), source in itertools.product(SPOILED.values(), (lambda path: path, on_first)):
+        model = fsdp2(new_net())
+        before = extracted(model)
+        with _files(other_tensors()) as places:
+            if this_rank() == 0:
+                spoil(places["file"])
+            torch.distributed.barrier()
+            with raises_soon(LoadError, message, "written nothing"):
+                load_full_tensors(model, source(places["file"]))
+        assert_same(extracted(model), before)
+
+
+@everywhere
+def test_a_file_that_one_rank_has_is_an_error_on_every_rank() -> None:
+    model = fsdp2(new_net())
+    before = extracted(model)
+    with _files(other_tensors()) as places:
+        path = places["file"] if this_rank() == 0 else places["file"].with_name("elsewhere.safetensors")
+        kind = LoadError if this_rank() == 0 else (FileNotFoundError, LoadError)
+        with raises_soon(kind, "elsewhere.safetensors"):
+            load_full_tensors(model, path)
+    assert_same(extracted(model), before)
+
+
+@everywhere
+def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -> None:
+    for source in (lambda path: path, on_first):
+        model = fsdp2(new_net())
+        with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
+            whole = SafetensorsFile.read
+
+            def read(self: SafetensorsFile, offset: int, into: memoryview, whole: Any = whole) -> None:
+                if self.path == places["file"] and offset > 100_000 and this_rank() == 0:
+                    _truncate_to(self.path, offset)
+                whole(self, offset, into)
+
+            patch.setattr(SafetensorsFile, "read", read)
+            with raises_soon(LoadError, "has become shorter while it was read", "had written"):
+                load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
+
+
+def _truncate_to(path: pathlib.Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+@everywhere
+def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end() -> None:
+    model, expected = fsdp2(new_net()), other_tensors()
+    with _files(expected) as places, pytest.MonkeyPatch.context() as patch:
+        whole = SafetensorsFile.read
+
+        def read(self: SafetensorsFile, offset: int, into: memoryview) -> None:
+            if offset > 100_000:
+                self.path.unlink(missing_ok=True)
+            whole(self, offset, into)
+
+        patch.setattr(SafetensorsFile, "read", read)
+        load_full_tensors(model, places["file"])
+        torch.distributed.barrier()
+        assert not places["file"].exists()
+    assert_same(extracted(model), expected)

@@ -1,0 +1,251 @@
+"""Full optimizer states into the optimizers of sharded models: training goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.extraction import all_trainable, fsdp1, fsdp2, mesh_over, new_net, on_the_device, raises_soon
+from support.loading import BUCKET_BYTES, everywhere, local_of, on_first, on_four
+from support.ranks import Setting, device_type, on_ranks, this_device, this_rank
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+from fsdp_doctor import LoadError, full_state_dict, load_full_tensors, load_optimizer_state
+
+_FULL = StateDictOptions(full_state_dict=True)
+_DIMS = {"empty": False}
+
+
+def _whole(source: Any) -> Any:
+    return source
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **{"lr": 0.01, **options})
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    generator = torch.Generator().manual_seed(10 * seed + this_rank())
+    tokens = torch.randint(0, 20, (2, 5), generator=generator).to(this_device())
+    loss = model(tokens).float().pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _sharded2(**options: Any) -> nn.Module:
+    return fsdp2(new_net(**_DIMS), **options)
+
+
+def _sharded1(*, use_orig_params: bool, **options: Any) -> nn.Module:
+    net = new_net(**_DIMS)
+    return fsdp1(net if use_orig_params else all_trainable(net), use_orig_params=use_orig_params, **options)
+
+
+FSDP2: dict[str, Callable[[], nn.Module]] = {"resident": _sharded2}
+ON_DEVICE: dict[str, Callable[[], nn.Module]] = {
+    **FSDP2,
+    "policy": lambda: _sharded2(offload_policy=CPUOffloadPolicy()),
+    "fsdp1": lambda: _sharded1(use_orig_params=False),
+    "fsdp1-orig": lambda: _sharded1(use_orig_params=True),
+    "fsdp1, offloaded": lambda: _sharded1(use_orig_params=False, cpu_offload=CPUOffload(offload_params=True)),
+    "fsdp1-orig, offloaded": lambda: _sharded1(use_orig_params=True, cpu_offload=CPUOffload(offload_params=True)),
+}
+
+
+def full_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """On every rank, on the host."""
+    state = get_optimizer_state_dict(model, optimizer, options=_FULL)
+    on_host = {n: {k: v.cpu() if torch.is_tensor(v) else v for k, v in e.items()} for n, e in state["state"].items()}
+    return {"state": on_host, "param_groups": state["param_groups"]}
+
+
+def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    """Of this rank, tensor by tensor: dtype, device and bits; and the options."""
+    for ours, theirs in zip(actual.param_groups, expected.param_groups, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+        for one, other in zip(ours["params"], theirs["params"], strict=True):
+            left, right = actual.state.get(one, {}), expected.state.get(other, {})
+            assert sorted(left) == sorted(right), (sorted(left), sorted(right))
+            for key, value in right.items():
+                found, wanted = local_of(left[key]), local_of(value)
+                assert type(left[key]) is type(value), key
+                assert (found.dtype, found.device, found.shape) == (wanted.dtype, wanted.device, wanted.shape), key
+                assert torch.equal(found, wanted), key
+
+
+def _resumed(build: Callable[[], nn.Module], source: Callable[[Any], Any], *, used: bool) -> None:
+    model = build()
+    optimizer = adamw(model, weight_decay=0.3)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    weights, state = full_state_dict(model, ranks="all"), full_state_of(model, optimizer)
+    other = build()
+    fresh = adamw(other, lr=0.5)
+    if used:
+        step(other, fresh, 9)
+    load_full_tensors(other, source(weights), bucket_bytes=BUCKET_BYTES)
+    kept = copy.deepcopy(state["param_groups"])
+    report = load_optimizer_state(other, fresh, source(state), bucket_bytes=BUCKET_BYTES)
+    assert (report.missing, report.superfluous, report.without_state) == ((), (), ())
+    assert state["param_groups"] == kept
+    assert_same_state(fresh, optimizer)
+    assert step(model, optimizer, 5) == step(other, fresh, 5)
+    assert_same_state(fresh, optimizer)
+
+
+@everywhere
+def test_training_goes_on_from_a_full_state() -> None:
+    states = FSDP2 if device_type() == "cpu" else ON_DEVICE
+    for name, source, used in itertools.product(states, (on_first, _whole), (False, True)):
+        _resumed(states[name], source, used=used)
+
+
+@on_four
+def test_every_replica_of_hsdp_goes_on() -> None:
+    for source in (on_first, _whole):
+        _resumed(lambda: fsdp2(new_net(**_DIMS), mesh_over(2, 2)), source, used=False)
+
+
+@on_ranks(Setting("emulated", 1))
+def test_a_shard_group_of_one_goes_on() -> None:
+    for name in ON_DEVICE:
+        _resumed(ON_DEVICE[name], _whole, used=False)
+
+
+def _trained() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    model = _sharded2()
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    return model, optimizer, full_state_of(model, optimizer)
+
+
+@everywhere
+def test_moments_of_another_dtype_than_their_parameter_are_refused_unless_asked_for() -> None:
+    model = fsdp2(new_net(**_DIMS).to(torch.bfloat16))
+    optimizer = adamw(model)
+    _, _, state = _trained()
+    with pytest.raises(LoadError, match=r"is torch\.float32 in the source, and the parameter is torch\.bfloat16"):
+        load_optimizer_state(model, optimizer, on_first(state))
+    assert not optimizer.state
+    load_optimizer_state(model, optimizer, on_first(state), dtype="cast")
+    assert {local_of(s["exp_avg"]).dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    load_optimizer_state(model, optimizer, on_first(state), dtype="source")
+    assert {local_of(s["exp_avg"]).dtype for s in optimizer.state.values()} == {torch.float32}
+
+
+@on_the_device
+def test_state_stays_where_it_lay() -> None:
+    model, optimizer, state = _trained()
+    for entries in optimizer.state.values():
+        entries.update({key: value.to("cpu") for key, value in entries.items()})
+    load_optimizer_state(model, optimizer, on_first(state))
+    devices = {local_of(value).device.type for entries in optimizer.state.values() for value in entries.values()}
+    assert devices == {"cpu"}
+    assert {local_of(p).device.type for p in model.parameters()} == {device_type()}
+
+
+@on_the_device
+def test_a_capturable_optimizers_steps_are_on_the_device() -> None:
+    _, _, state = _trained()
+    model = _sharded2()
+    optimizer = adamw(model, capturable=True, foreach=False)
+    load_optimizer_state(model, optimizer, on_first(state))
+    assert {entries["step"].device for entries in optimizer.state.values()} == {this_device()}
+    assert optimizer.param_groups[0]["capturable"]
+
+
+@everywhere
+def test_a_parameter_that_never_had_a_gradient_is_named() -> None:
+    model, optimizer, state = _trained()
+    del state["state"]["layers.0.gate"]
+    report = load_optimizer_state(model, optimizer, on_first(state))
+    assert report.without_state == ("layers.0.gate",)
+    gate = dict(model.named_parameters())["layers.0.gate"]
+    assert gate not in optimizer.state
+    step(model, optimizer, 1)
+
+
+def _without(state: dict[str, Any], name: str) -> None:
+    del state["state"][name]
+    state["param_groups"][0]["params"].remove(name)
+
+
+def _with(state: dict[str, Any], name: str) -> None:
+    state["state"][name] = dict(next(iter(state["state"].values())))
+    state["param_groups"][0]["params"].append(name)
+
+
+def _reshaped(state: dict[str, Any], name: str) -> None:
+    state["state"][name]["exp_avg"] = state["state"][name]["exp_avg"].repeat(2, 1)
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any], str], None], str]] = {
+    "layers.1.gate": (_without, "lacks 1 of the optimizer's parameters: layers.1.gate"),
+    "layers.7.gate": (_with, "1 parameters that the optimizer does not have: layers.7.gate"),
+    "layers.0.gate": (_reshaped, "exp_avg of layers.0.gate has the shape [2, 8] in the source"),
+}
+
+
+@everywhere
+def test_a_state_that_does_not_fit_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+    for (name, (spoil, message)), source in itertools.product(BROKEN.items(), (on_first, _whole)):
+        model, optimizer, state = _trained()
+        untouched, fresh = copy.deepcopy(state), adamw(model)
+        spoil(state, name)
+        for one in (optimizer, fresh):
+            with raises_soon(LoadError, message, "written nothing"):
+                load_optimizer_state(model, one, source(state))
+        assert not fresh.state
+        assert str(full_state_of(model, optimizer)) == str(untouched)
+
+
+@everywhere
+def test_not_strict_leaves_what_is_missing_and_skips_what_is_superfluous() -> None:
+    model, optimizer, state = _trained()
+    gate = dict(model.named_parameters())["layers.1.gate"]
+    before = local_of(optimizer.state[gate]["exp_avg"]).clone()
+    _without(state, "layers.1.gate")
+    _with(state, "layers.7.gate")
+    report = load_optimizer_state(model, optimizer, on_first(state), strict=False)
+    assert (report.missing, report.superfluous) == (("layers.1.gate",), ("layers.7.gate",))
+    assert torch.equal(local_of(optimizer.state[gate]["exp_avg"]), before)
+
+
+@everywhere
+def test_an_optimizer_of_other_parameters_is_refused_on_every_rank() -> None:
+    model, _, state = _trained()
+    with raises_soon(LoadError, "that the model does not have"):
+        load_optimizer_state(model, adamw(new_net()), on_first(state))
+
+
+@everywhere
+def test_an_optimizer_on_one_rank_that_differs_is_refused_on_every_rank() -> None:
+    model, _, state = _trained()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters[: 2 + this_rank()])
+    with raises_soon(LoadError, "do not load the same"):
+        load_optimizer_state(model, optimizer, on_first(state))
+
+
+@everywhere
+def test_a_state_by_index_is_refused_on_every_rank() -> None:
+    model, optimizer, _ = _trained()
+    with raises_soon(LoadError, "get_optimizer_state_dict"):
+        load_optimizer_state(model, optimizer, on_first(optimizer.state_dict()))
+
+
+@everywhere
+def test_param_groups_that_do_not_correspond_are_refused_on_every_rank() -> None:
+    model, _, state = _trained()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}])
+    with raises_soon(LoadError, "the param groups differ"):
+        load_optimizer_state(model, optimizer, on_first(state))
