@@ -25,7 +25,7 @@ _COMMON = frozenset(
 ) | {
     *("assertionerror", "runtimeerror", "valueerror", "tensor", "tensors", "the", "this", "was", "with", "you", "your")
 }
-_NEAR = 0.25
+_NEAR = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
