@@ -28,7 +28,7 @@ _CONSEQUENCES: dict[str, re.Pattern[str]] = {
         r"Timed out waiting \d+ ?ms|wait timeout after \d+ ?ms|DistStoreError"
     ),
     "NCCL aborted its communicator": re.compile(r"NCCL communicator was aborted|ncclCommAbort"),
-    "torchrun's summary": re.compile(r"^ChildFailedError"),
+    "torchrun's summary": re.compile(r"^ChildFailedError|failed \(exitcode: -?\d"),
     "the process was ended from outside": re.compile(r"^(?:SignalException|KeyboardInterrupt)|got signal: (?:15|2)\b"),
     "Ray lost the process": re.compile(
         r"RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|The actor (?:is dead|died)"

@@ -34,8 +34,8 @@ _INSIDE = re.compile(
 )
 # A line of a program, which may have a message in it and raises nothing by standing in a log.
 _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
-# What Ray and c10d say of a process that is gone, in no exception's form.
-_LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed")
+# What Ray, c10d and torchrun say of a process that is gone, in no exception's form.
+_LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d")
 # What the interpreter itself says; the stack that follows has the innermost frame first.
 _FATAL = re.compile(r"Fatal Python error: \S")
 # What C++ says of an exception that nothing caught; its message is in the next line.
@@ -145,6 +145,7 @@ class Reader:
                 or _BEGIN in raw
                 or "xception" in raw
                 or "recvValue" in raw
+                or "failed (exitcode" in raw
                 or "terminate called" in raw
                 or any(a in raw for a in present)
                 or (boxed and "│" in raw)

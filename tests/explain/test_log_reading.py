@@ -151,3 +151,25 @@ def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_pa
     assert found.showing == "failure"
     assert "train.py" in _frames(found)[0]
     assert "_state_dict_utils.py" in _frames(found)[1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "E1121 12:34:56.000 1 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1) local_rank: 0",
+        "(raylet) A worker died or was killed while executing a task by an unexpected system error.",
+        "[W1110 10:14:58.14 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=112): got 0 bytes",
+    ],
+    ids=["torchrun", "Ray", "c10d"],
+)
+def test_what_says_that_a_process_is_gone_is_a_consequence_and_no_silence(tmp_path: pathlib.Path, line: str) -> None:
+    assert _explained(tmp_path, "step 1", line).showing == "consequences"
+
+
+def test_what_cpp_says_of_its_end_is_a_failure(tmp_path: pathlib.Path) -> None:
+    found = _explained(
+        tmp_path,
+        "terminate called after throwing an instance of 'c10::CUDAError'",
+        "  what():  CUDA error: an illegal memory access was encountered",
+    )
+    assert (found.showing, found.foreign) == ("failure", "a kernel on the device")
