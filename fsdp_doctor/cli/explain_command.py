@@ -47,21 +47,31 @@ def run(
 
 
 def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
-    from fsdp_doctor.explain import text
+    from fsdp_doctor.explain import entry_text
     from fsdp_doctor.known import catalogue
 
     chosen = catalogue.known_failures() if entry is None else (catalogue.known_failure(entry),)
     if as_json:
-        print(json.dumps([text.entry_as_dict(one) for one in chosen], indent=1))
+        print(json.dumps([entry_text.entry_as_dict(one) for one in chosen], indent=1))
     elif entry is not None:
-        print("\n".join(text.entry_lines(chosen[0], width)))
+        print("\n".join(entry_text.entry_lines(chosen[0], width)))
     else:
         print("\n".join(f"{one.id}\t{one.verdict}\t{one.evidence}\t{one.title}" for one in chosen))
 
 
 def _explain(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
-    from fsdp_doctor.explain import explain, text
+    from fsdp_doctor.explain import explain, explanation_json, text
 
+    for log in logs:
+        _say_what_is_waited_for(log)
     found = explain(logs)
-    sys.stdout.write(text.as_json(found) + "\n" if as_json else text.as_text(found, width))
+    sys.stdout.write(explanation_json.as_json(found) + "\n" if as_json else text.as_text(found, width))
     raise SystemExit(EXIT_OK if found.entry is not None else EXIT_BAD_VERDICT)
+
+
+def _say_what_is_waited_for(log: pathlib.Path | None) -> None:
+    """Where nothing may come for long: a terminal, a named pipe."""
+    if log is None and sys.stdin is not None and sys.stdin.isatty():
+        print("fsdp-doctor: waiting for a log on standard input; Ctrl-D ends it", file=sys.stderr)
+    elif log is not None and log.is_fifo():
+        print(f"fsdp-doctor: waiting for a program that writes to {log}, a named pipe", file=sys.stderr)

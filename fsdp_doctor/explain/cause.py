@@ -1,196 +1,192 @@
-"""Which of the exceptions in a log is the cause, and which only followed from it."""
+"""Which of the exceptions in a log is the cause, which only followed from it, and how sure the catalogue is of it."""
 
 from __future__ import annotations
 
-import functools
 import pathlib
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
+from fsdp_doctor.explain import foreign
+from fsdp_doctor.explain.collectives import Hang, hang_of
+from fsdp_doctor.explain.exception_groups import Group, Groups
 from fsdp_doctor.explain.exceptions import Raised, Reader
-from fsdp_doctor.explain.log_lines import chunks, name_of
+from fsdp_doctor.explain.flight_recorder import Dump, dump_in, parting
+from fsdp_doctor.explain.log_input import LogInput
 from fsdp_doctor.explain.torchrun_summary import FirstFailure, SummaryReader
-from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.explain.watchdog import CollectiveReader
+from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
-from fsdp_doctor.verdict.classification import fold
+from fsdp_doctor.known.clues import LogClues
+from fsdp_doctor.known.grading import Evidence, Grade, Match, matches
 
-# What follows when another process has failed, by the words that the user reads.
-_CONSEQUENCES: dict[str, re.Pattern[str]] = {
-    "NCCL's watchdog ended a collective that another rank did not join": re.compile(
-        r"collective operation timeout|watchdog thread terminated|Some NCCL operations have failed"
-    ),
-    "the connection to a rank that had ended was closed": re.compile(
-        r"connection (?:was )?closed by|connection reset by peer|broken ?pipe|socket closed|pair closure"
-        r"|remote process exited|ncclRemoteError|Read error \[|recvValue failed|failed to recv, got 0 bytes"
-        r"|\[c10d\].*refused",
-        re.IGNORECASE,
-    ),
-    "a rank timed out while it waited for another": re.compile(
-        r"Timed out waiting \d+ ?ms|wait timeout after \d+ ?ms|DistStoreError"
-    ),
-    "NCCL aborted its communicator": re.compile(r"NCCL communicator was aborted|ncclCommAbort"),
-    "torchrun's summary": re.compile(r"^ChildFailedError"),
-    "the process was ended from outside": re.compile(r"^(?:SignalException|KeyboardInterrupt)|got signal: (?:15|2)\b"),
-    "Ray lost the process": re.compile(
-        r"RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|The actor (?:is dead|died)"
-    ),
-}
-_DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
-_MOST_GROUPS = 2_000
-_MOST_SOURCES = 4_096
-
-
-@dataclass
-class Group:
-    """Exceptions with the same message, of any rank.
-
-    entries: of the catalogue, that match for certain; possible: that may. consequence: one of the names above, or
-    empty where it does not follow from a failure elsewhere. sources: the ranks or processes that raised it.
-    """
-
-    first: Raised
-    entries: list[KnownFailure]
-    possible: list[KnownFailure]
-    consequence: str
-    sources: set[str] = field(default_factory=set)
-    count: int = 0
-
-    def add(self, raised: Raised) -> None:
-        self.count += 1
-        if len(self.sources) < _MOST_SOURCES:
-            self.sources.add(raised.source)
-        if raised is self.first:
-            return
-        other = raised
-        if _earlier(raised, self.first):
-            self.first, other = raised, self.first
-        if not self.first.frames and other.frames:
-            self.first.frames = other.frames
-            self.entries, self.possible = catalogue.of_message(self.first.text, "\n".join(other.frames))
+Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What a log says.
 
+    showing: what there is in it: a failure; a hang; only consequences of a failure elsewhere; only tracebacks that were
+    cut off; or none of these.
     cause: the exception that the others followed from; None where there is none in the log.
-    entry: what the catalogue has on it. possible: entries with the same message, which nothing in the log tells apart.
-    near: where there is neither, the entries whose messages share most words with it.
+    matches: the entries of the catalogue that it may be, the surest first.
+    ours: whether the failure names FSDP, a DTensor or a sharded checkpoint. foreign: where it does not, what failed,
+    as a noun; empty where its message does not say. near: where it does and nothing matches, the entries most like it.
+    hang: where the ranks stood, if collectives did not end.
     consequences: how many exceptions followed from the cause, by the name of the consequence.
     others: the exceptions that are neither the cause nor a consequence, in order.
-    summary: what torchrun said. dropped: the number of exceptions that were too many to keep.
+    summary: what torchrun said. dropped: the number of exceptions that were too many to keep. truncated: files that
+    were not read to their end. dumps: how many of the files were a flight recorder's.
     """
 
-    cause: Group | None
-    entry: KnownFailure | None = None
-    possible: tuple[KnownFailure, ...] = ()
+    showing: Showing
+    cause: Group | None = None
+    matches: tuple[Match, ...] = ()
+    ours: bool = False
+    foreign: str = ""
     near: tuple[KnownFailure, ...] = ()
+    hang: Hang | None = None
     consequences: dict[str, int] = field(default_factory=dict)
     others: tuple[Raised, ...] = ()
     summary: FirstFailure | None = None
     dropped: int = 0
+    truncated: tuple[str, ...] = ()
+    dumps: int = 0
 
     @property
-    def only_consequences(self) -> bool:
-        """Whether every exception in the log follows from a failure elsewhere."""
-        return self.cause is not None and bool(self.cause.consequence)
+    def grade(self) -> Grade | None:
+        """Of the surest match; None where nothing matches."""
+        return self.matches[0].grade if self.matches else None
+
+    @property
+    def entry(self) -> KnownFailure | None:
+        """The entry that it is for certain."""
+        return self.matches[0].entry if self.grade == "known" else None
+
+
+class _Logs:
+    """What has been read of all files."""
+
+    def __init__(self) -> None:
+        self.groups = Groups()
+        self.clues = LogClues()
+        self.collectives = CollectiveReader()
+        self.summary: FirstFailure | None = None
+        self.dumps: list[Dump] = []
+        self.truncated: list[str] = []
+
+    def read(self, path: pathlib.Path | None) -> None:
+        if path is not None and (dump := dump_in(path, len(self.dumps))) is not None:
+            self.dumps.append(dump)
+            return
+        log = LogInput(path)
+        reader, summaries = Reader(log.name), SummaryReader()
+        for text, lines in log.chunks():
+            self.groups.add(reader.read(text, lines))
+            summaries.read(text, lines)
+            self.collectives.read(text, lines)
+            self.clues.read(text)
+        self.groups.add(reader.end())
+        self.summary = self.summary or summaries.found
+        if log.truncated:
+            self.truncated.append(log.name)
+
+    def evidence(self, group: Group) -> Evidence:
+        first = group.first
+        return Evidence(
+            message=first.text,
+            traceback="\n".join(first.frames),
+            indirect=first.quoted,
+            log=self.clues.found,
+            torch=self.clues.torch,
+        )
+
+    @property
+    def hang(self) -> Hang | None:
+        """Of the dumps, where there are any: they say more than the watchdog."""
+        return hang_of(parting(self.dumps)) or self.collectives.hang() if self.dumps else self.collectives.hang()
 
 
 def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
-    """Reads the files, ``None`` being standard input, each once. Raises UsageError for one that is not text.
+    """Reads the files, ``None`` being standard input, each once: logs, or dumps of torch's flight recorder.
 
-    Several files are the logs of several ranks: then time stamps, where all have them, say what came first.
+    Raises UsageError for one that is neither. Several files are those of several ranks: then time stamps, where all
+    have them, say what came first.
     """
-    groups = _Groups()
-    summary: FirstFailure | None = None
+    logs = _Logs()
     for path in files:
-        reader, summaries = Reader(name_of(path)), SummaryReader()
-        for text, lines in chunks(path):
-            groups.add(reader.read(text, lines))
-            summaries.read(text, lines)
-        groups.add(reader.end())
-        summary = summary or summaries.found
-    return _explanation(list(groups.by_text.values()), summary, groups.dropped)
+        logs.read(path)
+    return _explanation(logs)
 
 
-class _Groups:
-    """All exceptions, equal ones together; there is a limit to those that have no entry and no traceback."""
-
-    def __init__(self) -> None:
-        self.by_text: dict[str, Group] = {}
-        self.dropped = 0
-
-    def add(self, found: Iterable[Raised]) -> None:
-        for raised in found:
-            key = _key(raised.text)
-            if key not in self.by_text and not self._admit(key, raised):
-                self.dropped += 1
-            else:
-                self.by_text[key].add(raised)
-
-    def _admit(self, key: str, raised: Raised) -> bool:
-        entries, possible = catalogue.of_message(raised.text, "\n".join(raised.frames))
-        full = len(self.by_text) >= _MOST_GROUPS
-        if full and not ((entries or raised.frames) and len(self.by_text) < 2 * _MOST_GROUPS):
-            return False
-        self.by_text[key] = Group(raised, entries, possible, _consequence(raised))
-        return True
-
-
-@functools.lru_cache(maxsize=4096)
-def _key(text: str) -> str:
-    """The first line, without what differs between ranks and attempts."""
-    return _DIGITS.sub("#", fold(signatures.one_line(text.split("\n", 1)[0])))
-
-
-def _consequence(raised: Raised) -> str:
-    return next((name for name, pattern in _CONSEQUENCES.items() if pattern.search(raised.text)), "")
-
-
-def _explanation(groups: list[Group], summary: FirstFailure | None, dropped: int) -> Explanation:
-    ordered = sorted(groups, key=_order(groups))
+def _explanation(logs: _Logs) -> Explanation:
+    ordered = logs.groups.ordered()
+    summary, hang = logs.summary, logs.hang
     causes = [group for group in ordered if not group.consequence]
+    for group in causes:
+        group.matches = tuple(matches(logs.evidence(group))) if group.signed else ()
     named = [group for group in causes if summary is not None and summary.is_one_of(group.sources)]
     # sorted() keeps the order of what is equally likely.
-    cause = next(iter(sorted(named or causes, key=_doubt)), None) or next(iter(ordered), None)
-    known = cause.entries if cause is not None and not cause.consequence else []
-    possible = [*(cause.entries if not known else known[1:]), *cause.possible] if cause is not None else []
+    likeliest = sorted(named or causes, key=lambda group: group.doubt)
+    # A traceback that was cut off says less than what followed from it.
+    whole = [group for group in likeliest if not group.first.cut]
+    cause = next(iter([*whole, *(group for group in ordered if group.consequence), *likeliest]), None)
+    showing = _showing(cause, hang)
+    found = cause.matches if cause is not None and showing == "failure" else ()
+    if showing == "hang" and hang is not None:
+        found = tuple(_of_hang(logs, hang))
+    ours = cause is not None and _is_ours(logs, cause)
+    unknown = cause is not None and showing == "failure" and not found
     return Explanation(
+        showing=showing,
         cause=cause,
-        entry=known[0] if known else None,
-        possible=tuple(possible),
-        near=tuple(catalogue.nearest(cause.first.text)) if cause is not None and not known and not possible else (),
+        matches=found,
+        ours=ours,
+        foreign=foreign.kind_of(cause.first.text) if cause is not None and showing == "failure" and not ours else "",
+        near=tuple(catalogue.nearest(cause.first.text)) if cause is not None and unknown and ours else (),
+        hang=hang,
         consequences=_counted(ordered, cause),
-        others=tuple(group.first for group in causes if group is not cause),
+        others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
         summary=summary,
-        dropped=dropped,
+        dropped=logs.groups.dropped,
+        truncated=tuple(logs.truncated),
+        dumps=len(logs.dumps),
     )
 
 
-def _doubt(group: Group) -> tuple[bool, bool, bool, bool]:
-    """Why another one may rather be the cause: programs log what they handle, and handle what they raise."""
-    first = group.first
-    return first.logged and not first.frames, not group.entries, first.swallowed, not first.frames
+def _showing(cause: Group | None, hang: Hang | None) -> Showing:
+    if cause is not None and not cause.consequence and not cause.first.cut:
+        return "failure"
+    if hang is not None:
+        return "hang"
+    if cause is None:
+        return "nothing"
+    return "consequences" if cause.consequence else "cut"
 
 
-def _earlier(one: Raised, other: Raised) -> bool:
-    """Exceptions arrive in the order in which their tracebacks end; and files in that of the command."""
-    if one.file == other.file:
-        return one.line < other.line
-    return one.time is not None and other.time is not None and one.time < other.time
+def _is_ours(logs: _Logs, cause: Group) -> bool:
+    under_fsdp = logs.evidence(cause).shows("fsdp")
+    if any(match.grade != "possible" or under_fsdp for match in cause.matches):
+        return True
+    return foreign.names_our_field(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
 
 
-def _order(groups: list[Group]) -> Callable[[Group], tuple[float, int, int]]:
-    """By time where all have one; else in the order of the log, which is that of arrival."""
-    files = list(dict.fromkeys(group.first.file for group in groups))
-    timed = all(group.first.time is not None for group in groups)
-
-    def key(group: Group) -> tuple[float, int, int]:
-        first = group.first
-        return (first.time or 0.0) if timed else 0.0, files.index(first.file), first.line
-
-    return key
+def _of_hang(logs: _Logs, hang: Hang) -> list[Match]:
+    """The entries that it may be; known only where some ranks gather a model while others are elsewhere."""
+    stacks = ["\n".join(one.frames) for one in hang.waiting]
+    apart = hang.differs and len(set(map(foreign.gathers, stacks))) > 1
+    for operation in sorted({one.op for one in hang.waiting}):
+        evidence = Evidence(
+            message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",
+            traceback="\n".join(stacks),
+            indirect=not apart,
+            log=logs.clues.found,
+            torch=logs.clues.torch,
+        )
+        if found := matches(evidence):
+            return found
+    return []
 
 
 def _counted(groups: list[Group], cause: Group | None) -> dict[str, int]:

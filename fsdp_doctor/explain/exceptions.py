@@ -9,36 +9,58 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.log_lines import Line, parsed, time_of
-from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed
+from fsdp_doctor.explain.log_lines import Line, lines_in, parsed, time_of
+from fsdp_doctor.known.catalogue import anchors, has_signature
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
-_RAY_BEGIN = re.compile(r"RayTaskError(?:\(\w+\))?: .*\bray::")
+_RAY_BEGIN = re.compile(r"RayTaskError(?:\(\w{1,200}\))?: .{0,400}\bray::")
 _HANDLING = "During handling of the above exception"
 _CHAINED = (_HANDLING, "The above exception was the direct cause")
 _SUFFIX = r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Died|Timeout|Killed|Aborted)"
 _NAME = rf"[A-Za-z_][\w.]{{0,200}}?(?:{_SUFFIX}|Warning|Iteration)\w{{0,40}}"
-_RAISED = re.compile(rf"(?P<type>{_NAME})(?:\((?P<inner>[\w.]+)\))?(?:: (?P<message>.*)|:?$)")
-# After frames any name may be an exception's.
-_ANY = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?P<inner>)(?:: (?P<message>.*)|$)")
-_INSIDE = re.compile(
-    rf"(?<![\w.'\"/])(?P<type>[A-Za-z_][\w.]{{0,200}}?{_SUFFIX}\w{{0,40}})(?:\((?P<inner>[\w.]+)\))?: (?P<message>\S.*)"
+_COLON = r"(?:: |\uff1a ?)"
+_RAISED = re.compile(
+    rf"(?P<type>{_NAME})(?:\((?P<inner>[\w.]{{1,200}})\))?(?:{_COLON}(?P<message>.*)|:?\s{{0,20}}$)", re.ASCII
 )
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+# After frames any name may be an exception's.
+_ANY = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,200})(?P<inner>)(?:: (?P<message>.*)|$)", re.ASCII)
+# Within a line: not in the quotes of a program's source, but in those of JSON.
+_INSIDE = re.compile(
+    rf"(?<![A-Za-z0-9_.'/\"])(?:(?<=: )\")?(?P<type>[A-Za-z_][\w.]{{0,200}}?{_SUFFIX}\w{{0,40}})"
+    rf"(?:\((?P<inner>[\w.]{{1,200}})\))?{_COLON}(?P<message>\S.*)",
+    re.ASCII,
+)
+# A line of a program, which may have a message in it and raises nothing by standing in a log.
+_SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
+# What Ray, c10d and torchrun say of a process that is gone, in no exception's form.
+_LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d")
+# What the interpreter itself says; the stack that follows has the innermost frame first.
+_FATAL = re.compile(r"Fatal Python error: \S")
+# What C++ says of an exception that nothing caught; its message is in the next line.
+_TERMINATED = re.compile(r"terminate called after throwing an instance of '(?:\w{1,80}::){0,8}(?P<type>\w{1,80})'")
+# A label that stood before a traceback, as of a container.
+_LABEL = re.compile(r"(?:[\w./-]{1,100} {0,20}\| ?|\[[^\]\n]{1,100}\] ?|[\w./-]{1,100}: ?)$")
 # A line that cannot be part of a message: a log record, a table of torchrun's, the next prefix.
-_OTHER = re.compile(r"\s*$|[-=]{8,}|\[?[IWEF]\d{4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\d{4}-\d\d-\d\d|```")
+_OTHER = re.compile(
+    r"\s*$|[-=]{8,}|\[?[IWEF]\d{3,4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\d{4}-\d\d-\d\d|```|\(raylet\)"
+)
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b")
-_GROUP = re.compile(r"^\s*[|+][ |+-]*")
-_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
+_GROUP = re.compile(r"^\s{0,400}[|+][ |+-]{0,400}")
+_REPEATED = re.compile(r" \[repeated \d{1,9}x across cluster\].*$")
 _MOST_FRAMES = 40
 _MOST_MESSAGE_LINES = 12
 _MOST_MESSAGE_CHARACTERS = 4_000
+# Of a line after the first: what comes after thousands of names may say more than they do.
+_MOST_OF_A_LINE = 1_000
+_MOST_BOX_LINES = 2_000
 # A traceback that was cut off ends after so many lines of its source; one whose source writes nothing more, after so
 # many lines of the log, which is looked at every so many lines.
 _MOST_OWN_LINES = 400
 _MOST_LINES = 50_000
 _SWEEP_EVERY = 512
+_MOST_SOURCES = 16_384
 _MOST_LABELS = 256
 # How many lines with a time are remembered; the time stands near the beginning of a line.
 _REMEMBERED = 64
@@ -52,7 +74,9 @@ class Raised:
 
     file, line: where it stands. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
     frames: its traceback's, outermost first, as far as they were kept. logged: it stands in a record below an error's
-    level. swallowed: another exception came while it was being handled.
+    level. swallowed: another exception came while it was being handled. quoted: a message that nothing raised, in
+    prose.
+    cut: a traceback that ends before its exception, whose message says no more than that.
     """
 
     file: str
@@ -64,6 +88,8 @@ class Raised:
     frames: list[str] = field(default_factory=list)
     logged: bool = False
     swallowed: bool = False
+    quoted: bool = False
+    cut: bool = False
 
     @property
     def text(self) -> str:
@@ -72,7 +98,10 @@ class Raised:
 
 @dataclass
 class _Open:
-    """A traceback of one source that is still being read. lines: of this source since it began."""
+    """A traceback of one source that is still being read. lines: of this source since it began. box: what rich drew.
+
+    fatal: it is the interpreter's stack, innermost frame first.
+    """
 
     began: Line
     time: float | None
@@ -80,17 +109,12 @@ class _Open:
     raised: Raised | None = None
     lines: int = 0
     message_lines: int = 0
+    box: list[str] = field(default_factory=list)
+    fatal: bool = False
 
-
-def anchors() -> list[str]:
-    """The longest literal piece of each signature: a line without any, and without an exception, says nothing."""
-    patterns = [pattern.pattern for entry in known_failures() for pattern in entry.signatures]
-    return sorted({max(_literals(pattern), key=len) for pattern in patterns}, key=len)
-
-
-def _literals(pattern: str) -> list[str]:
-    pieces = re.split(r"\((?:\?[^)]*)?[^()]*\)\??|\[[^\]]*\]|\\\.|\\.[+*]?|[().?*+^$|]", pattern)
-    return [piece for piece in pieces if piece]
+    def end_box(self) -> None:
+        self.frames.extend(frames_in_box(self.box))
+        self.box.clear()
 
 
 class Reader:
@@ -111,10 +135,23 @@ class Reader:
 
     def read(self, text: str, lines: list[str]) -> Iterator[Raised]:
         present = [anchor for anchor in self._anchors if anchor in text]
+        boxed = "│" in text
         for raw in lines:
             self._number += 1
-            if self._open or "rror" in raw or _BEGIN in raw or "xception" in raw or any(a in raw for a in present):
-                yield from self._look(self._labelled(parsed(self._number, raw)), present)
+            if (
+                self._open
+                or "rror" in raw
+                or 'File "' in raw
+                or _BEGIN in raw
+                or "xception" in raw
+                or "recvValue" in raw
+                or "failed (exitcode" in raw
+                or "terminate called" in raw
+                or any(a in raw for a in present)
+                or (boxed and "│" in raw)
+            ):
+                for line in lines_in(self._number, raw):
+                    yield from self._look(self._labelled(line), present)
             if _CLOCK.search(raw, 0, _CLOCK_END):
                 self._recent.append((self._number, raw))
 
@@ -135,9 +172,14 @@ class Reader:
             yield from self._give_up_on_old()
         if line.source in self._open and line.text.lstrip().startswith(("|", "+-")):
             line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
-        if _BEGIN in line.text:
+        if is_boxed(line.text):
+            yield from self._boxed(line)
+        elif _BEGIN in line.text:
             yield from self._begin(line)
         elif _RAY_BEGIN.search(line.text):
+            # The traceback before it is the driver's, and goes on with this one.
+            if (opened := self._open.get(line.source)) is not None and opened.raised is None:
+                del self._open[line.source]
             yield from self._close(line.source)
             self._open[line.source] = _Open(line, self._time(line))
         elif line.text.startswith(_CHAINED):
@@ -151,7 +193,7 @@ class Reader:
 
     def _begin(self, line: Line) -> Iterator[Raised]:
         before, _, after = line.text.partition(_BEGIN)
-        if before.strip(" |+-") and "Exception Group" not in before and len(self._labels) < _MOST_LABELS:
+        if _LABEL.match(before) and "Exception Group" not in before and len(self._labels) < _MOST_LABELS:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
             line = self._labelled(line)
         yield from self._close(line.source)
@@ -159,47 +201,80 @@ class Reader:
         after = after.lstrip(": ")
         if inside := list(_INSIDE.finditer(after)):
             # A whole traceback that lost its line breaks.
-            opened.raised = self._raised(line, inside[-1], [after[: inside[-1].start()].strip()], opened.time)
+            before = after[: inside[-1].start()].strip()
+            opened.raised = self._raised(line, inside[-1], [before[:_MOST_MESSAGE_CHARACTERS]], opened.time)
+
+    def _boxed(self, line: Line) -> Iterator[Raised]:
+        """A line of a box, which is a traceback's if it says so in its lid, its frames or its marker."""
+        opened = self._open.get(line.source)
+        lid = line.text.lstrip().startswith("╭")
+        if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and begins_box(line.text)):
+            yield from self._close(line.source)
+            opened = self._open[line.source] = _Open(line, self._time(line))
+        if opened is None or lid:
+            return
+        if line.text.lstrip().startswith("╰"):
+            opened.end_box()
+        elif len(opened.box) < _MOST_BOX_LINES:
+            opened.box.append(inner(line.text))
 
     def _continue(self, opened: _Open, line: Line, present: list[str]) -> Iterator[Raised]:
         opened.lines += 1
         if opened.raised is None:
-            self._frame_or_end(opened, line, present)
+            self._frame_or_end(opened, line)
             if opened.raised is None and opened.lines > _MOST_OWN_LINES:
                 yield from self._close(line.source)
             return
+        if opened.fatal and (frame := frame_in(line.text)) is not None and len(opened.raised.frames) < _MOST_FRAMES:
+            opened.raised.frames.insert(0, frame)
+            return
+        if opened.fatal and (not line.text.strip() or "most recent call first" in line.text):
+            return
         opened.message_lines += 1
-        if opened.message_lines > _MOST_MESSAGE_LINES or any(p.match(line.text) for p in (_OTHER, _FRAME, _INSIDE)):
+        other = _OTHER.match(line.text) or frame_in(line.text) is not None or _INSIDE.match(line.text)
+        if opened.message_lines > _MOST_MESSAGE_LINES or other:
             yield from self._close(line.source)
             yield from self._alone(line, present)
             return
-        message = f"{opened.raised.message}\n{line.text}"
+        message = f"{opened.raised.message}\n{line.text[:_MOST_OF_A_LINE]}"
         opened.raised.message = _REPEATED.sub("", message)[:_MOST_MESSAGE_CHARACTERS]
 
-    def _frame_or_end(self, opened: _Open, line: Line, present: list[str]) -> None:
-        if _FRAME.match(line.text):
-            opened.frames.append(line.text.strip()[:400])
+    def _frame_or_end(self, opened: _Open, line: Line) -> None:
+        if opened.box:
+            opened.end_box()
+        if (frame := frame_in(line.text)) is not None:
+            opened.frames.append(_REPEATED.sub("", frame))
             return
-        match = _RAISED.match(line.text.removeprefix("  ") if opened.frames else line.text.strip())
-        if (
-            match is None
-            and opened.frames
-            and (named := _ANY.match(line.text))
-            and not keyword.iskeyword(named["type"])
-        ):
+        text = _REPEATED.sub("", line.text)
+        match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
+        if match is None and opened.frames and (named := _ANY.match(text)) and not keyword.iskeyword(named["type"]):
             match = named
         if match is not None:
             opened.raised = self._raised(line, match, list(opened.frames), opened.time)
-        elif any(anchor in line.text for anchor in present):
+        elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
             opened.raised = self._message(line, list(opened.frames))
 
     def _alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
-        """A line outside of any traceback that has an exception in it, or a message that the catalogue knows."""
-        if match := _INSIDE.search(line.text):
+        """A line outside of any traceback: a frame whose beginning is missing, an exception, or a known message."""
+        if (frame := frame_in(line.text)) is not None:
+            self._open[line.source] = opened = _Open(line, self._time(line))
+            opened.frames.append(_REPEATED.sub("", frame))
+        elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
             raised = self._raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
             self._open[line.source] = _Open(line, raised.time, raised=raised)
-        elif any(anchor in line.text for anchor in present):
+        elif _FATAL.match(line.text):
+            raised = self._message(line, [])
+            self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
+        elif any(a in line.text for a in present) and not _SOURCE.match(line.text) and has_signature(line.text):
+            message = self._message(line, [])
+            message.quoted = "Warning: " not in line.text
+            yield message
+        elif match := _TERMINATED.search(line.text):
+            raised = self._message(line, [])
+            raised.type, raised.message = match["type"], ""
+            self._open[line.source] = _Open(line, raised.time, raised=raised)
+        elif _LOST.search(line.text):
             yield self._message(line, [])
 
     def _raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
@@ -225,19 +300,27 @@ class Reader:
         opened = self._open.pop(source, None)
         if opened is None:
             return
+        opened.end_box()
         raised = opened.raised
         if raised is None and opened.frames:
             raised = self._message(opened.began, list(opened.frames))
             raised.message = "a traceback that was cut off before its exception"
+            raised.cut = True
         if raised is not None:
             raised.message = raised.message.strip()
             self._last[source] = raised
             yield raised
 
     def _give_up_on_old(self) -> Iterator[Raised]:
-        for source, opened in list(self._open.items()):
-            if self._number - opened.began.number > _MOST_LINES:
-                yield from self._close(source)
+        """They are in the order in which they began."""
+        while self._open:
+            source, opened = next(iter(self._open.items()))
+            if self._number - opened.began.number <= _MOST_LINES and len(self._open) <= _MOST_SOURCES:
+                break
+            yield from self._close(source)
+        for remembered in (self._last, self._stamped):
+            while len(remembered) > _MOST_SOURCES:
+                del remembered[next(iter(remembered))]
 
     def _time(self, line: Line) -> float | None:
         """Of the line itself, or of the last one before it by the same source that has one."""

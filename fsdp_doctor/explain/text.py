@@ -1,19 +1,22 @@
-"""An explanation as text and as JSON."""
+"""An explanation as text."""
 
 from __future__ import annotations
 
-import json
-import textwrap
-from typing import Any
-
-from fsdp_doctor.explain.cause import Explanation, Group
+from fsdp_doctor.explain.cause import Explanation
+from fsdp_doctor.explain.entry_text import entry_lines, wrapped
+from fsdp_doctor.explain.exception_groups import Group
 from fsdp_doctor.explain.exceptions import Raised
+from fsdp_doctor.explain.hang_text import hang_lines
+from fsdp_doctor.explain.log_input import MOST_OF_A_STREAM
 from fsdp_doctor.known.catalogue import KnownFailure
+from fsdp_doctor.known.grading import Match
 
 _SHOWN_RANKS = 8
 _SHOWN_LINES = 6
 _SHOWN_OTHERS = 3
-_ATTACH = (
+# How many entries are printed whole; a known one alone.
+_SHOWN_ENTRIES = 2
+ATTACH = (
     "the whole traceback of the rank that failed first",
     "`fsdp-doctor env`, from the same environment",
     "`fsdp-doctor probe --fix --markdown report.md`, from the same machine",
@@ -23,100 +26,54 @@ _ATTACH = (
 
 def as_text(found: Explanation, width: int) -> str:
     """width: in columns. Code and commands are not wrapped."""
-    lines = _cause(found) + _notes(found)
-    if found.entry is not None:
-        lines += ["", *entry_lines(found.entry, width)]
-        lines += _listed("Other entries with the same message:", found.possible)
-    else:
-        lines += _not_known(found)
-        lines += ["", "To report it, attach:", *(f"  - {what}" for what in _ATTACH)]
+    lines = _heading(found) + hang_lines(found, width) + _notes(found)
+    if found.showing == "failure" and not found.ours:
+        lines += _not_ours(found, width)
+    elif found.matches:
+        lines += _matches(found.matches, width)
+    elif found.showing == "failure":
+        lines += _unknown(found)
+    if attach(found):
+        lines += ["", "To report it, attach:", *(f"  - {what}" for what in ATTACH)]
     return "\n".join(lines) + "\n"
 
 
-def as_json(found: Explanation) -> str:
-    cause = found.cause
-    return json.dumps(
-        {
-            "schema": "fsdp-doctor/explanation",
-            "schema_version": 1,
-            "matched": found.entry is not None,
-            "cause": _cause_as_dict(cause) if cause is not None else None,
-            "only_consequences": found.only_consequences,
-            "entry": entry_as_dict(found.entry) if found.entry is not None else None,
-            "possible": [entry.id for entry in found.possible],
-            "near": [entry.id for entry in found.near],
-            "consequences": found.consequences,
-            "others": [{"text": one.text, "file": one.file, "line": one.line} for one in found.others[:_SHOWN_OTHERS]],
-            "torchrun": found.summary.sentence if found.summary is not None else None,
-            "attach": list(_ATTACH) if found.entry is None else [],
-        },
-        indent=1,
-    )
+def attach(found: Explanation) -> bool:
+    """Whether it is a failure of FSDP's that the catalogue does not know for certain."""
+    return found.showing != "nothing" and found.ours and found.entry is None
 
 
-def entry_lines(entry: KnownFailure, width: int) -> list[str]:
-    """One entry of the catalogue, whole."""
-    lines = [f"{entry.id}: {entry.title}", ""]
-    lines += _wrapped(f"Cause: {entry.cause}", width)
-    lines += _wrapped(f"Remedy: {entry.remedy}", width)
-    if entry.code:
-        lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
-    if entry.check:
-        lines += _wrapped(f"How to see it: {entry.check}", width)
-    if entry.torch:
-        lines += [f"torch: {entry.torch}"]
-    if entry.frameworks:
-        lines += _wrapped(f"Seen in: {', '.join(entry.frameworks)}", width)
-    lines += _wrapped(f"References: {', '.join(entry.references)}", width)
-    lines += [reproduction(entry)]
-    return lines
+def _heading(found: Explanation) -> list[str]:
+    cause, summary = found.cause, found.summary
+    if found.showing == "hang":
+        return ["The job hung: a collective did not end."]
+    if cause is None:
+        told = f"There is no exception in the log. {summary.sentence}." if summary else "The log shows no failure."
+        if found.dumps:
+            told = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
+        return [told, *_ended(found)]
+    if found.showing == "cut":
+        return _cause("The log ends within a traceback, before its exception", cause)
+    if found.showing == "consequences":
+        return _cause(
+            f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first of them", cause
+        )
+    return _cause("Root cause", cause)
 
 
-def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "title": entry.title,
-        "verdict": entry.verdict,
-        "signatures": [pattern.pattern for pattern in entry.signatures],
-        "check": entry.check,
-        "torch": entry.torch,
-        "frameworks": list(entry.frameworks),
-        "cause": entry.cause,
-        "remedy": entry.remedy,
-        "code": entry.code.strip("\n"),
-        "references": list(entry.references),
-        "evidence": entry.evidence,
-        "command": _command(entry),
-    }
+def _ended(found: Explanation) -> list[str]:
+    """What a process that said nothing may have died of."""
+    if found.summary is None or found.summary.ended != "SIGKILL":
+        return []
+    return [
+        "SIGKILL is mostly the kernel's, for want of host memory: `dmesg | grep -i oom` on that host says so, or the "
+        "container's limit was reached."
+    ]
 
 
-def reproduction(entry: KnownFailure) -> str:
-    """The command that reproduces it, or that there is none."""
-    command = _command(entry)
-    return (
-        f"Reproduce: {command}"
-        if command
-        else "Reproduce: no case of the matrix shows it; it is known from the references above."
-    )
-
-
-def _command(entry: KnownFailure) -> str:
-    if not entry.reproduced:
-        return ""
-    device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
-    return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
-
-
-def _cause(found: Explanation) -> list[str]:
-    if found.cause is None:
-        ended = f" {found.summary.sentence}." if found.summary is not None else ""
-        return [f"There is no exception in the log.{ended}"]
-    group = found.cause
-    heading = "Root cause"
-    if found.only_consequences:
-        heading = "The log has only consequences of a failure elsewhere; the first of them"
+def _cause(heading: str, group: Group) -> list[str]:
     lines = [f"{heading}: {_where(group.first)}{_who(group)}", ""]
-    shown = group.first.text.splitlines()
+    shown = [] if group.first.cut else group.first.text.splitlines()
     lines += [f"    {line.strip()}" for line in shown[:_SHOWN_LINES]]
     lines += ["    ..."] if len(shown) > _SHOWN_LINES else []
     lines += [f"      at {frame}" for frame in _telling_frames(group.first)]
@@ -125,27 +82,54 @@ def _cause(found: Explanation) -> list[str]:
 
 def _notes(found: Explanation) -> list[str]:
     lines = []
-    if found.only_consequences:
+    if found.showing == "consequences":
         lines.append(
             "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
         )
+        lines += _ended(found)
     for other in found.others[:_SHOWN_OTHERS]:
         lines.append(f"Probably not the cause: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
     if (more := max(0, len(found.others) - _SHOWN_OTHERS) + found.dropped) > 0:
         lines.append(f"and {more} more exceptions")
-    for name, count in found.consequences.items():
+    for name, count in found.consequences.items() if found.showing != "hang" else ():
         lines.append(f"Consequence: {name} ({count} times)" if count > 1 else f"Consequence: {name}")
-    if found.summary is not None and found.cause is not None:
+    if found.summary is not None and found.showing != "nothing":
         lines.append(f"{found.summary.sentence}.")
+    lines += [f"Only the first {MOST_OF_A_STREAM >> 20} MiB of {name} were read." for name in found.truncated]
     return ["", *lines] if lines else []
 
 
-def _not_known(found: Explanation) -> list[str]:
-    if found.cause is None:
-        return []
-    if found.possible:
-        lines = ["", "No entry of the catalogue matches it for certain."]
-        return lines + _listed("Entries with the same message (`fsdp-doctor explain --entry ID`):", found.possible)
+def _matches(matches: tuple[Match, ...], width: int) -> list[str]:
+    """The known one whole; where none is known, the first ones, with what would make them sure."""
+    grade = matches[0].grade
+    whole = [match for match in matches if match.grade == grade][: 1 if grade == "known" else _SHOWN_ENTRIES]
+    lines = []
+    for match in whole:
+        lines += ["", *_graded(match, width)]
+    rest = tuple(match.entry for match in matches if match not in whole)
+    return lines + _listed("Other entries with the same message (`fsdp-doctor explain --entry ID`):", rest)
+
+
+def _graded(match: Match, width: int) -> list[str]:
+    lines = entry_lines(match.entry, width)
+    lines[0] = f"{match.grade.capitalize()}: {lines[0]}"
+    if match.open:
+        lines += ["To be sure:", *(f"  - {question}" for question in match.open)]
+    return lines
+
+
+def _not_ours(found: Explanation, width: int) -> list[str]:
+    seen = found.cause is not None and found.cause.first.frames
+    verdict = "No failure of FSDP's." if seen or found.foreign else "Nothing says that it is a failure of FSDP's."
+    what = f" It is about {found.foreign}." if found.foreign else ""
+    where = "its traceback" if seen else "the log"
+    why = f"Neither its message nor {where} names FSDP, a DTensor or a sharded checkpoint."
+    entries = tuple(match.entry for match in found.matches)
+    lines = ["", *wrapped(f"{verdict}{what} {why}", width)]
+    return lines + _listed("Only if the model is under FSDP all the same:", entries)
+
+
+def _unknown(found: Explanation) -> list[str]:
     lines = ["", "It is not in the catalogue of known failures."]
     return lines + _listed("Entries with a similar message, which may have another cause:", found.near)
 
@@ -156,17 +140,18 @@ def _listed(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
 
 def _who(group: Group) -> str:
     """The ranks that raised it, or how often it was raised; nothing where it was once and nothing says by whom."""
-    named = sorted((source for source in group.sources if source), key=_natural)
+    named = sorted((source for source in group.sources if source), key=natural)
     if not named:
         return f" ({group.count} times)" if group.count > 1 else ""
     more = f" and {len(named) - _SHOWN_RANKS} more" if len(named) > _SHOWN_RANKS else ""
     return f" ({', '.join(named[:_SHOWN_RANKS])}{more})"
 
 
-def _natural(source: str) -> tuple[str, int]:
+def natural(source: str) -> tuple[str, int]:
+    """For sorting: ``rank 10`` after ``rank 9``."""
     word, _, number = source.partition(" ")
     first = number.split(" ")[0]
-    return word, int(first) if first.isdigit() else 0
+    return word, int(first) if first.isdecimal() and len(first) < 20 else 0
 
 
 def _where(raised: Raised) -> str:
@@ -177,22 +162,3 @@ def _telling_frames(raised: Raised) -> list[str]:
     """The innermost frame, and before it the innermost one that is not torch's."""
     own = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
     return list(dict.fromkeys([*own[-1:], *raised.frames[-1:]]))
-
-
-def _cause_as_dict(group: Group) -> dict[str, Any]:
-    first = group.first
-    return {
-        "type": first.type,
-        "message": first.message,
-        "file": first.file,
-        "line": first.line,
-        "source": first.source,
-        "sources": sorted(filter(None, group.sources), key=_natural),
-        "count": group.count,
-        "time": first.time,
-        "frames": first.frames,
-    }
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)

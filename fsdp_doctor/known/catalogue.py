@@ -14,7 +14,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import loading
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.known.signatures import DEVICE
+from fsdp_doctor.known.signatures import DEVICE, anchor, readings
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.verdict.classification import PROBLEM_ORDER, VerdictKind
 
@@ -25,7 +25,7 @@ _COMMON = frozenset(
 ) | {
     *("assertionerror", "runtimeerror", "valueerror", "tensor", "tensors", "the", "this", "was", "with", "you", "your")
 }
-_NEAR = 0.25
+_NEAR = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,27 @@ def known_failure(name: str) -> KnownFailure:
         near = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UsageError(f"the catalogue has no entry {name!r}{near}")
     return by_id[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def has_signature(text: str) -> bool:
+    """Whether an entry has a signature in ``text``."""
+    for reading in readings(text):
+        for literal, pattern in _signatures():
+            if literal in reading and pattern.search(reading):
+                return True
+    return False
+
+
+@functools.cache
+def _signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """All signatures with their anchors, each once."""
+    return tuple(dict.fromkeys((anchor(pattern), pattern) for one in known_failures() for pattern in one.signatures))
+
+
+def anchors() -> list[str]:
+    """The literal pieces one of which a line with a signature has in it."""
+    return sorted({literal for literal, _ in _signatures()} - {""})
 
 
 def of_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], list[KnownFailure]]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from fsdp_doctor.known.clues import ClueName
 from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
-from fsdp_doctor.known.signatures import one_line
+from fsdp_doctor.known.signatures import anchor, readings
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import FIXES, find_path, is_user_path
@@ -74,7 +75,10 @@ class KnownFailure:
     verdict: what it shows as in the matrix, or would.
     signatures: regular expressions over an exception's ``Type: message``, one line, any device.
     frames: further ones over the traceback, for a message that other failures share: unless one of them matches,
-        the entry is no more than possible.
+        the entry is no more than possible. place: what they stand for, in words.
+    unless: ones over the traceback that say that it is something else.
+    needs: what else must be so where it shows. A log has to say it, or the entry is not known for certain; in the
+        matrix it is.
     check: how to see it where nothing raises; only a silent failure has it.
     symptoms: regular expressions over the doctor's own reason, for a failure that is silent elsewhere.
     triggers: the cases and runs in which it shows.
@@ -97,6 +101,9 @@ class KnownFailure:
     evidence_device: str = ""
     signatures: tuple[re.Pattern[str], ...] = ()
     frames: tuple[re.Pattern[str], ...] = ()
+    place: str = ""
+    unless: tuple[re.Pattern[str], ...] = ()
+    needs: tuple[ClueName, ...] = ()
     check: str = ""
     symptoms: tuple[re.Pattern[str], ...] = ()
     triggers: tuple[Trigger, ...] = ()
@@ -113,11 +120,15 @@ class KnownFailure:
 
     def says(self, message: str) -> bool:
         """Whether the exception's text, or its first line, has one of its signatures."""
-        texts = {one_line(message), one_line(message.split("\n", 1)[0])}
-        return any(pattern.search(text) for pattern in self.signatures for text in texts)
+        texts = readings(message)
+        return any(anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts)
 
     def has_frame(self, traceback: str) -> bool:
         return any(pattern.search(traceback) for pattern in self.frames)
+
+    def speaks_against(self, traceback: str) -> bool:
+        """Whether the traceback says that it is something else."""
+        return any(pattern.search(traceback) for pattern in self.unless)
 
     def shows_on(self, torch: str) -> bool:
         """Whether that version of torch shows it; any that is not known is taken to."""

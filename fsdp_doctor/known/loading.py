@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
 
+from fsdp_doctor.known.clues import CLUES, ClueName
 from fsdp_doctor.known.failures import KnownFailure, Trigger
 from fsdp_doctor.known.run_context import DeviceKind
 from fsdp_doctor.known.signatures import compiled
@@ -56,6 +57,11 @@ def _patterns(texts: list[str]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(compiled, texts))
 
 
+def _needs(names: list[str]) -> tuple[ClueName, ...]:
+    known: dict[str, ClueName] = {name: name for name in CLUES}
+    return tuple(known[name] for name in names)
+
+
 _FACTS: dict[str, Callable[[Any], Any]] = {
     "device": _devices,
     "ranks": SpecifierSet,
@@ -67,6 +73,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "signatures": _patterns,
     "symptoms": _patterns,
     "frames": _patterns,
+    "unless": _patterns,
+    "needs": _needs,
     "triggers": lambda rows: tuple(map(_trigger, rows)),
     "race": bool,
     "frameworks": tuple,

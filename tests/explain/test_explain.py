@@ -127,7 +127,9 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
     ids=["one line", "smart quotes in prose", "windows line ends", "no exception's name"],
 )
 def test_a_message_that_lost_its_form_in_an_issue_is_found(tmp_path: pathlib.Path, text: str) -> None:
-    assert _entry(_explained(tmp_path, text)) == "fsdp2-pinned-policy-half-moved"
+    found = _explained(tmp_path, text)
+    assert found.matches[0].entry.id == "fsdp2-pinned-policy-half-moved"
+    assert found.grade == ("known" if "fsdp_workers.py" in text else "possible")
 
 
 def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Path) -> None:
@@ -208,9 +210,9 @@ def test_the_cause_is_found_among(tmp_path: pathlib.Path, lines: list[str], caus
     "raised", ["AssertionError", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
 )
 def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pathlib.Path, raised: str) -> None:
-    text = "\n".join([_BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised])
-    found = _explained(tmp_path, text)
-    assert (found.entry, bool(found.possible)) == (None, True)
+    lines = [_BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised]
+    assert _explained(tmp_path, ["strategy: fsdp", *lines]).grade == "possible"
+    assert _explained(tmp_path, lines).matches == ()
 
 
 def test_long_tracebacks_of_64_interleaved_ranks_keep_their_frames(tmp_path: pathlib.Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
 from typing import Any
 
-from program import Run, torchrun
+from program import Run, Started, torchrun
 
 from fsdp_doctor.explain import explain
 
@@ -85,3 +86,15 @@ def test_the_log_of_a_real_torchrun_is_explained(tmp_path: pathlib.Path) -> None
     assert found.summary is not None
     assert found.summary.rank == 1
     assert re.search("torchrun's summary", " ".join(found.consequences))
+
+
+def test_a_named_pipe_is_waited_for_and_the_wait_can_be_stopped(tmp_path: pathlib.Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    waiting = Started(sys.executable, "-m", "fsdp_doctor", "explain", str(pipe))
+    with open(pipe, "w"):  # as soon as it is opened at the other end
+        waiting.interrupt()
+        run = waiting.wait()
+    assert (run.code, run.stdout) == (130, "")
+    assert run.stderr.startswith(f"fsdp-doctor: waiting for a program that writes to {pipe}, a named pipe\n")
+    assert "Traceback" not in run.stderr

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.explain import explain, text
+from fsdp_doctor.explain import explain, explanation_json, text
 
 _ASSERTION = "AssertionError: Expects tensor to be on the compute device cuda:0, was on cpu"
 _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -52,23 +52,26 @@ def test_what_followed_is_counted_by_what_it_is(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_entry_that_only_shares_the_message_is_not_said_to_be_the_cause(tmp_path: pathlib.Path) -> None:
-    shown = _text(tmp_path, "Traceback (most recent call last):", '  File "/a.py", line 3, in load', _OUT_OF_MEMORY)
-    assert "No entry of the catalogue matches it for certain." in shown
-    assert "full-gather-runs-out-of-memory" in shown.split("Entries with the same message")[1].split("To report it")[0]
-    assert "Cause: " not in shown
+    traceback = ("Traceback (most recent call last):", '  File "/a.py", line 3, in load', _OUT_OF_MEMORY)
+    shown = _text(tmp_path, "strategy: fsdp", *traceback)
+    assert "Known: " not in shown
+    possible = shown.split("Possible: ")[1]
+    assert possible.startswith("dsd-load-oom-broadcast")
+    assert "Cause: " in possible
+    assert "Remedy: " in possible
+    assert "does the traceback go through set_model_state_dict or its broadcast?" in possible.split("To be sure:")[1]
+    assert "To report it, attach:" not in _text(tmp_path, *traceback)
 
 
 def test_a_log_without_an_exception_is_not_told_that_the_catalogue_lacks_it(tmp_path: pathlib.Path) -> None:
     shown = _text(tmp_path, "step 1", "step 2")
-    assert shown.startswith("There is no exception in the log.\n")
-    assert "catalogue of known failures" not in shown
-    assert "To report it, attach:" in shown
+    assert shown == "The log shows no failure.\n"
 
 
 def test_standard_input_is_read_to_its_end_and_named_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"step\n" * 400_000 + _ASSERTION.encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    found = json.loads(text.as_json(explain([None])))
+    found = json.loads(explanation_json.as_json(explain([None])))
     assert (found["matched"], found["cause"]["file"], found["cause"]["line"]) == (True, "standard input", 400_001)
 
 

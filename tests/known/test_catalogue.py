@@ -19,6 +19,7 @@ from fsdp_doctor.known.catalogue import (
     of_message,
 )
 from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.known.signatures import anchor, readings
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
@@ -156,3 +157,13 @@ def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
     entry = of_finding(_case("fsdp2/policy/staged/parameters.full_tensor"), found, RunContext())
     assert entry is not None
     assert entry.id == "half-moved-gathers-on-the-host"
+
+
+@pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: entry.id)
+def test_what_a_signature_matches_has_its_anchor_in_it(entry: KnownFailure) -> None:
+    for pattern in entry.signatures:
+        said = [
+            text for texts in _MESSAGES.values() for text in texts for text in readings(text) if pattern.search(text)
+        ]
+        assert said
+        assert all(anchor(pattern) in text for text in said), pattern.pattern

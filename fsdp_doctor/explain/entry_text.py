@@ -1,0 +1,69 @@
+"""One entry of the catalogue as text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from fsdp_doctor.known.catalogue import KnownFailure
+from fsdp_doctor.known.clues import CLUES
+
+
+def entry_lines(entry: KnownFailure, width: int) -> list[str]:
+    """The entry, whole."""
+    lines = [f"{entry.id}: {entry.title}", ""]
+    lines += wrapped(f"Cause: {entry.cause}", width)
+    lines += wrapped(f"Remedy: {entry.remedy}", width)
+    if entry.code:
+        lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
+    if entry.check:
+        lines += wrapped(f"How to see it: {entry.check}", width)
+    if entry.needs:
+        lines += wrapped(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
+    if entry.torch:
+        lines += [f"torch: {entry.torch}"]
+    if entry.frameworks:
+        lines += wrapped(f"Seen in: {', '.join(entry.frameworks)}", width)
+    lines += wrapped(f"References: {', '.join(entry.references)}", width)
+    lines += [_reproduction(entry)]
+    return lines
+
+
+def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "title": entry.title,
+        "verdict": entry.verdict,
+        "signatures": [pattern.pattern for pattern in entry.signatures],
+        "needs": [CLUES[name].fact for name in entry.needs],
+        "check": entry.check,
+        "torch": entry.torch,
+        "frameworks": list(entry.frameworks),
+        "cause": entry.cause,
+        "remedy": entry.remedy,
+        "code": entry.code.strip("\n"),
+        "references": list(entry.references),
+        "evidence": entry.evidence,
+        "command": _command(entry),
+    }
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)
+
+
+def _reproduction(entry: KnownFailure) -> str:
+    """The command that reproduces it, or that there is none."""
+    command = _command(entry)
+    return (
+        f"Reproduce: {command}"
+        if command
+        else "Reproduce: no case of the matrix shows it; it is known from the references above."
+    )
+
+
+def _command(entry: KnownFailure) -> str:
+    if not entry.reproduced:
+        return ""
+    device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
+    return f"fsdp-doctor probe{device} --case '{entry.evidence}'"

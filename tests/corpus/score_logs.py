@@ -1,0 +1,95 @@
+"""What `explain` makes of logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh]``.
+
+``logs.toml`` says where each log is from and what is to be said of it. Half of the logs, by the hash of their names,
+was not shown to `explain` until the work on it was done: the score of the unseen half is the one that counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pathlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from fsdp_doctor.explain import Explanation, explain  # noqa: E402
+from fsdp_doctor.explain.text import as_text  # noqa: E402
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = pathlib.Path(__file__).parent
+Score: TypeAlias = Literal["right", "weak", "missed", "wrong"]
+Half: TypeAlias = Literal["seen", "unseen", "fresh"]
+SCORES: tuple[Score, ...] = ("right", "weak", "missed", "wrong")
+_GRADES = ("known", "likely", "possible", None)
+
+
+def half_of(row: dict[str, Any]) -> Half:
+    """By the hash of its name; what was collected last is by itself."""
+    name: str = row["file"]
+    if row.get("fresh"):
+        return "fresh"
+    return "seen" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 0 else "unseen"
+
+
+def logs(half: Half | None = None) -> list[dict[str, Any]]:
+    rows = tomllib.loads((HERE / "logs.toml").read_text(encoding="utf-8"))["log"]
+    return [row for row in rows if half is None or half_of(row) == half]
+
+
+def scored(row: dict[str, Any]) -> tuple[Score, Explanation]:
+    found = explain([HERE / "logs" / row["file"]])
+    return _score(row, found), found
+
+
+def _score(row: dict[str, Any], found: Explanation) -> Score:
+    """wrong: an entry that it is not is called known, or likely. weak: said with less certainty, or in part."""
+    wanted = row.get("entries", [])
+    sure = [match for match in found.matches if match.grade != "possible"]
+    if sure and sure[0].entry.id not in wanted:
+        return "wrong"
+    said = all(words in as_text(found, 10_000) for words in row.get("says", []))
+    if not wanted:
+        return "right" if said and found.showing in row["shows"] else "weak" if said else "missed"
+    named = [match.grade for match in found.matches if match.entry.id in wanted]
+    if not named:
+        return "weak" if said and row.get("says") else "missed"
+    return "right" if said and _GRADES.index(named[0]) <= _GRADES.index(row.get("grade", "known")) else "weak"
+
+
+def table(half: Half) -> Iterator[str]:
+    """Of one half: the sums, for logs within the scope and for the others, and each log that is not right."""
+    counts: dict[bool, Counter[Score]] = {True: Counter(), False: Counter()}
+    rest = []
+    for row in logs(half):
+        score, found = scored(row)
+        counts[row["scope"]][score] += 1
+        if score != "right":
+            said = ", ".join(f"{match.grade} {match.entry.id}" for match in found.matches[:2])
+            wanted = ", ".join(row.get("entries", [])) or "/".join(row["shows"])
+            rest.append(f"| {row['file']} | {score} | {wanted} | {said or found.showing} |")
+    yield f"## {half}\n"
+    yield f"| | logs | {' | '.join(SCORES)} |\n|---|---|{'---|' * len(SCORES)}"
+    for scope, name in ((True, "within the scope"), (False, "others")):
+        yield f"| {name} | {counts[scope].total()} | {' | '.join(str(counts[scope][score]) for score in SCORES)} |"
+    yield "\n| not right | score | wanted | said |\n|---|---|---|---|"
+    yield from rest
+
+
+def main() -> None:
+    with contextlib.suppress(BrokenPipeError):
+        for half in sys.argv[1:] or ("seen", "unseen", "fresh"):
+            print("\n".join(table(half)), end="\n\n")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Logs from public threads: what `explain` says of them does not get worse, and nothing wrong is said."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from score_logs import HERE, half_of, logs, scored
+
+from fsdp_doctor.known.catalogue import known_failures
+
+
+@pytest.mark.parametrize("row", logs(), ids=lambda row: row["file"])
+def test_no_log_is_explained_wrongly(row: dict[str, Any]) -> None:
+    score, found = scored(row)
+    assert score != "wrong", [(match.grade, match.entry.id) for match in found.matches]
+
+
+def test_nearly_all_are_explained_rightly() -> None:
+    counts = Counter(scored(row)[0] for row in logs())
+    assert counts["right"] >= 0.95 * counts.total()
+
+
+def test_the_corpus_is_large_with_a_third_of_others_and_two_halves() -> None:
+    rows = logs()
+    assert len(rows) >= 80
+    assert sum(not row["scope"] for row in rows) >= len(rows) / 3
+    halves = Counter(map(half_of, rows))
+    assert min(halves["seen"], halves["unseen"]) > 40
+
+
+def test_every_log_has_its_row_and_every_entry_that_is_wanted_exists() -> None:
+    rows = logs()
+    assert {row["file"] for row in rows} == {path.name for path in (HERE / "logs").iterdir()}
+    assert {name for row in rows for name in row.get("entries", [])} <= {entry.id for entry in known_failures()}

@@ -1,0 +1,74 @@
+"""Whatever it is given, `explain` ends soon: time for each megabyte, devices, streams without end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+import threading
+import time
+
+import pytest
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.explain import explain, log_input
+from fsdp_doctor.explain.text import as_text
+from fsdp_doctor.known.catalogue import known_failures
+
+_RANKS = 20_000
+_SUMMARY = (
+    "[{0}]:\n  time      : 2026-11-21_12:34:56\n  host      : h\n  rank      : {0} (local_rank: 0)\n"
+    "  exitcode  : 1 (pid: 1)\n  error_file: <N/A>\n"
+)
+_INPUTS = {
+    "a summary of many ranks": lambda: "ChildFailedError: \n" + "".join(map(_SUMMARY.format, range(_RANKS))),
+    "ranks that all raise": lambda: "".join(f"[rank{rank}]: RuntimeError: boom {rank}\n" for rank in range(_RANKS)),
+    "tracebacks that are all open": lambda: "".join(
+        f"[rank{rank}]: {line}\n"
+        for line in ("Traceback (most recent call last):", '  File "/a.py", line 3, in f')
+        for rank in range(_RANKS)
+    ),
+    "exceptions that all differ": lambda: "".join(f"ValueError: {number:b}x\n" for number in range(_RANKS)),
+    "one line": lambda: "x" * 3_000_000,
+    "openings": lambda: ("(pid=[rank> " * 1_000 + "rror\n") * 100,
+    "boxes": lambda: "│ ❱ 834 │ foo\n│ /a/b.py:3 in f │\n" * _RANKS,
+    "an exception in an exception": lambda: ("AError: BError: " * 1_000 + "\n") * 100,
+    "names without end": lambda: "Missing key(s) in state_dict: " + '"_fsdp_wrapped_module.x", ' * 50_000,
+}
+
+
+@pytest.mark.parametrize("name", _INPUTS)
+def test_two_seconds_for_each_megabyte_are_enough(name: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(_INPUTS[name](), encoding="utf-8")
+    known_failures()  # read once for all
+    begin = time.process_time()
+    explain([file])
+    assert time.process_time() - begin < 1 + 2 * file.stat().st_size / 1e6
+
+
+def test_random_bytes_are_refused_after_a_few(tmp_path: pathlib.Path) -> None:
+    for device in ("/dev/urandom", "/dev/zero"):
+        with pytest.raises(UsageError, match="is not a text file"):
+            explain([pathlib.Path(device)])
+
+
+def test_what_has_no_end_is_read_up_to_a_limit_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_input, "MOST_OF_A_STREAM", 1 << 20)
+    end, begin = os.pipe()
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                os.write(begin, b"ValueError: x\n" * 1_000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open(end) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", stream)
+        found = explain([None])
+    writer.join()
+    os.close(begin)
+    assert found.truncated == ("standard input",)
+    assert "MiB of standard input were read." in as_text(found, 100)
