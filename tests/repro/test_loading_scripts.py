@@ -87,14 +87,14 @@ def test_every_loading_case_of_the_default_matrix_has_a_script_that_compiles() -
         compile(script(case, expected(case)), case.id, "exec")
 
 
-def test_scripts_of_bad_loads_have_at_most_165_lines_and_have_versions_and_command() -> None:
-    for case_id in _SAMPLE:
-        result = _result(case_id)
-        text = script(result.case, reported(result.case, default_matrix()))
-        assert len(text.splitlines()) <= 165 or not result.verdict.bad, case_id
-        head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
-        assert "torchrun --nproc-per-node 2" in head
-        assert case_id in head
+def test_scripts_of_bad_loads_have_at_most_175_lines_and_have_versions_and_command() -> None:
+    for result in default_matrix().bad:
+        if find_path(result.case.path, result.case.scenario.version).direction == "in":
+            text = script(result.case, reported(result.case, default_matrix()))
+            assert len(text.splitlines()) <= 175, result.id
+            head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+            assert "torchrun --nproc-per-node 2" in head
+            assert result.id in head
 
 
 def test_a_load_that_does_nothing_is_not_ok(tmp_path: pathlib.Path) -> None:
