@@ -15,7 +15,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # A CheckpointException's message has the traceback of another exception, and its summary has that exception alone.
 _CARRIES, _CARRIER = "Traceback (most recent call last):", "CheckpointException: "
 _REFUSED = re.compile(r"^refused on every rank: (?P<exception>.*)$", re.DOTALL)
-_DIRECTORY, _ANY_RANK = "the checkpoint/", re.compile(r"rank_\d+")
+_DIRECTORY, _ANY_RANK = re.compile(r"the checkpoint/(?:\w+/)*"), re.compile(r"rank_\d+")
 _HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
 _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
 
@@ -42,11 +42,12 @@ def _message(result: CaseResult) -> str:
 
 def _refusal(result: CaseResult) -> str:
     """The exception with which every rank refused a checkpoint, if they did: any rank's file in any directory."""
-    match = _REFUSED.search(result.verdict.reason)
-    if match and find_path(result.case.path, result.case.scenario.version).contract.ranks == "rank0":
+    if (match := _REFUSED.search(result.verdict.reason)) is None:
+        return ""
+    if find_path(result.case.path, result.case.scenario.version).contract.ranks == "rank0":
         # What is given to rank 0 alone, the others refuse in other words.
         return _escaped(match["exception"].partition(" ")[0])
-    return _ANY_RANK.sub(r"rank_\\d+", _pattern(match["exception"]).replace(_DIRECTORY, ".*/")) if match else ""
+    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _pattern(match["exception"])))
 
 
 def _pattern(text: str) -> str:
