@@ -1,4 +1,4 @@
-"""What a configuration amounts to: the uses of FSDP in it, and what is extracted where."""
+"""What a configuration amounts to: the uses of FSDP in it, and what is extracted or loaded where."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Role: TypeAlias = Literal["model", "actor", "ref", "critic"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionPoint:
-    """A place where a framework takes the weights out, as the case of the matrix that it is."""
+    """A place where a framework takes the weights out, or loads them, as the case of the matrix that it is."""
 
     purpose: str
     case: Case
@@ -115,6 +115,11 @@ def extraction(purpose: str, scenario: Scenario, path: str, *, staged: bool = Fa
     return ExtractionPoint(
         purpose=purpose, case=Case(scenario.changed(staging="staged" if staged else "unstaged"), path)
     )
+
+
+def loading(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
+    """What a path loads into the model of that scenario, before its first step."""
+    return extraction(purpose, scenario.changed(phase="fresh"), path, staged=staged)
 
 
 def merged(uses: Sequence[Use]) -> tuple[Use, ...]:

@@ -6,6 +6,8 @@ from fsdp_doctor.check import CheckResult, check
 from fsdp_doctor.check.config_findings import ConfigFinding
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.known.failures import KnownFailure, Trigger
+from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.matrix.paths import find_path
 from support.places import TESTS
 
 CONFIGS = TESTS / "check" / "configs"
@@ -35,7 +37,16 @@ def use_of(result: CheckResult, role: str) -> Use:
 
 
 def ids(use: Use) -> list[str]:
-    return [case.id for case in use.cases]
+    """Of what is extracted."""
+    return _of_direction(use, "out")
+
+
+def loads(use: Use) -> list[str]:
+    return _of_direction(use, "in")
+
+
+def _of_direction(use: Use, direction: Direction) -> list[str]:
+    return [case.id for case in use.cases if find_path(case.path, case.scenario.version).direction == direction]
 
 
 def of_kind(result: CheckResult, kind: str) -> list[ConfigFinding]:

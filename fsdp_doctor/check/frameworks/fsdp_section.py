@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.config_findings import ConfigFinding, conflict
 from fsdp_doctor.check.settings import Setting, Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, loading, use_of
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -44,6 +44,11 @@ _CHECKPOINT: dict[tuple[FsdpVersion, str], str] = {
     (1, "LOCAL_STATE_DICT"): "local_state_dict",
     (2, "FULL_STATE_DICT"): "get_model_state_dict.full+cpu",
     (2, "SHARDED_STATE_DICT"): "get_model_state_dict.sharded+cpu",
+}
+# load_fsdp_model and load_fsdp_optimizer of FSDP2.
+_RESUME: dict[tuple[FsdpVersion, str], tuple[str, ...]] = {
+    (2, "FULL_STATE_DICT"): ("set_model_state_dict.broadcast", "set_optimizer_state_dict.broadcast"),
+    (2, "SHARDED_STATE_DICT"): ("dcp.load.model+optimizer",),
 }
 _SYNC: dict[FsdpVersion, str] = {1: "summon_full_params", 2: "state_dict.to.full_tensor"}
 # What the plugin takes where no state_dict_type is set.
@@ -118,7 +123,11 @@ def _extraction_points(scenario: Scenario, plugin: Plugin) -> tuple[ExtractionPo
         "checkpoint (save_state)": _CHECKPOINT.get((version, plugin.state_dict_type)),
         "weights for vLLM (TRL)": _SYNC[version] if plugin.vllm else None,
     }
-    return tuple(extraction(purpose, scenario, path) for purpose, path in paths.items() if path)
+    loads = _RESUME.get((version, plugin.state_dict_type), ())
+    return (
+        *(extraction(purpose, scenario, path) for purpose, path in paths.items() if path),
+        *(loading("resume (load_state)", scenario, path) for path in loads),
+    )
 
 
 def version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:

@@ -24,7 +24,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, loading, use_of
 from fsdp_doctor.matrix.cases import Scenario
 
 _SECTIONS = ("trainer.model", "model")
@@ -100,7 +100,10 @@ def _use(settings: Settings, versions: _PrimeVersions, given: Given) -> Use:
 def _extraction_points(scenario: Scenario, settings: Settings) -> list[ExtractionPoint]:
     points = [extraction("weights for inference", scenario, "state_dict.full_tensor.to")]
     saves = "ckpt" in settings or bool(settings.below("ckpt") or settings.below("trainer.ckpt"))
-    return [*points, *([extraction("checkpoint", scenario, "get_model_state_dict.sharded")] if saves else [])]
+    if saves:
+        points.append(extraction("checkpoint", scenario, "get_model_state_dict.sharded"))
+        points.append(loading("resume", scenario, "dcp.load.model+optimizer"))
+    return points
 
 
 def _conflicts(settings: Settings) -> list[ConfigFinding]:

@@ -18,7 +18,7 @@ from fsdp_doctor.check.frameworks.framework import (
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, extraction, use_of
+from fsdp_doctor.check.use import Chosen, extraction, loading, use_of
 
 _SECTION = "parallelism"
 _DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
@@ -69,7 +69,13 @@ def _read(settings: Settings, world_size: int | None) -> ModelReading:
             "sharding": _TABLE.sharding(settings, world_size),
         },
         lambda scenario: [
-            extraction("checkpoint", scenario, path) for path in ("get_model_state_dict.sharded", "dcp") if saves
+            point
+            for point in (
+                extraction("checkpoint", scenario, "get_model_state_dict.sharded"),
+                extraction("checkpoint", scenario, "dcp"),
+                loading("resume", scenario, "dcp.load.model+optimizer"),
+            )
+            if saves
         ],
     )
     return ModelReading(uses=(use,), findings=_other_parallelisms(settings))

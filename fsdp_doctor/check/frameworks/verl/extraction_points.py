@@ -1,11 +1,11 @@
-"""What verl reads from a model, and whether it was staged then: the sync of the weights, and checkpoints."""
+"""What verl reads from a model or loads into it, and whether it was staged then: the weights sync, and checkpoints."""
 
 from __future__ import annotations
 
 from fsdp_doctor.check.frameworks.verl.releases import SAVES_BY_MANAGER, VerlVersions
 from fsdp_doctor.check.frameworks.verl.roles import OLD_SFT, SFT, VerlModel
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import ExtractionPoint, extraction
+from fsdp_doctor.check.use import ExtractionPoint, extraction, loading
 from fsdp_doctor.matrix.cases import Scenario
 
 
@@ -63,7 +63,12 @@ def _checkpoint(
         "model": "state_dict" if fsdp2 else "sharded_state_dict",
         "hf_model": "get_model_state_dict.full+cpu" if fsdp2 else "full_state_dict.rank0+cpu",
     }
-    return [extraction("checkpoint", scenario, path, staged=staged) for name, path in paths.items() if name in contents]
+    saved = [
+        extraction("checkpoint", scenario, path, staged=staged) for name, path in paths.items() if name in contents
+    ]
+    # FSDPCheckpointManager.load_checkpoint, after load_fsdp_model_to_gpu where param_offload asks for it.
+    resume = loading("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
+    return [*saved, resume]
 
 
 def _saves(model: VerlModel, settings: Settings) -> bool:
