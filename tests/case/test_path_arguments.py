@@ -58,15 +58,25 @@ def test_a_callable_without_a_signature_gets_the_model_alone() -> None:
     assert called_by_name(type)(_GIVEN) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("row", [row for row in PATHS if not row.function.startswith("on_lora")], ids=str)
+@pytest.mark.parametrize("row", [row for row in PATHS if "lora" not in row.function], ids=lambda row: row.name)
 def test_every_path_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
-    assert set(asked_for(function_of(row))) <= {"optimizer", "device", "scratch", "control"}
+    of_loads = {"state", "buffers"} if row.direction == "in" else set()
+    assert set(asked_for(function_of(row))) <= {"optimizer", "device", "scratch", "control"} | of_loads
+
+
+@pytest.mark.parametrize("row", [row for row in PATHS if row.direction == "in"], ids=lambda row: row.name)
+def test_every_path_that_loads_asks_for_its_checkpoint(row: Any) -> None:
+    if "lora" in row.function:
+        pytest.importorskip("peft")
+    assert "state" in asked_for(function_of(row))
+    assert ("optimizer" in asked_for(function_of(row))) is (row.contract.loads != "model")
 
 
 def test_the_modules_of_the_paths_import_nothing_of_ours() -> None:
     """A script of ``fsdp-doctor repro`` has their functions as they stand."""
-    modules = sorted((ROOT / "fsdp_doctor" / "case" / "paths").glob("on_*.py"))
-    assert len(modules) == 3
+    room = ROOT / "fsdp_doctor" / "case" / "paths"
+    modules = [*room.glob("on_*.py"), *room.glob("into_*.py")]
+    assert len(modules) == 6
     for module in modules:
         for node in ast.walk(ast.parse(module.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

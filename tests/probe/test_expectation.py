@@ -159,7 +159,17 @@ def test_a_report_whose_file_is_called_known_is_given_with_a_directory(tmp_path:
 
 def test_one_rank_of_fsdp1_is_foretold_with_every_offload(tmp_path: pathlib.Path) -> None:
     """One GPU is the first thing that many try; there FSDP1 falls back to NO_SHARD."""
-    words = ("--nproc", "1", "--strategy", "fsdp1", "--offload", "none,param,optimizer,policy", "--fix")
+    words = (
+        "--nproc",
+        "1",
+        "--strategy",
+        "fsdp1",
+        "--direction",
+        "out",
+        "--offload",
+        "none,param,optimizer,policy",
+        "--fix",
+    )
     done = probe(tmp_path, *words, "--expect", "known", device="emulated")
     assert done.code == 0, done.stderr
     assert done.report is not None
