@@ -17,6 +17,21 @@ from fsdp_doctor.report.journal import read_report
 _TWO_H200S = ROOT / "examples" / "reports" / "2xh200.json"
 
 
+# One rank is alone in a collective, or two are in it with different sizes. gloo holds the host in the call; NCCL's host
+# runs on to the next synchronization: there the stacks are taken.
+_NCCL_RUNS_ON = {
+    f"fsdp2/none/unstaged/{case}"
+    for case in (
+        "fresh/set_model_state_dict.broadcast.again",
+        "fresh/bf16/distribute_tensor.assign",
+        "fresh/fp32/distribute_tensor.assign",
+        "fresh/extra-key/to_empty.broadcast",
+        "fresh/missing-key/distribute_tensor.assign",
+        "qwen3-tied/fresh/tied-once/distribute_tensor.assign",
+    )
+}
+
+
 def test_it_agrees_with_two_h200s() -> None:
     """In verdict, exception, message, what was yielded, and what training did next, over the cases that both have.
 
@@ -25,9 +40,10 @@ def test_it_agrees_with_two_h200s() -> None:
     """
     committed = read_report(_TWO_H200S)
     found = differences(default_matrix(), committed, frozenset({"device"}))
-    compared = on_common_cases(found)
+    elsewhere = [d for d in found if d.case_id in _NCCL_RUNS_ON and d.what in ("reason", "ranks")]
+    compared = [difference for difference in on_common_cases(found) if difference not in elsewhere]
     for difference in found:
-        if difference not in compared:
+        if difference not in compared and difference not in elsewhere:
             print("only in one report:", difference.case_id)
     assert {result.id for result in committed.results} & {result.id for result in default_matrix().results}
     assert compared == []
