@@ -119,12 +119,12 @@ def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
     directions = selection.directions or ("out", "in")
     for direction in directions:
         for scenario in _scenarios(selection, direction):
-            for path in paths_for(scenario, direction):
-                asked = path.name in named if named else not path.is_fix
-                if asked or (path.is_fix and selection.fix):
-                    yield Case(scenario, path.name)
-            if direction == directions[0]:
-                yield from (Case(scenario, name) for name in user_paths)
+            of_user = user_paths if direction == directions[0] else ()
+            paths = paths_for(scenario, direction)
+            asked = [path for path in paths if (path.name in named if named else not path.is_fix)]
+            with_fixes = selection.fix and bool(asked or of_user)
+            yield from (Case(scenario, path.name) for path in paths if path in asked or (path.is_fix and with_fixes))
+            yield from (Case(scenario, name) for name in of_user)
 
 
 def _by_generation(cases: Iterable[Case]) -> list[Case]:

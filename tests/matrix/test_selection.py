@@ -253,3 +253,8 @@ def test_what_selects_nothing_or_does_not_exist_is_a_usage_error(options, compla
 def test_an_id_whose_strategy_does_not_have_the_path_is_a_usage_error(case_id):
     with pytest.raises(UsageError):
         select(Selection(case_ids=(case_id,)))
+
+
+def test_a_named_path_of_one_direction_brings_no_fix_of_the_other():
+    cases = select(Selection(paths=("unshard",), fix=True))
+    assert {case.path for case in cases} == {"unshard", FIX}
