@@ -33,19 +33,19 @@ def test_a_traceback_in_a_box_is_read_though_its_paths_are_broken(tmp_path: path
     found = _explained(
         tmp_path,
         *(["[rank2]: ╭───────── Traceback (most recent call last) ─────────╮"] if lid else []),
-        "[rank2]: │ /work/train.py:12 in main                            │",
+        "[rank2]: │ /app/train.py:12 in main                            │",
         "[rank2]: │                                                      │",
         "[rank2]: │ ❱  12 │   raise ValueError('not this one')            │",
-        "[rank2]: │ /work/venv/lib/python3.11/site-packages/torch/distri │",
+        "[rank2]: │ /app/venv/lib/python3.11/site-packages/torch/distri │",
         "[rank2]: │ buted/fsdp/_optim_utils.py:461                       │",
         "[rank2]: │ in _flatten_optim_state_dict                         │",
         "[rank2]: ╰──────────────────────────────────────────────────────╯",
         "[rank2]: KeyError: 'state'",
     )
-    path = "/work/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_optim_utils.py"
+    path = "/app/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_optim_utils.py"
     assert _cause(found) == "KeyError: 'state'"
     assert _frames(found) == [
-        'File "/work/train.py", line 12, in main',
+        'File "/app/train.py", line 12, in main',
         f'File "{path}", line 461, in _flatten_optim_state_dict',
     ]
     assert found.entry is not None
@@ -123,17 +123,17 @@ def test_a_drivers_traceback_is_not_cut_off_where_its_exception_follows_under_an
         _BEGIN,
         '  File "/env/ray/worker.py", line 919, in get_objects',
         "(WorkerDict pid=71) " + _BEGIN,
-        '(WorkerDict pid=71)   File "/work/fsdp_workers.py", line 5, in save',
+        '(WorkerDict pid=71)   File "/app/fsdp_workers.py", line 5, in save',
         "(WorkerDict pid=71) AssertionError: Expects tensor to be on the compute device cuda:0, was on cpu",
         "ray.exceptions.RayTaskError(AssertionError): ray::main_task() (pid=70, ip=10.0.0.5)",
-        '  File "/work/main.py", line 3, in main_task',
+        '  File "/app/main.py", line 3, in main_task',
         "AssertionError: Expects tensor to be on the compute device cuda:0, was on cpu",
     )
     assert (found.showing, found.grade, found.others) == ("failure", "known", ())
 
 
 def test_a_whole_exception_comes_before_a_traceback_that_was_cut_off(tmp_path: pathlib.Path) -> None:
-    cut = [_BEGIN, '  File "/work/a.py", line 1, in f']
+    cut = [_BEGIN, '  File "/app/a.py", line 1, in f']
     found = _explained(tmp_path, *(f"[rank0]: {line}" for line in cut), "[rank1]: ValueError: whole")
     assert (_cause(found), found.others) == ("ValueError: whole", ())
     assert _explained(tmp_path, *cut).showing == "cut"
@@ -146,7 +146,7 @@ def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_pa
         "",
         "Current thread 0x00007f (most recent call first):",
         f'  File "{_FSDP}/_state_dict_utils.py", line 341 in _full_post_state_dict_hook',
-        '  File "/work/train.py", line 9 in save',
+        '  File "/app/train.py", line 9 in save',
     )
     assert found.showing == "failure"
     assert "train.py" in _frames(found)[0]

@@ -68,7 +68,7 @@ def test_another_version_of_torch_than_the_entry_needs_speaks_against_it() -> No
 def test_a_mix_of_tensors_is_told_by_where_it_was_raised(operation: str, function: str, entry: str) -> None:
     mixed = "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
     message = f"RuntimeError: aten.{operation}: {mixed}"
-    found = matches(Evidence(message=message, traceback=f'File "/work/a.py", line 3, in {function}'))
+    found = matches(Evidence(message=message, traceback=f'File "/app/a.py", line 3, in {function}'))
     assert [match.entry.id for match in found if match.grade == "known"] == [entry]
 
 
