@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 probe: $(INSTALLED)
 	$(BIN)/fsdp-doctor probe --format table --expect known
 
-# What needs no other process, in under a minute; `test` is everything.
+# What needs no other process; `test` is everything.
 check: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 

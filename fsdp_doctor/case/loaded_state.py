@@ -15,7 +15,7 @@ from fsdp_doctor.case.verification import compare, first_names
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 
-# Which ranks' processes read the learning rate from, and so on, is no business of a checkpoint.
+# Which parameters a group has, which each format writes in its own way.
 _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 
 
@@ -65,8 +65,9 @@ class LoadedState:
         self._transient = buffers
         self._left_alone = left_alone
         self._watches = watches
-        self._before = {piece.name: self._facts(piece) for piece in held_pieces.of_model(model, right)}
-        self._ties = {piece.names for piece in held_pieces.of_model(model, right)}
+        pieces = held_pieces.of_model(model, right)
+        self._before = {piece.name: self._facts(piece) for piece in pieces}
+        self._ties = {piece.names for piece in pieces}
         self._found: dict[ProblemKind, dict[str, list[str]]] = {}
 
     def problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
@@ -75,8 +76,12 @@ class LoadedState:
         reported_missing: the names that the path said it did not load.
         """
         reported = frozenset(reported_missing)
-        for piece in held_pieces.of_model(self._model, self._right):
+        pieces = held_pieces.of_model(self._model, self._right)
+        for piece in pieces:
             self._check_piece(piece, reported)
+        held = {name for piece in pieces for name in piece.names}
+        for name in sorted(name for names in self._ties for name in names if name not in held):
+            self._note("incomplete", "not in the model any more", name)
         for tensor in reader.read(self._model).transient_buffers:
             self._check_transient(tensor.names[0], tensor.tensor)
         return self._problems()
@@ -126,11 +131,13 @@ class LoadedState:
         )
 
     def _check_piece(self, piece: HeldPiece, reported: frozenset[str]) -> None:
-        before = self._before.get(piece.name)
-        if before is None or piece.names not in self._ties:
-            if piece.names not in self._ties:
-                self._note("wrong", "a tensor of its own where the names were tied", piece.name)
-            before = before or self._of_a_tied_name(piece.name)
+        known = next((names for names in self._ties if piece.name in names), None)
+        if known is None:
+            self._note("incomplete", "not a name of the model before the load", piece.name)
+            return
+        if piece.names != known:
+            self._note("wrong", "a tensor of its own where the names were tied", piece.name)
+        before = self._before[known[0]]
         if piece.held.is_meta:
             self._note("incomplete", "still on the meta device", piece.name)
             return
@@ -139,10 +146,6 @@ class LoadedState:
             self._check_left_alone(piece, before, reported)
         elif piece.expected is not None:
             self._check_value(piece, before)
-
-    def _of_a_tied_name(self, name: str) -> _Facts:
-        first = next(names[0] for names in self._ties if name in names)
-        return self._before[first]
 
     def _check_left_alone(self, piece: HeldPiece, before: _Facts, reported: frozenset[str]) -> None:
         """What the checkpoint lacks is as it was, and the path says that it is."""

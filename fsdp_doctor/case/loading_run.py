@@ -67,7 +67,7 @@ class LoadingRun(CaseRun):
             self._right,
             device=self._runtime.device,
             parameter_device=torch.device("cpu") if self._case.scenario.policy else self._runtime.device,
-            buffers=self._buffers(trainer),
+            buffers=self._transient_buffers(),
             left_alone=self._checkpoint.missing_key if self._fit == "missing-key" else "",
             watches=self._watches_state,
         )
@@ -85,13 +85,13 @@ class LoadingRun(CaseRun):
             moments, options = self._checkpoint.moments, self._checkpoint.options
             self._add(problems=loaded.optimizer_problems(trainer.optimizer, moments, options))
 
-    def _buffers(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+    def _transient_buffers(self) -> dict[str, torch.Tensor]:
         scenario = self._case.scenario
         return models.transient_buffers(scenario.model, scenario.dims, self._runtime.custom_model)
 
     def _load(self, trainer: Trainer, state: Any) -> Any:
         """Runs the path. Where every rank refuses a checkpoint that does not fit, the record says so."""
-        arguments = self._arguments(trainer, state=state, buffers=self._buffers(trainer))
+        arguments = self._arguments(trainer, state=state, buffers=self._transient_buffers())
         allocated = self._runtime.allocated_bytes() if self._watches_state else None
         self._runtime.reset_peak()
         self._leftovers.look_before()

@@ -19,6 +19,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "replaces_the_parameters": ("poisoned", "the optimizer holds 0 of the model's 25 parameters"),
     "freezes_a_parameter": ("poisoned", "requires_grad is False where it was True: model.norm.weight"),
     "spoils_a_buffer_that_no_state_dict_has": ("wrong", "a buffer that no state dict has"),
+    "loses_a_parameter": ("incomplete", "not in the model any more: model.norm.weight"),
     "loads_when_the_step_comes": ("poisoned", "the next training step ends otherwise"),
     "raises_on_rank_0_alone": ("crash", "rank 0: KeyError: 'planted on rank 0'"),
     "ends_the_process_on_rank_1": ("died", "rank 1: ended with exit code 3"),

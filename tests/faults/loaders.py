@@ -88,6 +88,12 @@ def spoils_a_buffer_that_no_state_dict_has(model: nn.Module, state: State) -> No
 
 
 @_loads
+def loses_a_parameter(model: nn.Module, state: State) -> None:
+    _load(model, state)
+    del model.get_submodule("model.norm")._parameters["weight"]
+
+
+@_loads
 def loads_when_the_step_comes(model: nn.Module, state: State) -> None:
     """The weights are right until the next training step begins."""
     _load(model, state)
