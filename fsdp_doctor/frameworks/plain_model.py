@@ -6,6 +6,7 @@ import functools
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,13 +52,19 @@ class PlainModel:
         return models.build(*_MODEL["qwen3" if self.has_adapters else self.name], None, self.weights)
 
     def pretrained(self) -> pathlib.Path:
-        """The directory of :meth:`without_adapters` as ``save_pretrained`` writes it, of this rank's own."""
+        """The directory of :meth:`without_adapters` as Hugging Face has it, of this rank's own.
+
+        ``save_pretrained`` would write it on one rank of several alone.
+        """
+        from safetensors.torch import save_model
+
         directory = self.workspace / f"pretrained-{self.weights}-{self.place.rank}"
         if not directory.exists():
-            module = self.without_adapters()
-            save = module.save_pretrained
-            assert callable(save)
-            save(directory)
+            directory.mkdir()
+            module: Any = self.without_adapters()
+            module.config.architectures = [type(module).__name__]
+            module.config.to_json_file(directory / "config.json")
+            save_model(module, str(directory / "model.safetensors"), metadata={"format": "pt"})
         return directory
 
     def with_buffers(self, module: nn.Module) -> nn.Module:

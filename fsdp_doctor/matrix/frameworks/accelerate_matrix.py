@@ -13,6 +13,8 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import (
 )
 
 _WITHOUT_LORA = {"model": ("qwen3", "uneven", "tied", "buffers")}
+# Prepared together nothing trains, so there is nothing to resume.
+_TRAINS = {"order": ("in-turn",)}
 
 ACCELERATE = FrameworkMatrix(
     name="accelerate",
@@ -91,11 +93,13 @@ ACCELERATE = FrameworkMatrix(
             name="load_state",
             kind="rollback",
             summary="accelerator.save_state(directory), two steps, accelerator.load_state(directory)",
+            only=_TRAINS,
         ),
         FrameworkPath(
             name="load_state.fresh",
             kind="resume",
             summary="accelerator.save_state(directory); in another process accelerator.load_state(directory)",
+            only=_TRAINS,
         ),
     ),
     shims=(
