@@ -36,7 +36,7 @@ _EXPERTS: dict[Dims, int] = {"even": 4, "uneven": 5}
 
 
 Weights: TypeAlias = Literal["own", "other", "meta"]
-_SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
+SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
 
 
 def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights = "own") -> nn.Module:
@@ -63,7 +63,7 @@ def transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> d
 
 @functools.cache
 def _template(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
-    torch.manual_seed(_SEED[weights])
+    torch.manual_seed(SEED[weights])
     with torch.device("meta") if weights == "meta" else contextlib.nullcontext():
         return _new(name, dims, custom, weights)
 
@@ -80,7 +80,7 @@ def _new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights)
         config = _config(name, dims)
     model = _as_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if name == "qwen3-buffers":
-        _add_buffers(model, _SEED[weights])
+        add_buffers(model, SEED[weights])
     if name == "qwen3-lora":
         return _with_adapters(model)
     return model
@@ -160,7 +160,7 @@ def unsupported(name: Model) -> str:
     return f"transformers {transformers.__version__} has no {needed}"
 
 
-def _add_buffers(model: nn.Module, seed: int) -> None:
+def add_buffers(model: nn.Module, seed: int) -> None:
     """A float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
     for index, layer in enumerate(decoder_layers(model)):
         layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index + 10 * seed)

@@ -12,7 +12,7 @@ PromisedForm = Literal["full", "sharded", "flat", "info", "optimizer"]
 PromisedDevice = Literal["compute", "cpu", "parameter", "any"]
 PromisedDtype = Literal["master", "compute", "any"]
 PromisedRanks = Literal["all", "rank0"]
-PromisedKeys = Literal["state_dict", "parameters"]
+PromisedKeys = Literal["state_dict", "parameters", "any name"]
 PromisedWeights = Literal["own", "merged", "adapter"]
 Direction = Literal["out", "in"]
 GivenForm = Literal["full", "sharded", "dcp", "rank_files"]
@@ -39,7 +39,8 @@ class Contract:
         ``any``: compared after the reference is cast to whatever dtype came.
     ranks: which ranks are given data.
     keys: ``state_dict`` every name of every parameter, tied ones too, and persistent buffers;
-        ``parameters`` each parameter once, under its first name.
+        ``parameters`` each parameter once, under its first name; ``any name`` the same as ``state_dict``, but a
+        tied parameter under one of its names at least, as files of safetensors hold it.
     weights: of a model with LoRA adapters, ``own`` its tensors as they are, under their own names;
         ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
         adapter alone, named as in peft's files.

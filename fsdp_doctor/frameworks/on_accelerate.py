@@ -1,0 +1,143 @@
+"""accelerate: a training script of its users, under the environment that ``accelerate launch`` would give it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.matrix.frameworks.accelerate_matrix import ACCELERATE
+
+
+def launch_environment(configuration: Mapping[str, str]) -> dict[str, str]:
+    """What ``accelerate launch`` exports for such a configuration."""
+    version_1 = configuration["version"] != "fsdp2"
+    ram_efficient = configuration["loading"] == "ram-efficient"
+    variables: dict[str, Any] = {
+        "ACCELERATE_USE_FSDP": True,
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_VERSION": 1 if version_1 else 2,
+        "FSDP_OFFLOAD_PARAMS": configuration["offload"] == "offload",
+        "FSDP_STATE_DICT_TYPE": f"{configuration['state_dict_type'].upper()}_STATE_DICT",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": ram_efficient,
+    }
+    if version_1:
+        variables |= {
+            "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+            "FSDP_USE_ORIG_PARAMS": configuration["version"] == "fsdp1-orig",
+            "FSDP_SYNC_MODULE_STATES": ram_efficient,
+        }
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in variables.items()}
+
+
+class AccelerateSession(FrameworkSession):
+    def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
+        super().__init__(plain)
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator()
+        model = self._new_model(configuration)
+        if configuration["version"] == "fsdp2" or configuration["order"] == "together":
+            prepared = self._accelerator.prepare(model, _adamw(model))
+        else:
+            wrapped = self._accelerator.prepare(model)
+            prepared = wrapped, self._accelerator.prepare(_adamw(wrapped))
+        self._model, self._optimizer = prepared
+
+    def _new_model(self, configuration: Mapping[str, str]) -> nn.Module:
+        if configuration["loading"] == "plain":
+            return self.plain.module()
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.plain.pretrained(), dtype=torch.float32)
+        return self.plain.with_buffers(model.train())
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self._model
+        return model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        own: torch.optim.Optimizer = self._optimizer.optimizer
+        return own
+
+    def step(self, tokens: torch.Tensor) -> None:
+        batch = tokens.to(self._accelerator.device)
+        loss = self._model(input_ids=batch, labels=batch, use_cache=False).loss
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, directory: pathlib.Path) -> None:
+        self._accelerator.save_state(str(directory))
+
+    def load(self, directory: pathlib.Path) -> None:
+        self._accelerator.load_state(str(directory))
+
+    def extractions(self) -> Mapping[str, Extraction]:
+        return {
+            "get_state_dict": lambda directory: self._accelerator.get_state_dict(self._model),
+            "save_model": self._save_model,
+            "save_state.merge_fsdp_weights": self._merge_weights,
+        }
+
+    def _save_model(self, directory: pathlib.Path) -> SavedFiles:
+        self._accelerator.save_model(self._model, str(directory))
+        return SavedFiles(directory=directory, format="safetensors")
+
+    def _merge_weights(self, directory: pathlib.Path) -> SavedFiles:
+        from accelerate.utils import merge_fsdp_weights
+
+        self.save(directory / "state")
+        self._accelerator.wait_for_everyone()
+        merge_fsdp_weights(str(directory / "state" / "pytorch_model_fsdp_0"), str(directory / "merged"))
+        return SavedFiles(directory=directory / "merged", format="safetensors")
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class AccelerateAdapter(Adapter):
+    matrix = ACCELERATE
+    modules = (
+        "accelerate.utils.fsdp_utils",
+        "transformers.models.qwen3.modeling_qwen3",
+        "torch.distributed.checkpoint",
+    )
+
+    def on_emulated(self, shims: Shimming) -> None:
+        see_accelerator(shims)
+
+    def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
+        os.environ |= launch_environment(configuration)
+        return AccelerateSession(configuration, plain)
+
+
+def see_accelerator(shims: Shimming) -> None:
+    """What accelerate needs to take the emulated device for CUDA; also for those that build on it."""
+    from accelerate.utils import DistributedType
+
+    def prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str, Any]:
+        return backend or "nccl", DistributedType.MULTI_GPU
+
+    shims.set_variable("ACCELERATE_TORCH_DEVICE", f"emulated:{os.environ['LOCAL_RANK']}")
+    shims.replace("accelerate.state:PartialState._prepare_backend", prepare_backend)
+    shims.replace("accelerate.utils.dataclasses:is_cuda_available", lambda: True)
+    shims.replace("torch.cuda:current_device", torch.get_device_module("emulated").current_device)
+    shims.translate_backend()
+
+
+ADAPTER = AccelerateAdapter()

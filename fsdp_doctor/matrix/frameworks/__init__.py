@@ -1,0 +1,8 @@
+"""The frameworks whose own code can be run, and what there is to try of each; read without any of them."""
+
+from __future__ import annotations
+
+from fsdp_doctor.matrix.frameworks.accelerate_matrix import ACCELERATE
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkName
+
+FRAMEWORKS: dict[FrameworkName, FrameworkMatrix] = {matrix.name: matrix for matrix in (ACCELERATE,)}
