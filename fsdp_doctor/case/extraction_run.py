@@ -18,7 +18,6 @@ from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.verdict.records import Problem
 
 # Threads of a process group hold the tensors of the last collective a little longer than it runs.
@@ -26,11 +25,12 @@ _RELEASE_SECONDS = 0.5
 
 
 class ExtractionRun(CaseRun):
-    """A path that extracts weights."""
+    """A path that extracts weights. ``truth``: what they are, once the scenario is in its state."""
 
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment)
-        self._truth = reference.Reference()
+        self.truth = reference.Reference()
+        self._before: training_state.StateDigest = {}
 
     def _new_trainer(self) -> Trainer:
         trainer = Trainer(self._case.scenario, self._runtime, with_mesh=not self._path.without_mesh)
@@ -46,50 +46,49 @@ class ExtractionRun(CaseRun):
     def _train_on(self, trainer: Trainer) -> None:
         self._enter("next step")
         trainer.resume(undo_staging=self._path.undoes_staging)
-        self._check_weights(trainer, self._truth, "the next training step would start from other weights")
+        self._check_weights(trainer, self.truth, "the next training step would start from other weights")
         trainer.step()
         self._runtime.synchronize()
 
     def _is_reusable(self, trainer: Trainer) -> bool:
         return self._case.scenario.phase == "trained"
 
-    def _exercise(self, trainer: Trainer) -> None:
-        scenario: Scenario = self._case.scenario
+    def _bring_to_state(self, trainer: Trainer) -> None:
         self._enter("reference")
-        wants_optimizer = self._contract.form == "optimizer"
-        truth = self._truth = reference.take(
-            trainer.model, trainer.optimizer if wants_optimizer else None, self._runtime
-        )
+        optimizer = trainer.optimizer if self._contract.form == "optimizer" else None
+        self.truth = reference.take(trainer.model, optimizer, self._runtime)
         self._enter("offload")
         trainer.offload()
-        if scenario.staging == "staged":
+        if self._case.scenario.staging == "staged":
             self._enter("staging")
             trainer.stage()
-        before: training_state.StateDigest = {}
         if self._watches_state:
             self._enter("fingerprint")
-            self._check_weights(trainer, truth, "the offload or the staging changed weights")
-            before = training_state.state_of(trainer.model, trainer.optimizer)
-        verifier = verification.Verifier(
-            verification.ExpectedYield(
-                contract=self._contract,
-                reference=truth,
-                rank=self._runtime.rank,
-                compute_device=self._runtime.device,
-                compute_dtype=COMPUTE_DTYPE,
-                parameter_devices=verification.parameter_devices(trainer.model),
-                shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
-                merged_weights=merged_weights(trainer.model, truth.full),
-            )
+            self._check_weights(trainer, self.truth, "the offload or the staging changed weights")
+            self._before = training_state.state_of(trainer.model, trainer.optimizer)
+        self._expected = self._expected_yield(trainer)
+
+    def _expected_yield(self, trainer: Trainer) -> verification.ExpectedYield:
+        return verification.ExpectedYield(
+            contract=self._contract,
+            reference=self.truth,
+            rank=self._runtime.rank,
+            compute_device=self._runtime.device,
+            compute_dtype=COMPUTE_DTYPE,
+            parameter_devices=verification.parameter_devices(trainer.model),
+            shard_group_of_one=self._case.scenario.sharding == "size1" or self._runtime.world_size == 1,
+            merged_weights=merged_weights(trainer.model, self.truth.full),
         )
+
+    def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
         self._enter("extract")
-        self._leftovers.look_before()
-        self._drain(trainer, verifier)
+        verifier = verification.Verifier(self._expected)
+        self._drain(trainer, verifier, call, owned)
         self._enter("fingerprint")
         self._add(problems=verifier.problems())
         if self._watches_state:
             self._add(
-                problems=training_state.changes(before, training_state.state_of(trainer.model, trainer.optimizer))
+                problems=training_state.changes(self._before, training_state.state_of(trainer.model, trainer.optimizer))
             )
 
     def _check_weights(self, trainer: Trainer, truth: reference.Reference, what: str) -> None:
@@ -98,23 +97,22 @@ class ExtractionRun(CaseRun):
         if lost:
             self._add(problems=(Problem(kind="poisoned", detail=f"{what}: {verification.first_names(lost)}"),))
 
-    def _drain(self, trainer: Trainer, verifier: verification.Verifier) -> None:
+    def _drain(self, trainer: Trainer, verifier: verification.Verifier, call: Callable[[], Any], owned: bool) -> None:
         """Runs the path, reads and checks each entry, then looks at what is left behind."""
-        allocated = self._runtime.allocated_bytes() if self._watches_state else None
+        allocated = self._runtime.allocated_bytes() if self._watches_state and owned else None
         self._runtime.reset_peak()
-        arguments = self._arguments(trainer)
         timed = _Timed(self._runtime, self._watches_state)
         alive: list[Callable[[], torch.Tensor | None]] = []
         own = trainer.tensor_ids()
         yielded: Counter[str] = Counter()
         shards = _shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0
-        items = timed.over(lambda: self._function(arguments))
+        items = timed.over(call)
         for name, value in items:
             if self._path.offloads and not yielded:
                 self._look_for_kept_shards(allocated, shards, value)
             entry = verification.read(name, value)
             yielded[entry.kind] += 1
-            if isinstance(value, torch.Tensor) and id(value) not in own:
+            if owned and isinstance(value, torch.Tensor) and id(value) not in own:
                 alive.append(private.weak_reference(value))
             del value
             self._stay("verify")
