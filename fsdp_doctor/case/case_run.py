@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,12 @@ class Assignment:
 
 
 class CaseRun(RecordedRun, abc.ABC):
-    """A case of the matrix, in a scenario that our own trainer builds."""
+    """A case of the matrix, in a scenario that our own trainer builds.
+
+    given: what the path is called with, once the case is prepared.
+    """
+
+    given: PathArguments
 
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment.case.id, assignment.report)
@@ -48,8 +54,12 @@ class CaseRun(RecordedRun, abc.ABC):
         """The scenario's trainer, sharded, and trained where its phase says so."""
 
     @abc.abstractmethod
-    def _exercise(self, trainer: Trainer) -> None:
-        """Brings the scenario to its state, runs the path and verifies it."""
+    def _bring_to_state(self, trainer: Trainer) -> None:
+        """Brings the scenario to the state in which the path runs."""
+
+    @abc.abstractmethod
+    def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
+        """Runs the path by ``call`` and verifies what it did; see :meth:`exercise`."""
 
     @abc.abstractmethod
     def _train_on(self, trainer: Trainer) -> None:
@@ -60,19 +70,40 @@ class CaseRun(RecordedRun, abc.ABC):
         """Whether the trainer is again what :meth:`_new_trainer` gave; asked when nothing went wrong."""
 
     def run(self, kept: Trainer | None) -> Trainer | None:
-        """Returns the trainer, in the state between two steps, if it may be used again."""
-        trainer, exercised = kept, False
+        """The whole case. Returns the trainer, in the state between two steps, if it may be used again."""
+        trainer = self.prepare(kept)
+        if trainer is not None:
+            self._leftovers.look_before()
+            self.exercise(trainer, lambda: self._function(self.given), owned=True)
+        reusable = self.go_on(trainer)
+        self._add(retire=self._leftovers.undo(), done=True)
+        self._report(self.record)
+        return reusable
+
+    def prepare(self, kept: Trainer | None) -> Trainer | None:
+        """The scenario's trainer in the state in which the path runs; None where the record says why there is none."""
         with self._catching():
-            trainer = trainer or self._build()
-            self._exercise(trainer)
-            exercised = True
+            trainer = kept or self._build()
+            self._bring_to_state(trainer)
+            self.given = self._arguments(trainer)
+            return trainer
+        return None
+
+    def exercise(self, trainer: Trainer, call: Callable[[], Any], *, owned: bool) -> None:
+        """Has ``call`` run the path, and verifies what it did.
+
+        owned: whether the path runs in ``call`` alone and nobody else holds its result, so that its memory can be told.
+        """
+        with self._catching():
+            self._verify(trainer, call, owned)
+
+    def go_on(self, trainer: Trainer | None) -> Trainer | None:
+        """Agrees with the other ranks and trains on. Returns the trainer if it may be used again."""
         goes_on = not self.record.unsupported and self._agree() and self._unbroken and not self.record.refusal
-        if goes_on and trainer and exercised:
+        if goes_on and trainer:
             with self._catching():
                 self._train_on(trainer)
             self._agree()
-        self._add(retire=self._leftovers.undo(), done=True)
-        self._report(self.record)
         reusable = self._unbroken and not self._changed_somewhere and trainer is not None and self._is_reusable(trainer)
         return trainer if reusable else None
 
@@ -83,14 +114,13 @@ class CaseRun(RecordedRun, abc.ABC):
             raise Unsupported(reason)
         return self._new_trainer()
 
-    def _arguments(self, trainer: Trainer, **further: Any) -> PathArguments:
+    def _arguments(self, trainer: Trainer) -> PathArguments:
         return PathArguments(
             model=trainer.model,
             device=self._runtime.device,
             optimizer=trainer.optimizer,
             scratch=self._scratch,
             control=self._runtime.control,
-            **further,
         )
 
     @property

@@ -30,11 +30,13 @@ class ExtractionCall:
 
     call: what runs it. own: ids of the tensors that live on, so that a path which yields one keeps nothing alive.
     offloaded_bytes: of shards that the path promises to move off the device before it yields.
+    owned: whether the path runs in ``call`` alone and nobody else holds its result, so that its memory can be told.
     """
 
     call: Callable[[], Any]
     own: Collection[int]
     offloaded_bytes: int = 0
+    owned: bool = True
 
 
 class DrainingRun(RecordedRun):
@@ -45,6 +47,14 @@ class DrainingRun(RecordedRun):
         """Whether memory and model may be looked at while the path runs, which waits for copies in flight."""
         return True
 
+    def _note_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, truth: Reference) -> None:
+        """What the path must leave alone, of a model that was offloaded as its scenario has it."""
+        self._before: training_state.StateDigest = {}
+        if self._watches_state:
+            self._enter("fingerprint")
+            self._check_weights(model, truth, "the offload or the staging changed weights")
+            self._before = training_state.state_of(model, optimizer)
+
     def _extract(
         self,
         model: nn.Module,
@@ -52,19 +62,14 @@ class DrainingRun(RecordedRun):
         extraction: ExtractionCall,
         expected: verification.ExpectedYield,
     ) -> None:
-        """Runs the path on a model that was offloaded as its scenario has it, and verifies what came of it."""
-        before: training_state.StateDigest = {}
-        if self._watches_state:
-            self._enter("fingerprint")
-            self._check_weights(model, expected.reference, "the offload or the staging changed weights")
-            before = training_state.state_of(model, optimizer)
+        """Runs the path after :meth:`_note_state`, and verifies what came of it."""
         verifier = verification.Verifier(expected)
         self._enter("extract")
         self._drain(extraction, verifier)
         self._enter("fingerprint")
         self._add(problems=verifier.problems())
         if self._watches_state:
-            self._add(problems=training_state.changes(before, training_state.state_of(model, optimizer)))
+            self._add(problems=training_state.changes(self._before, training_state.state_of(model, optimizer)))
 
     def _check_weights(self, model: nn.Module, truth: Reference, what: str) -> None:
         self._runtime.synchronize()
@@ -74,7 +79,7 @@ class DrainingRun(RecordedRun):
 
     def _drain(self, extraction: ExtractionCall, verifier: verification.Verifier) -> None:
         """Runs the path, reads and checks each entry, then looks at what is left behind."""
-        allocated = self._runtime.allocated_bytes() if self._watches_state else None
+        allocated = self._runtime.allocated_bytes() if self._watches_state and extraction.owned else None
         self._runtime.reset_peak()
         timed = _Timed(self._runtime, self._watches_state)
         alive: list[Callable[[], torch.Tensor | None]] = []
@@ -85,7 +90,7 @@ class DrainingRun(RecordedRun):
                 self._look_for_kept_shards(allocated, extraction.offloaded_bytes, value)
             entry = verification.read(name, value)
             yielded[entry.kind] += 1
-            if isinstance(value, torch.Tensor) and id(value) not in extraction.own:
+            if extraction.owned and isinstance(value, torch.Tensor) and id(value) not in extraction.own:
                 alive.append(private.weak_reference(value))
             del value
             self._stay("verify")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,15 +14,14 @@ from fsdp_doctor.case.draining_run import DrainingRun, ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.matrix.cases import Scenario
 
 
 class ExtractionRun(CaseRun, DrainingRun):
-    """A path that extracts weights."""
+    """A path that extracts weights. ``truth``: what they are, once the scenario is in its state."""
 
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment)
-        self._truth = reference.Reference()
+        self.truth = reference.Reference()
 
     def _new_trainer(self) -> Trainer:
         trainer = Trainer(self._case.scenario, self._runtime, with_mesh=not self._path.without_mesh)
@@ -35,46 +37,42 @@ class ExtractionRun(CaseRun, DrainingRun):
     def _train_on(self, trainer: Trainer) -> None:
         self._enter("next step")
         trainer.resume(undo_staging=self._path.undoes_staging)
-        self._check_weights(trainer.model, self._truth, "the next training step would start from other weights")
+        self._check_weights(trainer.model, self.truth, "the next training step would start from other weights")
         trainer.step()
         self._runtime.synchronize()
 
     def _is_reusable(self, trainer: Trainer) -> bool:
         return self._case.scenario.phase == "trained"
 
-    def _exercise(self, trainer: Trainer) -> None:
-        scenario: Scenario = self._case.scenario
+    def _bring_to_state(self, trainer: Trainer) -> None:
         self._enter("reference")
-        wants_optimizer = self._contract.form == "optimizer"
-        truth = self._truth = reference.take(
-            trainer.model, trainer.optimizer if wants_optimizer else None, self._runtime
-        )
+        optimizer = trainer.optimizer if self._contract.form == "optimizer" else None
+        self.truth = reference.take(trainer.model, optimizer, self._runtime)
         self._enter("offload")
         trainer.offload()
-        if scenario.staging == "staged":
+        if self._case.scenario.staging == "staged":
             self._enter("staging")
             trainer.stage()
-        arguments = self._arguments(trainer)
-        extraction = ExtractionCall(
-            call=lambda: self._function(arguments),
-            own=trainer.tensor_ids(),
-            offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0,
-        )
-        expected = verification.ExpectedYield(
+        self._note_state(trainer.model, trainer.optimizer, self.truth)
+        self._expected = verification.ExpectedYield(
             contract=self._contract,
-            reference=truth,
+            reference=self.truth,
             rank=self._runtime.rank,
             compute_device=self._runtime.device,
             compute_dtype=COMPUTE_DTYPE,
             parameter_devices=verification.parameter_devices(trainer.model),
-            shard_group_of_one=scenario.sharding == "size1" or self._runtime.world_size == 1,
-            merged_weights=merged_weights(trainer.model, truth.full),
+            shard_group_of_one=self._case.scenario.sharding == "size1" or self._runtime.world_size == 1,
+            merged_weights=merged_weights(trainer.model, self.truth.full),
         )
-        self._extract(trainer.model, trainer.optimizer, extraction, expected)
 
-    def _drain(self, extraction: ExtractionCall, verifier: verification.Verifier) -> None:
-        self._leftovers.look_before()
-        super()._drain(extraction, verifier)
+    def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
+        extraction = ExtractionCall(
+            call=call,
+            own=trainer.tensor_ids(),
+            offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0,
+            owned=owned,
+        )
+        self._extract(trainer.model, trainer.optimizer, extraction, self._expected)
 
 
 def _shard_bytes(model: nn.Module, device: torch.device) -> int:

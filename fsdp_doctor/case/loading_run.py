@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.checkpoint_forms import CheckpointForms
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, Checkpoint, Saved, right_weights, start_of
 from fsdp_doctor.case.loaded_state import LoadedState, held_by, optimizer_problems
+from fsdp_doctor.case.paths.arguments import PathArguments
 from fsdp_doctor.case.step_outcome import differences, outcome_of_step
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.case.verification import compare, first_names
@@ -53,16 +55,16 @@ class LoadingRun(CaseRun):
     def _is_reusable(self, trainer: Trainer) -> bool:
         return False
 
-    def _exercise(self, trainer: Trainer) -> None:
+    def _bring_to_state(self, trainer: Trainer) -> None:
         self._enter("checkpoint")
-        state = CheckpointForms(self._checkpoint, self._fit, trainer, self._scratch).state(self._contract)
+        self._state = CheckpointForms(self._checkpoint, self._fit, trainer, self._scratch).state(self._contract)
         self._enter("offload")
         trainer.offload()
         if self._case.scenario.staging == "staged":
             self._enter("staging")
             trainer.stage()
         self._enter("fingerprint")
-        loaded = LoadedState(
+        self._loaded = LoadedState(
             trainer.model,
             self._right,
             device=self._runtime.device,
@@ -71,14 +73,19 @@ class LoadingRun(CaseRun):
             left_alone=self._checkpoint.missing_key if self._fit == "missing-key" else "",
             watches=self._watches_state,
         )
-        self._enter("load")
-        result = self._load(trainer, state)
+
+    def _arguments(self, trainer: Trainer) -> PathArguments:
+        given = super()._arguments(trainer)
+        return dataclasses.replace(given, state=self._state, buffers=self._transient_buffers())
+
+    def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
+        result = self._load(call, owned)
         if self.record.refusal:
             return
         self._enter("verify")
         self._runtime.synchronize()
         reported = () if self._contract.strict else _missing_keys(result)
-        self._add(problems=loaded.problems(reported), num_tensors=len(self._right))
+        self._add(problems=self._loaded.problems(reported), num_tensors=len(self._right))
         if self._fit == "extra-key" and self._contract.strict:
             self._note("incomplete", f"{EXTRA_KEY} of the checkpoint, which the model has not, was dropped in silence")
         if self._contract.loads != "model":
@@ -89,15 +96,14 @@ class LoadingRun(CaseRun):
         scenario = self._case.scenario
         return models.transient_buffers(scenario.model, scenario.dims, self._runtime.custom_model)
 
-    def _load(self, trainer: Trainer, state: Any) -> Any:
+    def _load(self, call: Callable[[], Any], owned: bool) -> Any:
         """Runs the path. Where every rank refuses a checkpoint that does not fit, the record says so."""
-        arguments = self._arguments(trainer, state=state, buffers=self._transient_buffers())
-        allocated = self._runtime.allocated_bytes() if self._watches_state else None
+        self._enter("load")
+        allocated = self._runtime.allocated_bytes() if self._watches_state and owned else None
         self._runtime.reset_peak()
-        self._leftovers.look_before()
         start = time.perf_counter()
         try:
-            result = self._function(arguments)
+            result = call()
         except SystemExit:
             raise
         except BaseException as error:

@@ -12,12 +12,13 @@ from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.extraction_run import ExtractionRun
 from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.loading_run import LoadingRun
-from fsdp_doctor.case.paths.arguments import PathFunction, called_by_name
+from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.case.recorded_run import RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.paths import Path, find_path, is_user_path
 from fsdp_doctor.verdict.records import Record
 from fsdp_doctor.verdict.tracebacks import failure_from
@@ -40,18 +41,21 @@ class CaseRunner:
     def examine(self, case: Case) -> Record:
         """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
         path, function = self._path(case)
-        run = self._run_of(
-            Assignment(
-                case=case,
-                path=path,
-                function=function,
-                runtime=self._runtime,
-                leftovers=self._leftovers,
-                report=self._report,
-            )
-        )
+        run = self._run_of(self._assignment(case, path, function))
         self._trainer = run.run(self._kept_for(case.scenario, path))
         return run.record
+
+    def open(self, case: Case, contract: Contract) -> tuple[CaseRun, Trainer | None]:
+        """The run of a case whose path the caller runs itself, and the trainer that can be used again for it.
+
+        A trainer that is whole afterwards is handed to :meth:`keep`.
+        """
+        path = dataclasses.replace(find_path(case.path, case.scenario.version), contract=contract)
+        return self._run_of(self._assignment(case, path, _never_called)), self._kept_for(case.scenario, path)
+
+    def keep(self, trainer: Trainer | None) -> None:
+        """For the next case of its scenario."""
+        self._trainer = trainer
 
     def save(self, case: Case) -> Record:
         """Saves the checkpoint that a case in other processes is given. Every rank must call it with the same case."""
@@ -66,6 +70,16 @@ class CaseRunner:
         record = dataclasses.replace(record, done=True)
         self._report(record)
         return record
+
+    def _assignment(self, case: Case, path: Path, function: PathFunction) -> Assignment:
+        return Assignment(
+            case=case,
+            path=path,
+            function=function,
+            runtime=self._runtime,
+            leftovers=self._leftovers,
+            report=self._report,
+        )
 
     def _run_of(self, assignment: Assignment) -> CaseRun:
         if assignment.path.direction == "in":
@@ -94,3 +108,7 @@ class CaseRunner:
         gc.collect()
         if self._runtime.has_accelerator:
             torch.get_device_module(self._runtime.device).empty_cache()
+
+
+def _never_called(given: PathArguments) -> None:
+    raise AssertionError("the path of an open case is run by who opened it")

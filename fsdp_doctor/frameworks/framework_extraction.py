@@ -38,6 +38,7 @@ class FrameworkExtraction(FrameworkRun):
         truth = reference.take(session.model, None, self._runtime)
         self._enter("offload")
         session.offload()
+        self._note_state(session.model, session.optimizer, truth)
         expected = verification.ExpectedYield(
             contract=self._case.way.contract,
             reference=truth,

@@ -10,25 +10,21 @@ from collections.abc import Callable
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.matrix.cases import AnyCase
-from fsdp_doctor.probe.deadlines import Deadlines, RoundStage
+from fsdp_doctor.probe.deadlines import Deadlines
 from fsdp_doctor.probe.instructions import (
     EndRun,
     Instruction,
     RetireWorker,
     RunCase,
-    StopWorker,
     Task,
     start_for,
     to_json,
 )
-from fsdp_doctor.probe.round import Round
 from fsdp_doctor.probe.supervisor import Supervisor
+from fsdp_doctor.probe.watch import Watch
 from fsdp_doctor.verdict.records import RankReport
 
 _REPORT_SECONDS = 60.0
-_IDLE_POLL = 0.25
-# A look that comes later than this after the last one was held up by the machine, not by a worker.
-_LATE_SECONDS = 1.0
 
 
 class Conductor:
@@ -90,72 +86,18 @@ class Conductor:
     def _gather(self) -> list[RankReport]:
         round_ = self._supervisor.round
         assert round_ is not None
-        watch = _Watch(self._supervisor, round_, self._deadlines)
+        watch = Watch(self._deadlines, self._supervisor.limits.grace, [self._supervisor.last_record()])
+        stopped_at: float | None = None
         while not (self._supervisor.tick() and round_.is_over()):
-            watch.look()
+            if stopped_at is not None:
+                if time.monotonic() - stopped_at > _REPORT_SECONDS:
+                    raise DoctorFault("a supervisor did not report in time, and it is not known on which rank")
+                continue
+            stop = watch.look([self._supervisor.last_record()], round_.is_in_trouble, round_.idle_seconds)
+            if stop is not None:
+                stopped_at = time.monotonic()
+                round_.order_stop(stop)
         return round_.reports()
-
-
-class _Watch:
-    """Decides when a round stands still, and has the workers stopped.
-
-    Progress is any record of rank 0's worker: another stage, or another tensor now and then.
-    """
-
-    def __init__(self, supervisor: Supervisor, round_: Round, deadlines: Deadlines) -> None:
-        self._supervisor = supervisor
-        self._round = round_
-        self._deadlines = deadlines
-        self._record = supervisor.last_record()
-        self._looked_at = time.monotonic()
-        self._still = 0.0
-        self._asked_at = 0.0
-        self._trouble_at: float | None = None
-        self._stopped_at: float | None = None
-
-    def look(self) -> None:
-        now = time.monotonic()
-        if self._stopped_at is not None:
-            if now - self._stopped_at > _REPORT_SECONDS:
-                raise DoctorFault("a supervisor did not report in time, and it is not known on which rank")
-            return
-        self._still += min(now - self._looked_at, _LATE_SECONDS)
-        self._looked_at = now
-        self._look_for_progress()
-        if self._trouble_at is None and self._round.is_in_trouble():
-            self._trouble_at = now
-        if self._trouble_at is not None and now - self._trouble_at > self._supervisor.limits.grace:
-            self._stop(StopWorker(why="others", detail="still at it when another rank was in trouble"))
-            return
-        hung_for = self._hung_for()
-        if hung_for is not None:
-            detail = f"no progress in stage {self._stage} for {hung_for:g} s"
-            self._stop(StopWorker(why="deadline", detail=detail))
-
-    @property
-    def _stage(self) -> RoundStage:
-        return self._record.stage if self._record is not None else "start"
-
-    def _look_for_progress(self) -> None:
-        record = self._supervisor.last_record()
-        if record is not self._record:
-            if self._record is not None:
-                self._deadlines.saw(self._still)
-            self._record, self._still, self._asked_at = record, 0.0, 0.0
-
-    def _hung_for(self) -> float | None:
-        """The deadline in seconds, once it has passed."""
-        deadline = self._deadlines.of(self._stage)
-        if self._still > deadline.busy:
-            return deadline.busy
-        if deadline.idle is None or self._still <= deadline.idle or self._still - self._asked_at < _IDLE_POLL:
-            return None
-        self._asked_at = self._still
-        return round(deadline.idle) if self._round.idle_seconds() >= deadline.idle else None
-
-    def _stop(self, stop: StopWorker) -> None:
-        self._stopped_at = time.monotonic()
-        self._round.order_stop(stop)
 
 
 _ERROR_OF: dict[int, Callable[[str], FsdpDoctorError]] = {2: UsageError, 3: CannotRun}

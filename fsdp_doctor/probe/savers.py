@@ -5,7 +5,9 @@ Rank 0's supervisor looks after all of them, so their number is not that of the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -17,15 +19,14 @@ from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.paths import find_path, impossible
+from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.instructions import start_for
 from fsdp_doctor.probe.job import Job, Limits
 from fsdp_doctor.probe.supervisor import Interruption
-from fsdp_doctor.probe.worker_process import WorkerProcess
+from fsdp_doctor.probe.worker_group import WorkerGroup
 from fsdp_doctor.report.document import CaseResult, result_of
 from fsdp_doctor.verdict.classification import Verdict, classify
-from fsdp_doctor.verdict.records import RankReport, Stop
-
-_POLL_SECONDS = 0.02
+from fsdp_doctor.verdict.records import RankReport
 
 
 def number_of_savers(asked: int | None, world_size: int, device_type: str) -> int:
@@ -85,42 +86,12 @@ class Savers:
 
     def _reports(self, case: Case, number: int, num_savers: int) -> list[RankReport]:
         start = start_for(case, len(self._without) + 1, task="save")
-        savers: list[WorkerProcess] = []
-        try:
-            for rank in range(num_savers):
-                place = Place(rank=rank, world_size=num_savers, local_rank=rank, num_nodes=1)
-                savers.append(WorkerProcess(place, self._job, start))
-            self._wait_for(savers)
-            if not any(saver.in_trouble for saver in savers):
-                for saver in savers:
-                    saver.begin(number)
-                self._wait_for(savers)
-            return [saver.report() for saver in savers]
-        finally:
-            for saver in savers:
-                saver.kill()
-
-    def _wait_for(self, savers: Sequence[WorkerProcess]) -> None:
-        """Until all are through with what they were told, or have been stopped."""
-        began = time.monotonic()
-        trouble_at: float | None = None
-        while not all(saver.settled for saver in savers):
-            self._interruption.check()
-            for saver in savers:
-                saver.pump(_POLL_SECONDS / len(savers))
-                saver.keep_within(self._limits.host_bytes)
-            now = time.monotonic()
-            if trouble_at is None and any(saver.in_trouble for saver in savers):
-                trouble_at = now
-            if trouble_at is not None and now - trouble_at > self._limits.grace:
-                _stop(savers, "others", "still at it when another rank was in trouble")
-            elif now - began > self._limits.start:
-                _stop(savers, "deadline", f"not done after {self._limits.start:g} s")
-
-
-def _stop(savers: Sequence[WorkerProcess], why: Stop, detail: str) -> None:
-    for saver in savers:
-        saver.stop(why, detail)
+        places = [Place(rank=r, world_size=num_savers, local_rank=r, num_nodes=1) for r in range(num_savers)]
+        runs = [functools.partial(worker.run, place, self._job, start) for place in places]
+        with contextlib.closing(WorkerGroup(runs, self._limits, self._interruption.check)) as savers:
+            reports = savers.started()
+            ready = all(report.ready is not None for report in reports)
+            return savers.perform(str(number)) if ready else reports
 
 
 def _verdict(reports: Sequence[RankReport], num_savers: int) -> Verdict:

@@ -14,7 +14,7 @@ from fsdp_doctor.probe.conductor import Conductor
 from fsdp_doctor.probe.instructions import Task
 from fsdp_doctor.probe.savers import Savers
 from fsdp_doctor.report.document import CaseResult, result_of
-from fsdp_doctor.verdict.classification import Verdict, classify
+from fsdp_doctor.verdict.classification import Verdict, classify, died_before, workers_are_whole
 from fsdp_doctor.verdict.records import RankReport, Stage
 
 _BEFORE_THE_PATH: tuple[Stage, ...] = ("checkpoint", "build", "reference", "offload", "staging")
@@ -73,8 +73,8 @@ def _examine(conductor: Conductor, number: int, case: AnyCase, world_size: int) 
         used = conductor.used
         reports = conductor.run(number)
         verdict = classify(reports, world_size)
-        blameless = _died_before_the_case(reports) or (used and verdict.bad and _failed_before_the_path(reports))
-        if blameless or not _whole(reports):
+        blameless = died_before(reports) or (used and verdict.bad and _failed_before_the_path(reports))
+        if blameless or not workers_are_whole(reports):
             conductor.retire()
         if not blameless:
             break
@@ -97,21 +97,6 @@ def _start(conductor: Conductor, case: AnyCase, task: Task = "run") -> None:
     except DoctorFault:
         conductor.retire()
         conductor.start(case, task)
-
-
-def _whole(reports: Sequence[RankReport]) -> bool:
-    """Whether every rank went through the case alike and its group still works."""
-    records = [report.record for report in reports]
-    if any(record is None or not record.done or not record.healthy or record.retire for record in records):
-        return False
-    if any(report.exit or report.garbled or report.stopped for report in reports):
-        return False
-    return len({record.failure is None for record in records if record is not None}) == 1
-
-
-def _died_before_the_case(reports: Sequence[RankReport]) -> bool:
-    """A worker that was gone when the case came."""
-    return any(report.exit and report.record is None for report in reports)
 
 
 def _failed_before_the_path(reports: Sequence[RankReport]) -> bool:

@@ -6,6 +6,7 @@ runs no case, so that nothing a case does can take it along.
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from types import FrameType
@@ -15,6 +16,7 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.errors import Interrupted
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.instructions import (
     EndRun,
     Instruction,
@@ -87,11 +89,13 @@ class Supervisor:
         """Begins one instruction; :meth:`tick` then brings it to its end."""
         match instruction:
             case StartWorker():
-                self._worker = WorkerProcess(self.place, self.job, instruction)
+                self._worker = WorkerProcess(
+                    self.place.rank, functools.partial(worker.run, self.place, self.job, instruction)
+                )
                 self._open_round()
             case RunCase():
                 assert self._worker is not None
-                self._worker.begin(instruction.number)
+                self._worker.begin(str(instruction.number))
                 self._open_round()
             case RetireWorker() | EndRun():
                 self.close()

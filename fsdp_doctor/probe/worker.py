@@ -44,7 +44,7 @@ _PATHS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
 class WorkerEnds:
     """A worker's ends of what connects it with its supervisor.
 
-    channel: messages go out as JSON lines, case numbers come in as lines.
+    channel: messages go out as JSON lines, commands (of a probe, numbers of cases) come in as lines.
     output: file descriptor that stdout and stderr go to.
     stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
     """
@@ -52,6 +52,14 @@ class WorkerEnds:
     channel: socket.socket
     output: int
     stacks: int
+
+    def write_stacks(self) -> None:
+        """From now on SIGUSR1 writes every thread's stack there; a fatal signal writes them to stderr."""
+        faulthandler.enable(file=sys.stderr)
+        faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
+
+    def send(self, message: Message) -> None:
+        self.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
 
 
 def import_what_workers_need() -> None:
@@ -90,25 +98,20 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
 
     What keeps it from joining through no fault of ours is Refused; any other exception ends it.
     """
-    faulthandler.enable(file=sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
+    ends.write_stacks()
     warnings.filterwarnings("ignore")
     sys.path.insert(0, os.getcwd())
     if start.task == "save":
         # Its place is another than that of the supervisor that it is forked from.
         os.environ |= place.variables
-
-    def send(message: Message) -> None:
-        ends.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
-
     runner: CaseRunner | FrameworkRunner
     try:
         if start.framework is not None:
-            runner = _start_framework(start.framework, place, job, start, send)
+            runner = _start_framework(start.framework, place, job, start, ends.send)
         else:
-            runner = _join(place, job, start, send)
+            runner = _join(place, job, start, ends.send)
     except FsdpDoctorError as error:
-        send(Refused(reason=str(error), exit_code=error.exit_code))
+        ends.send(Refused(reason=str(error), exit_code=error.exit_code))
         return
     perform: Callable[[Any], object] = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:

@@ -15,13 +15,11 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.activity import Activity
-from fsdp_doctor.probe.instructions import StartWorker
-from fsdp_doctor.probe.job import Job
 from fsdp_doctor.verdict.classification import waiting_in
 from fsdp_doctor.verdict.records import (
+    PhaseReport,
     RankReport,
     Ready,
     Record,
@@ -41,9 +39,12 @@ _CHUNK = 1 << 16
 
 
 class WorkerProcess:
-    """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again."""
+    """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again.
 
-    def __init__(self, place: Place, job: Job, start: StartWorker) -> None:
+    run: the worker's whole life, called in the fork.
+    """
+
+    def __init__(self, rank: int, run: Callable[[worker.WorkerEnds], None]) -> None:
         ours, theirs = socket.socketpair()
         output_read, output_write = os.pipe()
         stacks_read, stacks_write = os.pipe()
@@ -59,11 +60,11 @@ class WorkerProcess:
             os.close(output_read)
             os.close(stacks_read)
             ends = worker.WorkerEnds(channel=theirs, output=output_write, stacks=stacks_write)
-            _be_the_worker(parent, lambda: worker.run(place, job, start, ends), output_write)
+            _be_the_worker(parent, lambda: run(ends), output_write)
         theirs.close()
         os.close(output_write)
         os.close(stacks_write)
-        self._rank = place.rank
+        self._rank = rank
         self._channel = ours
         self._channel.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -83,15 +84,15 @@ class WorkerProcess:
         self._state = _State()
         self._activity: Activity | None = None
 
-    def begin(self, case_number: int) -> None:
-        """Sends the worker its next case. One that died since the last case reports that of this one."""
+    def begin(self, command: str) -> None:
+        """Sends the worker its next command, a line. One that died since the last one reports that of this one."""
         before, self._state = self._state, _State()
         if self._ended:
             self._state.exit, self._state.exit_time = before.exit, before.exit_time
         self._output = b""
         self._activity = None
         with contextlib.suppress(OSError):
-            self._channel.sendall(f"{case_number}\n".encode())
+            self._channel.sendall(f"{command}\n".encode())
 
     def pump(self, seconds: float) -> None:
         """Waits up to ``seconds`` for the worker, takes in what it wrote, notices its end."""
@@ -125,6 +126,11 @@ class WorkerProcess:
     def record(self) -> Record | None:
         """What the worker said last of its case."""
         return self._state.record
+
+    @property
+    def phase_report(self) -> PhaseReport | None:
+        """What pytest in the worker said of its phase of a test."""
+        return self._state.phase_report
 
     @property
     def settled(self) -> bool:
@@ -272,6 +278,8 @@ class WorkerProcess:
                 self._state.ready = message
             case Refused():
                 self._state.refused = message
+            case PhaseReport():
+                self._state.phase_report = message
 
     def _read_output(self) -> None:
         self._output = (self._output + self._read(self._descriptor_of(self._read_output)))[-_OUTPUT_KEPT:]
@@ -303,6 +311,7 @@ class _State:
         self.record: Record | None = None
         self.ready: Ready | None = None
         self.refused: Refused | None = None
+        self.phase_report: PhaseReport | None = None
         self.exit = ""
         self.exit_time = 0.0
         self.oom_killed = False

@@ -53,7 +53,7 @@ NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 # Where the doctor works, and not the case.
 _OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
-_PATH_STAGES = ("extract", "save", "load")
+_PATH_STAGES = ("extract", "save", "load", "test")
 
 PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
 
@@ -115,6 +115,21 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
         reason = f"{_ranks(unfinished)} did not finish and did not say why"
         return Verdict(kind="lost", reason=reason, ranks=tuple(unfinished))
     return _from_records(reports)
+
+
+def workers_are_whole(reports: Sequence[RankReport]) -> bool:
+    """Whether every rank went through the case alike and its group still works, so that its worker can go on."""
+    records = [report.record for report in reports]
+    if any(record is None or not record.done or not record.healthy or record.retire for record in records):
+        return False
+    if any(report.exit or report.garbled or report.stopped for report in reports):
+        return False
+    return len({record.failure is None for record in records if record is not None}) == 1
+
+
+def died_before(reports: Sequence[RankReport]) -> bool:
+    """Whether a worker was gone when the case came."""
+    return any(report.exit and report.record is None for report in reports)
 
 
 def fold(text: str) -> str:

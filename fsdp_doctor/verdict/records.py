@@ -26,6 +26,7 @@ Stage = Literal[
     "verify",  # what was read, or loaded, is compared with what it should be: the doctor's own work
     "agree",  # the ranks tell one another how the path ended
     "next step",  # one more training step
+    "test",  # a test of the user's own runs, with its fixtures
 ]
 
 ProblemKind = Literal["wrong", "incomplete", "misplaced", "poisoned", "leak"]
@@ -120,8 +121,19 @@ class Refused:
     exit_code: int
 
 
-Message = Record | Ready | Refused
-_MESSAGES: dict[str, type[Any]] = {"record": Record, "ready": Ready, "refused": Refused}
+@dataclass(frozen=True, kw_only=True)
+class PhaseReport:
+    """What one phase of a test came to on one rank.
+
+    report: as pytest serializes its reports. xfailed: the reason of a ``pytest.xfail()`` in it; None without one.
+    """
+
+    report: dict[str, Any]
+    xfailed: str | None = None
+
+
+Message = Record | Ready | Refused | PhaseReport
+_MESSAGES: dict[str, type[Any]] = {"record": Record, "ready": Ready, "refused": Refused, "phase": PhaseReport}
 
 
 Stop = Literal["", "deadline", "memory", "others"]

@@ -24,7 +24,7 @@ def _environment(fault: str) -> dict[str, str]:
     [
         ("raise", "rank 1: ValueError: planted where it saves"),
         ("die", "rank 1: ended with SIGKILL"),
-        ("hang", "not done after 15 s: rank 0 waited in barrier"),
+        ("hang", "no progress in stage checkpoint for 15 s: rank 0 waited in barrier"),
     ],
 )
 def test_a_failing_saver_is_told_and_costs_its_own_cases_alone(tmp_path: pathlib.Path, fault: str, reason: str) -> None:
