@@ -12,6 +12,7 @@ import typer
 from fsdp_doctor import __version__
 from fsdp_doctor.cli import (
     bench_command,
+    bundle_command,
     check_command,
     diff_command,
     env_command,
@@ -39,6 +40,7 @@ for _command in (
     explain_command,
     check_command,
     repro_command,
+    bundle_command,
     bench_command,
     list_command,
     report_command,
