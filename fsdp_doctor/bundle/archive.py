@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import io
 import json
-import os
 import pathlib
 import zipfile
 from collections import Counter
@@ -63,18 +62,15 @@ def _without_private(report: Report, redactor: Redactor) -> Report:
 
 
 def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
-    """Writes the zip file, beside its place first. Raises DoctorFault where the disk does not take it."""
-    beside = path.with_name(path.name + ".new")
+    """Writes the zip file. Raises DoctorFault where the disk does not take it."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in bundle.files.items():
+            entry = zipfile.ZipInfo(name, _DATE)
+            archive.writestr(entry, text.encode("utf-8", errors="replace"), zipfile.ZIP_DEFLATED)
     try:
-        with zipfile.ZipFile(beside, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in bundle.files.items():
-                entry = zipfile.ZipInfo(name, _DATE)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, text.encode("utf-8", errors="replace"))
-        os.replace(beside, path)
+        path.write_bytes(content.getvalue())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def head_of(evidence: Evidence, chosen: ChosenCase | None) -> Head:
         what=_line(_what(evidence, chosen)),
         where=_line(_where(evidence, chosen)),
         versions=_line(_versions(evidence)),
-        reproduce=_line(_reproduce(chosen)),
+        reproduce=_line(_reproduce(evidence, chosen)),
     )
 
 
@@ -126,9 +127,10 @@ def _versions(evidence: Evidence) -> str:
     return ", ".join(parts) + (" (of the report)" if evidence.report is not None else "")
 
 
-def _reproduce(chosen: ChosenCase | None) -> str:
+def _reproduce(evidence: Evidence, chosen: ChosenCase | None) -> str:
     if chosen is None:
-        return "no case of the matrix is known for it; the command and the log are below"
+        how = shlex.join(evidence.run.command) if evidence.run is not None else "see the log below"
+        return f"{how} (no case of the matrix is known for it)"
     return "; or ".join(filter(None, (chosen.script_command and f"{chosen.script_command} (below)", chosen.command)))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import resource
 import signal
 from collections.abc import Callable, Sequence
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 from fsdp_doctor.bundle import processes
 from fsdp_doctor.bundle.processes import RankProcess
 from fsdp_doctor.report.layout import main_thread
-from fsdp_doctor.verdict.tracebacks import short
 
 _SECONDS = 5.0
+# Frames of torch, of other packages and of Python itself.
+_OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")
 _BEGINS = ("Fatal Python error", "Current thread", "Thread 0x")
 NO_STACK = "no stack: it is no Python process, or handles SIGABRT itself"
 
@@ -36,11 +38,7 @@ class RankStack:
     def place(self) -> str:
         """The innermost frame of the user's own code, or of no torch; else the innermost one."""
         frames = [line.strip() for line in main_thread(self.stack) if line.lstrip().startswith("File ")]
-        own = [
-            frame
-            for frame in frames
-            if "/torch/" not in frame and "-packages/" not in frame and "/lib/python" not in frame
-        ]
+        own = [frame for frame in frames if not _OTHERS.search(frame)]
         return (own or frames or [NO_STACK])[0]
 
 
@@ -87,7 +85,7 @@ def _stack(rank: RankProcess, output: Callable[[float], bytes]) -> RankStack:
 
 def _faulthandlers_part(text: str) -> str:
     begins = [at for word in _BEGINS if (at := text.find(word)) >= 0]
-    return short(text[min(begins) :].split("\nExtension modules:")[0].strip()) if begins else NO_STACK
+    return text[min(begins) :].split("\nExtension modules:")[0].strip() if begins else NO_STACK
 
 
 def _tail(path: pathlib.Path, begin: int) -> bytes:

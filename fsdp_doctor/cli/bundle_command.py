@@ -56,16 +56,16 @@ def run(
         raise UsageError("nothing to report; give --log, --config, --report, or a command after --")
     values.positive("--hang-after", hang_after)
     files.check_writable(output)
-    # What cannot be read is said before a command runs for hours.
-    bundle.gather({}, logs=log or ())
+    if command:
+        # What cannot be read is said before the command runs for hours.
+        bundle.gather({}, logs=log or ())
     checked = check(config) if config else None
     found = read_report(report) if report is not None else None
-    facts = collect()
     # Where the disk is full in the end, what the command wrote is still there.
     record = output.with_name(output.name + ".log")
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as dumps:
         ran = bundle.run(command, output=record, dumps=pathlib.Path(dumps), hang_after=hang_after) if command else None
-        evidence = bundle.gather(facts, logs=log or (), checked=checked, report=found, run=ran)
+        evidence = bundle.gather(collect(), logs=log or (), checked=checked, report=found, run=ran)
         made = bundle.bundle_of(evidence)
     bundle.write_bundle(output, made)
     if command:
