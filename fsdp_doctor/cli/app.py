@@ -17,6 +17,7 @@ from fsdp_doctor.cli import (
     env_command,
     explain_command,
     list_command,
+    merge_command,
     probe_command,
     report_command,
     repro_command,
@@ -43,6 +44,7 @@ for _command in (
     list_command,
     report_command,
     diff_command,
+    merge_command,
     env_command,
 ):
     app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))

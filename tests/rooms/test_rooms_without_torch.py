@@ -6,7 +6,7 @@ import sys
 
 from program import ROOT, run
 
-ROOMS = ("errors", "machine", "matrix", "verdict", "known", "report", "explain", "check", "repro", "cli")
+ROOMS = ("errors", "machine", "matrix", "verdict", "known", "report", "versions", "explain", "check", "repro", "cli")
 _IMPORT_EACH = """
 import importlib, sys
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 # A room may import from the rooms before it, and from itself. CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("errors", "machine", "matrix", "verdict", "known", "report", "fsdp", "extract", "load", "examination"),
+    *(
+        "errors",
+        "machine",
+        "matrix",
+        "verdict",
+        "known",
+        "report",
+        "versions",
+        "fsdp",
+        "extract",
+        "load",
+        "examination",
+    ),
     *("case", "probe", "explain", "check", "repro", "bench", "cli"),
 )
 # It stands alone: it imports nothing of ours.
