@@ -23,6 +23,7 @@ from fsdp_doctor.cli import (
     repro_command,
     standard_streams,
     starting,
+    sweep_command,
 )
 from fsdp_doctor.cli.option_groups import flattened
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed, UsageError
@@ -44,6 +45,7 @@ for _command in (
     list_command,
     report_command,
     diff_command,
+    sweep_command,
     merge_command,
     env_command,
 ):

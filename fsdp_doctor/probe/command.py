@@ -23,7 +23,7 @@ from fsdp_doctor.machine import devices, launch
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.probe import baseline
 from fsdp_doctor.probe.baseline import Baseline
-from fsdp_doctor.probe.first_report import first_report, run_context
+from fsdp_doctor.probe.first_report import context_of, first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import Report, recognized
@@ -70,7 +70,7 @@ def conduct(options: ProbeOptions) -> int:
     savers = Savers(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(Conductor(supervisor), savers, writer, options, run_context(report, device))
+        return _run(Conductor(supervisor), savers, writer, options, context_of(report))
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
