@@ -78,7 +78,7 @@ class OutputOptions:
     format: Annotated[
         str,
         typer.Option(
-            help="Of stdout: table, lines, json, markdown, junit, svg or github; auto is table on a terminal, else lines."
+            help="Of stdout: table, lines, json, markdown, junit, svg, github; auto is table on a terminal, else lines."
         ),
     ] = "auto"
     json_file: Annotated[
