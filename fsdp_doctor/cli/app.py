@@ -16,13 +16,16 @@ from fsdp_doctor.cli import (
     check_command,
     diff_command,
     env_command,
+    expect_command,
     explain_command,
     list_command,
+    merge_command,
     probe_command,
     report_command,
     repro_command,
     standard_streams,
     starting,
+    sweep_command,
 )
 from fsdp_doctor.cli.option_groups import flattened
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed, UsageError
@@ -45,6 +48,9 @@ for _command in (
     list_command,
     report_command,
     diff_command,
+    expect_command,
+    sweep_command,
+    merge_command,
     env_command,
 ):
     app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))

@@ -60,13 +60,13 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
     )
 
 
-def run_context(report: Report, device: RunDevice) -> RunContext:
+def context_of(report: Report) -> RunContext:
     """What the catalogue has to know of the run."""
     return RunContext(
         torch=_torch(report),
-        device=device.type,
+        device=report.device,
         world_size=report.world_size,
-        late_completion=device.late_completion,
+        late_completion=EAGER not in report.notes,
     )
 
 
