@@ -128,7 +128,7 @@ def _stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[s
 @functools.cache
 def _known_ids() -> tuple[str, ...]:
     """Of every case of ours."""
-    return tuple(case.id for case in select(Selection(full=True, fix=True)))
+    return tuple(case.id for case in select(Selection(level="full", fix=True)))
 
 
 def read_expected_failures(path: pathlib.Path) -> ExpectedFailures:
