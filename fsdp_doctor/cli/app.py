@@ -12,16 +12,20 @@ import typer
 from fsdp_doctor import __version__
 from fsdp_doctor.cli import (
     bench_command,
+    bundle_command,
     check_command,
     diff_command,
     env_command,
+    expect_command,
     explain_command,
     list_command,
+    merge_command,
     probe_command,
     report_command,
     repro_command,
     standard_streams,
     starting,
+    sweep_command,
 )
 from fsdp_doctor.cli.option_groups import flattened
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed, UsageError
@@ -39,10 +43,14 @@ for _command in (
     explain_command,
     check_command,
     repro_command,
+    bundle_command,
     bench_command,
     list_command,
     report_command,
     diff_command,
+    expect_command,
+    sweep_command,
+    merge_command,
     env_command,
 ):
     app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))

@@ -78,7 +78,7 @@ class OutputOptions:
     format: Annotated[
         str,
         typer.Option(
-            help="Of stdout: table, lines, json, markdown, junit, svg. auto is table on a terminal, otherwise lines."
+            help="Of stdout: table, lines, json, markdown, junit, svg, github; auto is table on a terminal, else lines."
         ),
     ] = "auto"
     json_file: Annotated[
@@ -127,9 +127,10 @@ def run(
     expect: Annotated[
         str | None,
         typer.Option(
-            metavar="known|REPORT",
+            metavar="known|TOML|REPORT",
             help="The expected verdicts: as the catalogue foretells for this torch, device and number of ranks, "
-            "or as in a JSON report. Exit code 1 if there are others, which are listed.",
+            "as in a TOML file that `fsdp-doctor expect` writes, or as in a JSON report. Exit code 1 if there are "
+            "others, which are listed.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,

@@ -19,24 +19,32 @@ EXIT_CODES = "Exit codes: 0 printed, whatever the verdicts; 2 usage; 4 the outpu
 def run(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
-    format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit or svg.")] = "table",
+    format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit, svg or github.")] = "table",
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout.")
     ] = None,
 ) -> None:
     """Convert a JSON report to any of the formats."""
+    from fsdp_doctor.probe import baseline
+    from fsdp_doctor.probe.first_report import context_of
     from fsdp_doctor.report import formats
+    from fsdp_doctor.report.github import write_step_summary
     from fsdp_doctor.report.journal import read_report
     from fsdp_doctor.report.layout import summary
 
     name = values.output_format(format)
     found = read_report(file)
+    surprises: list[str] = []
+    if name == "github":
+        surprises = baseline.surprises(found, "known", context_of(found))
+        write_step_summary(found, surprises)
     on_terminal = output is None and sys.stdout.isatty()
     text = formats.render(
         found,
         "table" if name == "auto" else name,
         width=shutil.get_terminal_size((132, 24)).columns,
         color=on_terminal and "NO_COLOR" not in os.environ,
+        surprises=surprises,
     )
     files.write(output, text)
     for note in found.notes:

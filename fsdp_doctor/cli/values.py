@@ -73,10 +73,14 @@ def output_format(value: str) -> Format | Literal["auto"]:
 
 
 def baseline(value: str) -> Baseline:
-    """What ``--expect`` names: the catalogue, or a report, which is read."""
+    """What ``--expect`` names: the catalogue, or a TOML file of expectations or a report, which is read."""
+    from fsdp_doctor.report.expected_failures import read_expected_failures
     from fsdp_doctor.report.journal import read_report
 
-    return "known" if value == "known" else read_report(pathlib.Path(value))
+    if value == "known":
+        return "known"
+    file = pathlib.Path(value)
+    return read_expected_failures(file) if file.suffix == ".toml" else read_report(file)
 
 
 def model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:

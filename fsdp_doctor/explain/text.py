@@ -76,7 +76,7 @@ def _cause(heading: str, group: Group) -> list[str]:
     shown = [] if group.first.cut else group.first.text.splitlines()
     lines += [f"    {line.strip()}" for line in shown[:_SHOWN_LINES]]
     lines += ["    ..."] if len(shown) > _SHOWN_LINES else []
-    lines += [f"      at {frame}" for frame in _telling_frames(group.first)]
+    lines += [f"      at {frame}" for frame in telling_frames(group.first)]
     return lines
 
 
@@ -158,7 +158,7 @@ def _where(raised: Raised) -> str:
     return f"{raised.file}, line {raised.line}"
 
 
-def _telling_frames(raised: Raised) -> list[str]:
+def telling_frames(raised: Raised) -> list[str]:
     """The innermost frame, and before it the innermost one that is not torch's."""
     own = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
     return list(dict.fromkeys([*own[-1:], *raised.frames[-1:]]))

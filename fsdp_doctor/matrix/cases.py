@@ -143,6 +143,15 @@ def frameworks_of(cases: Iterable[AnyCase]) -> tuple[FrameworkName, ...]:
     return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
 
 
+def leading_words(case: AnyCase) -> tuple[str, str, str]:
+    """Strategy, offload and staging as its id begins with them.
+
+    The strategy of a framework's case has the framework's name before it; it has no staging.
+    """
+    words = (*case.scenario.id.split("/"), "", "")
+    return (words[0], words[1], "") if isinstance(case, FrameworkCase) else (words[0], words[1], words[2])
+
+
 def any_case_of(scenario: Mapping[str, str], path: str) -> AnyCase:
     """Of what ``dataclasses.asdict`` makes of a scenario. Raises KeyError and ValueError as :func:`scenario_of`."""
     if "framework" in scenario:

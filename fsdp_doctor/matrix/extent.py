@@ -1,10 +1,10 @@
-"""How far the matrix goes in each direction: the default matrix, and what ``--full`` adds to it.
+"""How far the matrix goes in each direction: the default matrix, what ``quick`` takes of it, what ``full`` adds to it.
 
 The default matrix is the part that answers the first questions: both strategies, all eight of verl's flag
 combinations, unstaged and staged, every path; on the way out after a training step, on the way in before the
-first one, also from the meta device and with checkpoints that do not fit. ``--full`` adds every other axis
+first one, also from the meta device and with checkpoints that do not fit. The level ``full`` adds every other axis
 value, one departure from the default at a time (and two where they are known to act together), each over the
-offloads that behave differently.
+offloads that behave differently. The level ``quick`` is for whoever waits: the scenarios that break most often.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
 from fsdp_doctor.matrix.contracts import Direction
+
+Level: TypeAlias = Literal["quick", "default", "full"]
 
 _Values = Mapping[str, tuple[str, ...]]
 
@@ -108,6 +111,26 @@ _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         _loading(("fsdp2",), ("none", "policy"), init="meta", checkpoint="tied-once", model="qwen3-tied"),
     ),
 }
+
+
+_QUICK: dict[Direction, tuple[dict[str, str], ...]] = {
+    "out": (
+        {"strategy": "fsdp2", "offload": "policy", "staging": "staged"},
+        {"strategy": "fsdp1", "offload": "param", "staging": "unstaged"},
+    ),
+    "in": (
+        {"strategy": "fsdp2", "offload": "none", "staging": "unstaged"},
+        {"strategy": "fsdp2", "offload": "none", "staging": "unstaged", "init": "meta"},
+    ),
+}
+# One rank raises and the others wait for it until the deadline.
+NOT_QUICK = frozenset({"set_model_state_dict.broadcast.again"})
+
+
+def quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
+    """Those of the default matrix in which most goes wrong, and a load in which nothing should."""
+    for values in _QUICK[direction]:
+        yield from product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
 
 
 def product(direction: Direction, chosen: _Values) -> Iterable[Scenario]:

@@ -1,6 +1,7 @@
-"""Which cases a command means: the default matrix, ``--full``, or what the options pick.
+"""Which cases a command means: the default matrix, another level of it, or what the options pick.
 
-Options that name axis values leave out of ``--full`` what does not have them; they never add to it.
+Options that name axis values leave out of the levels ``quick`` and ``full`` what does not have them; they never add to
+these.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fsdp_doctor.matrix.axes import AXIS, check_axis_value, nearest
 from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case, Scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.expression import compile_expression
-from fsdp_doctor.matrix.extent import default_departures, full_matrix, product
+from fsdp_doctor.matrix.extent import NOT_QUICK, Level, default_departures, full_matrix, product, quick_scenarios
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
@@ -38,7 +39,7 @@ class Selection:
     case_ids: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     expression: str = ""
-    full: bool = False
+    level: Level = "default"
     fix: bool = False
     custom_model: bool = False
     frameworks: tuple[FrameworkName, ...] = ()
@@ -72,7 +73,7 @@ def select(selection: Selection) -> list[AnyCase]:
 def _named_case(case_id: str, selection: Selection) -> AnyCase:
     """The case of an id, which says everything: the options that select along axes do not go with it."""
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
-    beside += ["--path"] * bool(selection.paths) + ["--full"] * selection.full
+    beside += ["--path"] * bool(selection.paths) + [f"--level {selection.level}"] * (selection.level != "default")
     beside += ["--framework"] * bool(selection.frameworks)
     if beside:
         raise UsageError(f"--case and --last-failed name whole cases: they cannot be combined with {', '.join(beside)}")
@@ -90,7 +91,8 @@ def _named_case(case_id: str, selection: Selection) -> AnyCase:
 
 def _framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     """All paths of each framework in each of its configurations, or those that are named."""
-    beside = [f"--{axis}" for axis in selection.axes] + ["--full"] * selection.full + ["--fix"] * selection.fix
+    beside = [f"--{axis}" for axis in selection.axes] + ["--fix"] * selection.fix
+    beside += [f"--level {selection.level}"] * (selection.level != "default")
     if beside:
         raise UsageError(
             f"--framework has axes of its own and cannot be combined with {', '.join(beside)}; "
@@ -118,10 +120,10 @@ def _fixes_beside(case: AnyCase) -> list[AnyCase]:
 
 
 def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
-    """The scenarios that have the values asked for: of the full matrix with ``--full``, else of their product.
+    """The scenarios that have the values asked for: of the level ``quick`` or ``full``, else of their product.
 
-    So a filter beside ``--full`` leaves cases out and adds none. Where the full matrix has nothing of what is asked
-    for, because it departs from the default in one axis at a time and two were named, it is as without ``--full``:
+    So a filter beside ``full`` leaves cases out and adds none. Where the full matrix has nothing of what is asked
+    for, because it departs from the default in one axis at a time and two were named, it is as without it:
     the values asked for, and the defaults on every other axis.
     """
     for axis, values in selection.axes.items():
@@ -130,10 +132,12 @@ def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]
     asked = dict(selection.axes)
     if selection.custom_model:
         asked.setdefault("model", ("custom",))
-    if selection.full:
-        model = "custom" if selection.custom_model else AXIS["model"].default
-        if found := [scenario for scenario in full_matrix(direction, model) if _has(scenario, asked)]:
-            return dict.fromkeys(found)
+    model = "custom" if selection.custom_model else AXIS["model"].default
+    if selection.level == "quick":
+        return [scenario for scenario in quick_scenarios(direction, model) if _has(scenario, asked)]
+    found = [one for one in full_matrix(direction, model) if _has(one, asked)] if selection.level == "full" else []
+    if found:
+        return dict.fromkeys(found)
     beside = (scenario for scenario in default_departures(direction) if _has(scenario, asked))
     return dict.fromkeys([*product(direction, asked), *beside])
 
@@ -156,7 +160,9 @@ def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
         for scenario in _scenarios(selection, direction):
             of_user = user_paths if direction == directions[0] else ()
             paths = paths_for(scenario, direction)
-            asked = [path for path in paths if (path.name in named if named else not path.is_fix)]
+            left_out = NOT_QUICK if selection.level == "quick" else frozenset()
+            usual = [path for path in paths if not path.is_fix and path.name not in left_out]
+            asked = [path for path in paths if path.name in named] if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
             yield from (Case(scenario, path.name) for path in paths if path in asked or (path.is_fix and with_fixes))
             yield from (Case(scenario, name) for name in of_user)

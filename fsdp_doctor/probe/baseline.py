@@ -13,18 +13,20 @@ from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.expected_failures import ExpectedFailures, unexpected
 from fsdp_doctor.verdict.classification import NEUTRAL
 
-Baseline: TypeAlias = Report | Literal["known"] | None
-"""The verdicts of a report; what the catalogue foretells for the run; or None, that every verdict is ok."""
+Baseline: TypeAlias = Report | ExpectedFailures | Literal["known"] | None
+"""The verdicts of a report; the failures that a file names; what the catalogue foretells; or None, that all is ok."""
 
 
 def surprises(report: Report, baseline: Baseline, context: RunContext) -> list[str]:
     """A sentence for each verdict that is not the baseline's, the worse ones first; none without a baseline.
 
-    Against a report a better verdict is a surprise too. Against the catalogue it is one where the failure is certain:
-    a race may be won, and what a path or a model of the user's own does is not known. A case that cannot be built
-    here, or was skipped because its scenario had failed before, ran nothing: it is neither foretold nor unforeseen.
+    Against a report or a file of expectations a better verdict is a surprise too. Against the catalogue it is one where
+    the failure is certain: a race may be won, and what a path or a model of the user's own does is not known. A case
+    that cannot be built here, or was skipped because its scenario had failed before, ran nothing: it is neither
+    foretold nor unforeseen.
     """
     match baseline:
         case None:
@@ -35,6 +37,8 @@ def surprises(report: Report, baseline: Baseline, context: RunContext) -> list[s
             return [sentence for _, sentence in ordered if sentence]
         case Report():
             return _unlike(report, baseline)
+        case ExpectedFailures():
+            return unexpected(report, baseline, context.torch)
         case _:
             assert_never(baseline)
 

@@ -23,10 +23,11 @@ from fsdp_doctor.machine import devices, launch
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.probe import baseline
 from fsdp_doctor.probe.baseline import Baseline
-from fsdp_doctor.probe.first_report import first_report, run_context
+from fsdp_doctor.probe.first_report import context_of, first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import Report, recognized
+from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import summary
 from fsdp_doctor.report.progress import Progress
 from fsdp_doctor.report.writer import ReportWriter
@@ -70,7 +71,7 @@ def conduct(options: ProbeOptions) -> int:
     savers = Savers(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(Conductor(supervisor), savers, writer, options, run_context(report, device))
+        return _run(Conductor(supervisor), savers, writer, options, context_of(report))
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -161,7 +162,11 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
             conductor.end()
     report, lost = writer.finish(ended=str(trouble or ""))
     surprises = baseline.surprises(report, options.expect, context)
-    _print(report, options, surprises)
+    # Without an expectation the catalogue says what is unforeseen; the exit code stays what it is.
+    unforeseen = surprises if options.expect is not None else baseline.surprises(report, "known", context)
+    _print(report, options, surprises, unforeseen)
+    if options.format == "github":
+        write_step_summary(report, unforeseen)
     if options.expect == "known":
         print(baseline.conclusion(report, surprises, context), file=sys.stderr)
     if trouble or lost:
@@ -169,7 +174,7 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
     return baseline.exit_code(report, options.expect, surprises)
 
 
-def _print(report: Report, options: ProbeOptions, surprises: Sequence[str]) -> None:
+def _print(report: Report, options: ProbeOptions, surprises: Sequence[str], unforeseen: Sequence[str]) -> None:
     """The chosen format to stdout; to stderr what is not as expected before it, notes and summary after it."""
     for sentence in surprises:
         print(sentence, file=sys.stderr)
@@ -180,7 +185,7 @@ def _print(report: Report, options: ProbeOptions, surprises: Sequence[str]) -> N
     name = options.format if options.format != "auto" else ("table" if tty else "lines")
     width = shutil.get_terminal_size((132, 24)).columns
     color = tty and "NO_COLOR" not in os.environ
-    sys.stdout.write(formats.render(report, name, width=width, color=color))
+    sys.stdout.write(formats.render(report, name, width=width, color=color, surprises=unforeseen))
     sys.stdout.flush()
     for note in (*report.notes, *_not_selected(report, options.expect)):
         print(f"note: {note}", file=sys.stderr)

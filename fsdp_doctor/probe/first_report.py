@@ -69,13 +69,13 @@ def _with_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> Environm
     return {**facts, "packages": facts["packages"] | installed_versions(names)}
 
 
-def run_context(report: Report, device: RunDevice) -> RunContext:
+def context_of(report: Report) -> RunContext:
     """What the catalogue has to know of the run."""
     return RunContext(
         torch=_torch(report),
-        device=device.type,
+        device=report.device,
         world_size=report.world_size,
-        late_completion=device.late_completion,
+        late_completion=EAGER not in report.notes,
         packages=report.environment.get("packages", {}),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
@@ -10,7 +11,7 @@ from typing_extensions import assert_never
 from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.layout import printable
 
-Format: TypeAlias = Literal["table", "lines", "json", "markdown", "junit", "svg"]
+Format: TypeAlias = Literal["table", "lines", "json", "markdown", "junit", "svg", "github"]
 
 FORMATS: dict[Format, str] = {
     "table": "the matrix, for a terminal",
@@ -19,14 +20,20 @@ FORMATS: dict[Format, str] = {
     "markdown": "for a GitHub issue",
     "junit": "JUnit XML, for CI systems",
     "svg": "the matrix as a picture",
+    "github": "annotations for GitHub Actions",
 }
 _NARROWEST = 60
 
 
-def render(report: Report, name: Format, *, width: int = 132, color: bool = False) -> str:
-    """The report in one of FORMATS, ending in a newline. ``width``, in columns, and ``color`` are the table's."""
+def render(
+    report: Report, name: Format, *, width: int = 132, color: bool = False, surprises: Sequence[str] = ()
+) -> str:
+    """The report in one of FORMATS, ending in a newline.
+
+    width, color: of the table, in columns. surprises: what is not as expected, for annotations.
+    """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
-    from fsdp_doctor.report import case_lines, junit, markdown, table
+    from fsdp_doctor.report import case_lines, github, junit, markdown, table
 
     match name:
         case "table":
@@ -41,5 +48,7 @@ def render(report: Report, name: Format, *, width: int = 132, color: bool = Fals
             return junit.render(report)
         case "svg":
             return printable(table.render_svg(report)) + "\n"
+        case "github":
+            return github.workflow_commands(report, surprises)
         case _:
             assert_never(name)

@@ -14,6 +14,7 @@ from support.rooms import EMULATED, ROOMS
 from fsdp_doctor import errors
 from fsdp_doctor.cli.app import app
 from fsdp_doctor.matrix.axes import AXES
+from fsdp_doctor.matrix.extent import Level
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.verdict.classification import VerdictKind
 
@@ -67,7 +68,9 @@ def _options_named(page: pathlib.Path) -> Iterator[tuple[str, str]]:
     for part in (part.strip() for piece in _pieces_of_code(page) for part in piece.split("|")):
         command = _COMMAND.search(part)
         if command and command[1] in OPTIONS:
-            yield from ((command[1], option) for option in _OPTION.findall(part[command.end() :]))
+            own, _, of_probe = part[command.end() :].partition(" -- ")
+            yield from ((command[1], option) for option in _OPTION.findall(own))
+            yield from (("probe", option) for option in _OPTION.findall(of_probe))
         elif not command and not _OF_ANOTHER_PROGRAM.match(part):
             yield from (("", option) for option in _OPTION.findall(part))
 
@@ -136,9 +139,9 @@ def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["default", "full"])
-def test_the_sizes_of_the_matrix_are_as_they_are_selected(full: bool) -> None:
-    cases = select(Selection(full=full))
+@pytest.mark.parametrize("level", get_args(Level))
+def test_the_sizes_of_the_matrix_are_as_they_are_selected(level: Level) -> None:
+    cases = select(Selection(level=level))
     size = f"{len(cases):,} cases in {len({case.scenario for case in cases})} scenarios"
     assert size in " ".join((ROOT / "docs" / "matrix.md").read_text().split())
 

@@ -141,7 +141,7 @@ def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None
 
 
 def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_before_it() -> None:
-    cases = select(Selection(full=True, paths=(FIX,)))
+    cases = select(Selection(level="full", paths=(FIX,)))
     expected = {entry.id for case in cases for entry in of_case(case, RunContext())}
     assert expected == {"nonblocking-offload-uneven-shards"}
 

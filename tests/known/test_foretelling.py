@@ -97,7 +97,7 @@ def test_what_is_foretold_depends_on_torch_device_and_ranks(
 
 def test_nothing_that_offloading_causes_is_foretold_on_the_cpu() -> None:
     context = RunContext(device="cpu")
-    cases = select(Selection(directions=("out",), full=True, fix=True))
+    cases = select(Selection(directions=("out",), level="full", fix=True))
     found = {entry.id for case in cases for entry in of_case(case, context)}
     assert found == {
         "summon-full-params-noop-on-fsdp2",

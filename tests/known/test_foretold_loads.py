@@ -9,7 +9,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.loading_paths import LOADING_FIX, OPTIMIZER_FIX
 from fsdp_doctor.matrix.selection import Selection, select
 
-_LOADING = Selection(directions=("in",), full=True)
+_LOADING = Selection(directions=("in",), level="full")
 
 
 def _ids(case_id: str, **context: object) -> list[str]:
@@ -70,7 +70,7 @@ def test_what_is_foretold_of_a_load_depends_on_device_and_ranks(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_nothing_is_foretold_of_our_own_loaders(world_size: int) -> None:
-    cases = select(Selection(directions=("in",), full=True, paths=(LOADING_FIX, OPTIMIZER_FIX)))
+    cases = select(Selection(directions=("in",), level="full", paths=(LOADING_FIX, OPTIMIZER_FIX)))
     assert len(cases) > 100
     assert [entry.id for case in cases for entry in of_case(case, RunContext(world_size=world_size))] == []
 

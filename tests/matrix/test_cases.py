@@ -16,12 +16,12 @@ BASE = {"strategy": "fsdp2", "offload": "none", "staging": "staged"}
 
 
 def test_every_case_of_the_full_matrix_is_read_back_from_its_id():
-    for case in select(Selection(full=True, fix=True, paths=(*PATH_NAMES, "my.module:function"))):
+    for case in select(Selection(level="full", fix=True, paths=(*PATH_NAMES, "my.module:function"))):
         assert parse_case_id(case.id, PATH_NAMES) == case
 
 
 def test_no_two_cases_of_the_full_matrix_share_an_id():
-    cases = select(Selection(full=True, fix=True))
+    cases = select(Selection(level="full", fix=True))
     assert len({case.id for case in cases}) == len(cases)
 
 
@@ -136,7 +136,7 @@ def test_a_path_name_is_one_row_in_each_version(fsdp):
 
 
 def test_every_row_of_the_table_applies_somewhere():
-    assert {case.path for case in select(Selection(full=True, fix=True))} == set(PATH_NAMES)
+    assert {case.path for case in select(Selection(level="full", fix=True))} == set(PATH_NAMES)
     assert all(path.fsdp and set(path.fsdp) <= {1, 2} for path in PATHS)
 
 

@@ -18,7 +18,7 @@ _TOGETHER_NOWHERE = {"model": ("qwen3-moe",), "dims": ("uneven",)}
 
 
 def _full(**axes: tuple[str, ...]) -> list[Case]:
-    return select(Selection(full=True, axes=axes))
+    return select(Selection(level="full", axes=axes))
 
 
 _FULL = _full()
@@ -56,7 +56,7 @@ def test_the_parts_of_full_by_strategy_add_up_to_it() -> None:
 
 
 def test_a_model_of_the_users_own_takes_the_place_of_the_default_one_and_departures_to_other_models_go() -> None:
-    selected = select(Selection(full=True, custom_model=True))
+    selected = select(Selection(level="full", custom_model=True))
     assert {case.scenario.model for case in selected} == {"custom"}
     assert {case.scenario.changed(model="qwen3") for case in selected} == {
         case.scenario for case in _FULL if case.scenario.model == "qwen3"

@@ -63,19 +63,19 @@ def test_the_directions_together_are_the_default_matrix():
 
 def test_a_path_that_extracts_is_in_no_scenario_that_only_a_load_has():
     only_loading = [
-        c for c in select(Selection(full=True)) if c.scenario.init == "meta" or c.scenario.checkpoint != "exact"
+        c for c in select(Selection(level="full")) if c.scenario.init == "meta" or c.scenario.checkpoint != "exact"
     ]
     assert {find_path(c.path, c.scenario.version).direction for c in only_loading} == {"in"}
 
 
 def test_full_has_every_value_of_every_axis_but_the_custom_model():
-    cases = select(Selection(full=True))
+    cases = select(Selection(level="full"))
     for axis in AXES:
         assert values(cases, axis.name) == set(axis.values) - {"custom"}
 
 
 def test_the_paths_of_adapters_are_selected_for_the_model_that_has_some_and_for_no_other():
-    cases = select(Selection(full=True))
+    cases = select(Selection(level="full"))
     assert {case.scenario.model for case in cases if case.path.startswith("lora.")} == {"qwen3-lora"}
 
 
@@ -88,10 +88,10 @@ def test_a_state_dict_is_held_across_an_offload_where_one_takes_shards_off_the_d
 
 
 def test_full_contains_the_default_matrix():
-    assert set(ids()) < set(ids(full=True))
+    assert set(ids()) < set(ids(level="full"))
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("level", ["default", "full"])
 @pytest.mark.parametrize(
     "asked",
     [
@@ -105,15 +105,15 @@ def test_full_contains_the_default_matrix():
         {"sharding": ("hsdp", "full")},
     ],
 )
-def test_a_selected_case_has_no_value_that_was_not_asked_for(asked, full):
-    cases = select(Selection(axes=asked, full=full))
+def test_a_selected_case_has_no_value_that_was_not_asked_for(asked, level):
+    cases = select(Selection(axes=asked, level=level))
     for axis, wanted in asked.items():
         assert values(cases, axis) == set(wanted)
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_custom_model_takes_the_place_of_all_others(full):
-    assert values(select(Selection(custom_model=True, full=full)), "model") == {"custom"}
+@pytest.mark.parametrize("level", ["default", "full"])
+def test_a_custom_model_takes_the_place_of_all_others(level):
+    assert values(select(Selection(custom_model=True, level=level)), "model") == {"custom"}
 
 
 def test_a_custom_model_joins_the_models_that_are_named():
@@ -121,7 +121,7 @@ def test_a_custom_model_joins_the_models_that_are_named():
     assert values(cases, "model") == {"qwen2", "custom"}
 
 
-@pytest.mark.parametrize("options", [{"full": True, "fix": True}, {"full": True, "paths": ("mod:fn",)}])
+@pytest.mark.parametrize("options", [{"level": "full", "fix": True}, {"level": "full", "paths": ("mod:fn",)}])
 def test_no_case_is_selected_twice(options):
     found = ids(**options)
     assert len(found) == len(set(found))
@@ -130,7 +130,7 @@ def test_no_case_is_selected_twice(options):
 @pytest.mark.parametrize(
     "cases",
     [
-        select(Selection(full=True, fix=True)),
+        select(Selection(level="full", fix=True)),
         select(
             Selection(
                 case_ids=(
@@ -236,7 +236,7 @@ def test_a_selection_of_nothing_cannot_run(options):
     [
         ({"paths": ("zebra",)}, "there is no path 'zebra'"),
         ({"axes": {"offload": ("zebra",)}}, "--offload: unknown value 'zebra'"),
-        ({"axes": {"offload": ("none", "zebra")}, "full": True}, "--offload: unknown value 'zebra'"),
+        ({"axes": {"offload": ("none", "zebra")}, "level": "full"}, "--offload: unknown value 'zebra'"),
         ({"case_ids": ("zebra/dcp",)}, "'zebra' is not a value of any axis"),
         ({"expression": "dcp dcp"}, "is not expected there"),
     ],

@@ -228,7 +228,7 @@ def test_a_complete_run_without_lost_cases_has_no_error_in_junit():
     ids=["ok", "alike", "distinct", "with the fix", "long"],
 )
 def test_5000_cases_are_markdown_that_github_takes(kind, reason, with_fix):
-    cases = select(Selection(full=True, fix=with_fix))[:5000]
+    cases = select(Selection(level="full", fix=with_fix))[:5000]
     assert len(cases) == 5000
     results = [result(case, kind, reason.format(i), traceback=TRACEBACK) for i, case in enumerate(cases)]
     text = render(report(*results), "markdown")

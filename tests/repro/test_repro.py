@@ -23,7 +23,7 @@ def test_scripts_of_the_whole_matrix_parse_and_import_torch_transformers_and_pef
     """Every seventh case: there are more than five thousand, and seven is prime to the numbers of paths."""
     allowed = {"torch", "transformers", "peft"} | sys.stdlib_module_names
     refusals = set()
-    for case in select(Selection(full=True))[::7]:
+    for case in select(Selection(level="full"))[::7]:
         if impossible(find_path(case.path, case.scenario.version), case.scenario):
             continue
         try:

@@ -6,7 +6,10 @@ import sys
 
 from program import ROOT, run
 
-ROOMS = ("errors", "machine", "matrix", "verdict", "known", "report", "explain", "check", "repro", "cli")
+ROOMS = (
+    *("errors", "machine", "matrix", "verdict", "known", "report", "versions", "page"),
+    *("explain", "check", "repro", "bundle", "cli"),
+)
 _IMPORT_EACH = """
 import importlib, sys
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 # A room may import from the rooms before it, and from itself. CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("errors", "machine", "matrix", "verdict", "known", "report", "fsdp", "extract", "load", "examination"),
-    *("case", "frameworks", "probe", "explain", "check", "repro", "bench", "cli"),
+    *("errors", "machine", "matrix", "verdict", "known", "report", "versions", "page"),
+    *("fsdp", "extract", "load", "examination", "case", "frameworks", "probe"),
+    *("explain", "check", "repro", "bundle", "bench", "cli"),
 )
 # It stands alone: it imports nothing of ours.
 EMULATED = "emulated"

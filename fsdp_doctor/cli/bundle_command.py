@@ -1,0 +1,84 @@
+"""``fsdp-doctor bundle``: a bug report in one file."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_doctor.cli import files, values
+from fsdp_doctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdp_doctor.bundle import Bundle
+
+NAME = "bundle"
+EXIT_CODES = (
+    "Exit codes: 0 written, however the command ended; 2 usage, or the command cannot be started; "
+    "4 the bundle cannot be written."
+)
+
+
+def run(
+    *,
+    log: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option(metavar="FILE", help="A log, or a dump of torch's flight recorder. Can be repeated."),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="A training configuration, or an override a.b=value. Can be repeated."),
+    ] = None,
+    report: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="A JSON report.")] = None,
+    hang_after: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long the command may write nothing before it counts as hung.")
+    ] = 600.0,
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FILE", help="The zip file to write.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND...]", help="A command to run, after --.", show_default=False),
+    ] = None,
+) -> None:
+    """Collect what a bug report needs into one file, without anything private.
+
+    With a COMMAND it runs it first. It keeps the output, the exit codes, and the stack of every rank if it hangs.
+    """
+    from fsdp_doctor import bundle
+    from fsdp_doctor.check import check
+    from fsdp_doctor.machine.environment import collect
+    from fsdp_doctor.report.journal import read_report
+
+    if not (log or config or report or command):
+        raise UsageError("nothing to report; give --log, --config, --report, or a command after --")
+    values.positive("--hang-after", hang_after)
+    files.check_writable(output)
+    if command:
+        # What cannot be read is said before the command runs for hours.
+        bundle.gather({}, logs=log or ())
+    checked = check(config) if config else None
+    found = read_report(report) if report is not None else None
+    # Where the disk is full in the end, what the command wrote is still there.
+    record = output.with_name(output.name + ".log")
+    with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as dumps:
+        ran = bundle.run(command, output=record, dumps=pathlib.Path(dumps), hang_after=hang_after) if command else None
+        evidence = bundle.gather(collect(), logs=log or (), checked=checked, report=found, run=ran)
+        made = bundle.bundle_of(evidence)
+    bundle.write_bundle(output, made)
+    if command:
+        with contextlib.suppress(OSError):
+            record.unlink()
+    if ran is not None:
+        print(f"fsdp-doctor: {ran.sentence}", file=sys.stderr)
+    _say(output, made)
+
+
+def _say(output: pathlib.Path, made: Bundle) -> None:
+    """What is in it, and what is not."""
+    print(f"{output}: {', '.join(made.files)}")
+    counts = ", ".join(f"{kind} ({count})" for kind, count in made.replaced.most_common())
+    print(f"replaced: {counts or 'nothing'}")
+    print("Read issue.md before you publish it; whatever a log says in its own words is still in it.")

@@ -1,0 +1,135 @@
+"""``fsdp-doctor sweep``: the probe with several versions of torch."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fsdp_doctor.cli import probe_command, values
+from fsdp_doctor.cli.option_groups import flattened
+from fsdp_doctor.errors import FsdpDoctorError, UsageError
+
+if TYPE_CHECKING:
+    from fsdp_doctor.probe.baseline import Baseline
+    from fsdp_doctor.versions.sweeping import Swept
+
+NAME = "sweep"
+EXIT_CODES = (
+    "Exit codes: 0 every version ran and has nothing bad, or all as --expect says; 1 a bad verdict, or one that "
+    "--expect does not have; 2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; "
+    "130 interrupted."
+)
+
+_WRITTEN_HERE = ("json_file", "markdown", "junit", "svg")
+
+
+def run(
+    *,
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- PROBE OPTIONS]", help="Options of `fsdp-doctor probe`.")
+    ] = None,
+    torch: Annotated[
+        list[str] | None,
+        typer.Option(help="Versions, separated by commas. 2.10 is its newest patch release."),
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="PACKAGE==VERSION", help="Install this, too; several are separated by commas."),
+    ] = None,
+    directory: Annotated[
+        pathlib.Path, typer.Option(help="Where the reports and logs are kept, and environments are made.")
+    ] = pathlib.Path("sweep"),
+) -> None:
+    """Run the probe with several versions of torch, each in an environment of its own.
+
+    Environments are made by uv, or else by venv and pip, one after the other, and removed after their run. A version
+    whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there is no
+    emulated device, the CPU is used unless torch sees an accelerator.
+    """
+    from fsdp_doctor.versions import sweeping
+
+    sweep = sweeping.Sweep(
+        versions=_versions(torch),
+        requirements=tuple(values.split(beside)),
+        options=tuple(options or ()),
+        directory=directory,
+    )
+    _check_options(sweep.options)
+    _make(directory)
+    sweeping.check(sweep)
+    swept = []
+    for one in sweeping.run(sweep):
+        swept.append(one)
+        print(_line(one), flush=True)
+    raise SystemExit(_exit_code(swept, sweep.options))
+
+
+def _versions(given: list[str] | None) -> tuple[str, ...]:
+    from packaging.version import InvalidVersion, Version
+
+    versions = tuple(dict.fromkeys(values.split(given)))
+    if not versions:
+        raise UsageError("--torch names no version; give one or more, as in --torch 2.10,2.13.0")
+    for version in versions:
+        try:
+            Version(version)
+        except InvalidVersion:
+            raise UsageError(f"--torch: {version!r} is not a version; give one or more, as in 2.10,2.13.0") from None
+    return versions
+
+
+def _make(directory: pathlib.Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the directory {directory}: {error.strerror or error}") from None
+
+
+def _check_options(options: Sequence[str]) -> None:
+    """Raises UsageError for what `probe` does not take, before anything is installed for it."""
+    given = _parsed(options)
+    if given["resume"] or any(given[name] for name in _WRITTEN_HERE):
+        raise UsageError(
+            "a sweep writes the reports itself and continues them; leave out --json, --markdown, --junit, --svg and "
+            "--resume, and make other formats with `fsdp-doctor report`"
+        )
+
+
+def _parsed(options: Sequence[str]) -> dict[str, Any]:
+    probe = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    probe.command()(flattened(probe_command.run))
+    # Typer itself says what is wrong with an option, as it does for `fsdp-doctor probe`.
+    return typer.main.get_command(probe).make_context("fsdp-doctor probe", list(options)).params
+
+
+def _line(one: Swept) -> str:
+    from fsdp_doctor.report.layout import summary
+
+    told = summary(one.report) if one.report.results else one.trouble
+    return f"torch {one.version}\t{told}\t{one.file}"
+
+
+def _exit_code(swept: Sequence[Swept], options: Sequence[str]) -> int:
+    """Of all versions the worst: the doctor's own fault, then what could not run, then a verdict."""
+    expect = _parsed(options)["expect"]
+    expected = values.baseline(expect) if expect is not None else None
+    return max(_exit_code_of(one, expected) for one in swept)
+
+
+def _exit_code_of(one: Swept, expected: Baseline) -> int:
+    from fsdp_doctor.probe import baseline
+    from fsdp_doctor.probe.first_report import context_of
+
+    if one.trouble or not one.report.complete:
+        return one.exit_code
+    surprises = baseline.surprises(one.report, expected, context_of(one.report))
+    for sentence in surprises:
+        print(f"torch {one.version}: {sentence}", file=sys.stderr)
+    try:
+        return baseline.exit_code(one.report, expected, surprises)
+    except FsdpDoctorError as error:
+        return error.exit_code

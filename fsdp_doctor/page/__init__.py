@@ -1,0 +1,11 @@
+"""A merged report as one HTML file that needs nothing else: which cases work with which versions. No torch.
+
+``page_data`` packs the report, ``page.html.jinja`` is the document, and ``page.css`` and ``page.js`` go into it as they
+are.
+"""
+
+from __future__ import annotations
+
+from fsdp_doctor.page.compat_page import compat_page, write_page
+
+__all__ = ["compat_page", "write_page"]

@@ -1,0 +1,84 @@
+"""A report for GitHub Actions: annotations of what is unforeseen, and the summary of the job."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from fsdp_doctor.errors import DoctorFault
+from fsdp_doctor.report import markdown
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.layout import printable, summary
+
+# GitHub shows ten errors of a step, and takes one mebibyte of summary from it.
+_MOST_ANNOTATIONS = 10
+_SUMMARY_BYTES = 1024 * 1024
+_VARIABLE = "GITHUB_STEP_SUMMARY"
+_TITLE = "fsdp-doctor"
+
+
+def workflow_commands(report: Report, surprises: Sequence[str]) -> str:
+    """Workflow commands: an error for each surprise, as many as are shown, and a notice that sums up."""
+    errors = list(surprises)
+    if not report.complete:
+        errors.insert(0, f"the run is incomplete: {report.ended or 'still running'}")
+    if len(errors) > _MOST_ANNOTATIONS:
+        num_more = len(errors) - (_MOST_ANNOTATIONS - 1)
+        errors = [*errors[: _MOST_ANNOTATIONS - 1], f"and {num_more} more, which the log and the job's summary list"]
+    commands = [*(_command("error", text) for text in errors), _command("notice", summary(report))]
+    return "\n".join(commands) + "\n"
+
+
+def step_summary(report: Report, surprises: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
+    """Markdown of at most ``num_bytes`` in UTF-8: the surprises first, then the report."""
+    body = printable(markdown.render(report)).rstrip("\n") + "\n"
+    head = [f"## {_TITLE}: {len(surprises)} unforeseen" if surprises else f"## {_TITLE}: nothing unforeseen", ""]
+    if surprises:
+        left = num_bytes - _size("\n".join(head)) - _size(body) - 200
+        head += _list_of(surprises, max(left, num_bytes // 2))
+    text = "\n".join([*head, "", body])
+    if _size(text) <= num_bytes:
+        return text
+    return text.encode()[: max(0, num_bytes)].decode(errors="ignore").rpartition("\n")[0] + "\n"
+
+
+def write_step_summary(report: Report, surprises: Sequence[str]) -> None:
+    """Appends the summary to the file that GitHub names, where it names one. Raises DoctorFault if it cannot."""
+    named = os.environ.get(_VARIABLE)
+    if not named:
+        return
+    file = pathlib.Path(named)
+    try:
+        taken = file.stat().st_size if file.exists() else 0
+        with open(file, "a", encoding="utf-8") as opened:
+            opened.write(step_summary(report, surprises, _SUMMARY_BYTES - taken))
+    except OSError as error:
+        raise DoctorFault(f"cannot write the summary of the job, {named}: {error.strerror or error}") from None
+
+
+def _command(kind: str, text: str) -> str:
+    """As the runner reads it: on one line, with what ends a line and ``%`` escaped."""
+    escaped = printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{kind} title={_TITLE}::{escaped}"
+
+
+def _list_of(surprises: Sequence[str], num_bytes: int) -> list[str]:
+    lines: list[str] = []
+    for number, text in enumerate(surprises):
+        line = f"- {_literal(text)}"
+        num_bytes -= _size(line) + 1
+        if num_bytes < 0:
+            return [*lines, f"- and {len(surprises) - number} more, which the log lists"]
+        lines.append(line)
+    return lines
+
+
+def _literal(text: str) -> str:
+    """As code, so that nothing in it is taken for Markdown or a mention."""
+    one_line = " ".join(printable(text).split())
+    return f"`` {one_line} ``" if "`" in one_line else f"`{one_line}`"
+
+
+def _size(text: str) -> int:
+    return len(text.encode())

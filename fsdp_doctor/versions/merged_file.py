@@ -1,0 +1,95 @@
+"""The merged report as a JSON file; a name that ends in .gz is gzip's."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import inspect
+import json
+import pathlib
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsdp_doctor.errors import DoctorFault, UsageError
+from fsdp_doctor.versions.merged import (
+    MERGED_SCHEMA,
+    MERGED_SCHEMA_VERSION,
+    Environment,
+    MergedCase,
+    MergedReport,
+    Outcome,
+    Period,
+    Statement,
+)
+
+_Kind = TypeVar("_Kind")
+
+
+def merged_to_dict(merged: MergedReport) -> dict[str, Any]:
+    return {"schema": MERGED_SCHEMA, "schema_version": MERGED_SCHEMA_VERSION, **dataclasses.asdict(merged)}
+
+
+def merged_from_dict(data: dict[str, Any]) -> MergedReport:
+    """Raises KeyError, TypeError or ValueError for what :func:`merged_to_dict` does not write."""
+    num_outcomes, num_environments = len(data["outcomes"]), len(data["environments"])
+    cases = tuple(_case(case) for case in data["cases"])
+    for case in cases:
+        if len(case.outcomes) != num_environments or not all(
+            index is None or 0 <= index < num_outcomes for index in case.outcomes
+        ):
+            raise ValueError(f"{case.id} has other outcomes or environments than the report")
+    return MergedReport(
+        version=data["version"],
+        environments=tuple(_made(Environment, environment) for environment in data["environments"]),
+        outcomes=tuple(_made(Outcome, outcome) for outcome in data["outcomes"]),
+        cases=cases,
+    )
+
+
+def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
+    """The same bytes for the same report. Raises DoctorFault where the disk does not take it."""
+    text = json.dumps(merged_to_dict(merged), indent=1) + "\n"
+    content = text.encode()
+    try:
+        path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    except OSError as error:
+        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_merged(path: pathlib.Path) -> MergedReport:
+    """Raises UsageError for anything but a merged report of this version of the schema or an older one."""
+    try:
+        content = path.read_bytes()
+        data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise UsageError(f"cannot read the merged report {path}: {reason or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not a merged report of fsdp-doctor: it is not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("schema") != MERGED_SCHEMA:
+        raise UsageError(f"{path} is not a merged report of fsdp-doctor: its 'schema' is not {MERGED_SCHEMA!r}")
+    version = data.get("schema_version")
+    if type(version) is not int or not 1 <= version <= MERGED_SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema version {version}, this fsdp-doctor reads up to {MERGED_SCHEMA_VERSION}: upgrade it"
+        )
+    try:
+        return merged_from_dict(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
+
+
+def _case(data: dict[str, Any]) -> MergedCase:
+    statements = tuple(_statement(one) for one in data["statements"])
+    return _made(MergedCase, {**data, "statements": statements})
+
+
+def _statement(data: dict[str, Any]) -> Statement:
+    return _made(Statement, {**data, "periods": tuple(_made(Period, period) for period in data["periods"])})
+
+
+def _made(kind: Callable[..., _Kind], data: dict[str, Any]) -> _Kind:
+    """A dataclass of its fields, with tuples for JSON's arrays."""
+    fields = {name: data[name] for name in inspect.signature(kind).parameters}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})

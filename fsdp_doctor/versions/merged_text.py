@@ -1,0 +1,38 @@
+"""The merged report as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp_doctor.versions.merged import MergedCase, MergedReport
+
+
+def merged_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
+    """One line for each case, or for each that changed; before them a line for each environment that has no result."""
+    for environment in merged.environments:
+        if not environment.complete:
+            yield f"{environment.name}\tincomplete\t{environment.ended}"
+    for case in merged.cases:
+        if not only_changes or any(statement.changes for statement in case.statements):
+            yield "\t".join([case.id, *(_told(merged, case))])
+
+
+def merged_summary(merged: MergedReport) -> str:
+    """One line: how many cases and environments, and how many are ok in all of them."""
+    passing = sum(merged.passes(case) for case in merged.cases)
+    failing = sum(merged.fails(case) for case in merged.cases)
+    changed = sum(any(statement.changes for statement in case.statements) for case in merged.cases)
+    missing = sum(None in case.outcomes for case in merged.cases)
+    parts = [f"{passing} ok in all", f"{failing} bad in one or more", f"{missing} not run in one or more"]
+    return (
+        f"{len(merged.cases)} cases in {len(merged.environments)} environments: {', '.join(parts)}; "
+        f"{changed} changed between two versions"
+    )
+
+
+def _told(merged: MergedReport, case: MergedCase) -> list[str]:
+    """By statement; where there is no row of versions, the verdict of each environment."""
+    if case.statements:
+        return [f"{statement.where}: {statement.text}" for statement in case.statements]
+    names = [environment.name for environment in merged.environments]
+    return [f"{name}: {merged.shown(case, number)}" for number, name in enumerate(names)]

@@ -1,0 +1,157 @@
+"""What a bundle holds, and what it says where it cannot be made."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zipfile
+
+import pytest
+from support import reports
+from support.inside import Done, doctor
+
+from fsdp_doctor.bundle.issue import MOST_CHARACTERS
+from fsdp_doctor.machine import environment
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.document import report_to_dict
+from fsdp_doctor.report.journal import read_report
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_LOG = _ROOT / "examples" / "verl-5995" / "log.txt"
+_CONFIG = _ROOT / "examples" / "verl-5995" / "config.txt"
+_CASE = "fsdp2/policy/staged/state_dict"
+
+
+@pytest.fixture(autouse=True)
+def _without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one asks torch in a process of its own."""
+    monkeypatch.setattr(environment, "collect", lambda: environment.without_torch() | {"torch": "2.13.0"})
+
+
+def _bundle(directory: pathlib.Path, *arguments: str) -> tuple[Done, dict[str, str]]:
+    done = doctor("bundle", *arguments, "-o", str(directory / "bug.zip"))
+    with zipfile.ZipFile(directory / "bug.zip") as archive:
+        return done, {name: archive.read(name).decode() for name in archive.namelist()}
+
+
+def _report(directory: pathlib.Path, *results: object, **fields: object) -> str:
+    file = directory / "report.json"
+    file.write_text(json.dumps(report_to_dict(reports.report(*results, **fields))))
+    return str(file)
+
+
+def _broken(reason: str = "it broke") -> object:
+    case = select(Selection(case_ids=(_CASE,)))[0]
+    return reports.result(case, reason=reason, traceback=reports.TRACEBACK)
+
+
+def test_of_a_log_and_a_configuration_it_has_answers_case_and_script(tmp_path: pathlib.Path) -> None:
+    done, files = _bundle(tmp_path, "--log", str(_LOG), "--config", str(_CONFIG))
+    assert done.code == 0, done.stderr
+    assert "Known: fsdp2-pinned-policy-half-moved" in files["explain.txt"]
+    assert "fsdp2-pinned-policy-half-moved" in files["check.txt"]
+    assert "the configuration amounts to it, and the log shows fsdp2-pinned" in files["case.txt"]
+    compile(files["repro.py"], "repro.py", "exec")
+    assert set(done.stdout.splitlines()[0].split(": ")[1].split(", ")) == set(files)
+
+
+def test_the_first_ten_lines_of_the_issue_say_what_where_versions_and_how_to_reproduce(tmp_path: pathlib.Path) -> None:
+    _, files = _bundle(tmp_path, "--log", str(_LOG))
+    first = files["issue.md"].splitlines()[:10]
+    for begin, content in {
+        "- **What:**": "Attempted to set the storage",
+        "- **Where:**": "in get_per_tensor_param",
+        "- **Versions:**": "torch ",
+        "- **How to reproduce:**": "torchrun --nproc-per-node 2 repro.py",
+    }.items():
+        assert [line for line in first if line.startswith(begin) and content in line], first
+
+
+def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path: pathlib.Path) -> None:
+    _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken()))
+    assert files["case.txt"].startswith(f"{_CASE}\n")
+    assert "In the report it is crash: it broke" in files["case.txt"]
+    (tmp_path / "again.json").write_text(files["report.json"])
+    assert read_report(tmp_path / "again.json").results[0].id == _CASE
+
+
+def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path: pathlib.Path) -> None:
+    _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken("no answer from 10.0.0.5:29500 here")))
+    assert "IP_1" in files["issue.md"]
+    assert "IP_1" not in files["repro.py"]
+    assert r"no answer from \S+:\d+ here" in files["repro.py"] or r"no answer from \S+:29500 here" in files["repro.py"]
+
+
+@pytest.mark.parametrize("word", ["x", "`" * 9, "me@nowhere.de ", "</details>"])
+def test_an_issue_never_has_more_characters_than_github_takes(tmp_path: pathlib.Path, word: str) -> None:
+    log = tmp_path / "log.txt"
+    line = word * (3_000 // len(word))
+    log.write_text(
+        "\n".join(
+            ["Traceback (most recent call last):", *[f'  File "a.py", line 1, in {line}'] * 900, f"ValueError: {line}"]
+        )
+    )
+    _, files = _bundle(tmp_path, "--log", str(log), "--report", _report(tmp_path, _broken(line), notes=(line,)))
+    assert 10_000 < len(files["issue.md"]) <= MOST_CHARACTERS
+    assert files["issue.md"].count("<details>") >= 2
+
+
+def test_of_a_long_log_the_failure_stays_and_the_rest_is_counted(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log.txt"
+    noise = [f"step {number}" for number in range(50_000)]
+    failure = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', "ValueError: the one"]
+    log.write_text("\n".join([*noise, *failure, *noise]))
+    _, files = _bundle(tmp_path, "--log", str(log))
+    lines = files["log.txt"].splitlines()
+    assert "ValueError: the one" in lines
+    assert (lines[0], lines[-1]) == ("step 0", "step 49999")
+    assert len(lines) < 1_000
+    assert sum("lines left out" in line for line in lines) == 2
+
+
+def test_the_same_evidence_makes_the_same_file(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for name in "ab":
+        _bundle(tmp_path / name, "--log", str(_LOG))
+    assert (tmp_path / "a" / "bug.zip").read_bytes() == (tmp_path / "b" / "bug.zip").read_bytes()
+
+
+def test_the_environment_is_what_the_allow_list_has(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_OWN_VARIABLE", "nobody is to see this")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    _, files = _bundle(tmp_path, "--log", str(_LOG))
+    assert "NCCL_DEBUG: INFO" in files["environment.txt"]
+    assert all("nobody is to see this" not in text for text in files.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "nothing to report; give --log, --config, --report, or a command after --"),
+        (("--log", "/nowhere"), "cannot read /nowhere: No such file or directory"),
+        (("--log", "/dev/null"), "/dev/null is empty"),
+        (("--report", str(_LOG)), "is not a report of fsdp-doctor"),
+        (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
+        (("--hang-after", "0", "--log", str(_LOG)), "--hang-after must be more than 0"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_and_nothing_is_written(
+    tmp_path: pathlib.Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = doctor("bundle", *arguments, "-o", str(tmp_path / "bug.zip"))
+    assert (done.code, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    assert sentence in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_said_first(tmp_path: pathlib.Path) -> None:
+    done = doctor("bundle", "--log", str(_LOG), "-o", str(tmp_path / "nowhere" / "bug.zip"))
+    assert (done.code, done.stderr.count("\n")) == (2, 1)
+    assert "cannot write" in done.stderr
+
+
+def test_a_disk_that_is_full_is_one_sentence() -> None:
+    done = doctor("bundle", "--log", str(_LOG), "-o", "/dev/full")
+    assert (done.code, done.stderr.count("\n")) == (4, 1)
+    assert "cannot write /dev/full" in done.stderr

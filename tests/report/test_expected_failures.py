@@ -1,0 +1,175 @@
+"""Expectations in TOML: written from a report they say the same as it, they age with torch, and stale ones are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import pytest
+from support.places import ROOT
+from support.reports import report, result
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.cases import parse_case_id
+from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.expectation_patterns import common_prefix, matches_case, patterns_of
+from fsdp_doctor.report.expectation_toml import expectation_toml
+from fsdp_doctor.report.expected_failures import ExpectedFailures, read_expected_failures, unexpected
+from fsdp_doctor.report.journal import read_report
+
+_HALF_MOVED = "fsdp2/policy/staged/state_dict"
+_FINE = "fsdp2/none/unstaged/state_dict"
+_TABLE = """
+[[expect]]
+cases = ["fsdp2/policy*/staged/{state_dict,dcp}"]
+verdict = "crash"
+reason = "storage of a tensor on device"
+link = "https://github.com/verl-project/verl/issues/5995"
+until = "2.16"
+"""
+_REASON = 'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on "cuda:1"'
+
+
+def _result(name: str, kind: str, reason: str = "") -> CaseResult:
+    return result(parse_case_id(name, PATH_NAMES), kind, reason)
+
+
+def _read(tmp_path: pathlib.Path, text: str) -> ExpectedFailures:
+    file = tmp_path / "expected.toml"
+    file.write_text(text)
+    return read_expected_failures(file)
+
+
+def _told(tmp_path: pathlib.Path, *results: CaseResult, text: str = _TABLE, torch: str = "2.13.0") -> list[str]:
+    return unexpected(report(*results), _read(tmp_path, text), torch)
+
+
+def test_what_is_expected_is_no_surprise_on_any_device(tmp_path: pathlib.Path) -> None:
+    assert _told(tmp_path, _result(_HALF_MOVED, "crash", _REASON), _result(_FINE, "ok")) == []
+
+
+def test_another_verdict_another_reason_and_a_case_of_no_expectation_are_told_the_bad_ones_first(
+    tmp_path: pathlib.Path,
+) -> None:
+    told = _told(
+        tmp_path,
+        _result("fsdp2/policy+param/staged/dcp", "ok"),
+        _result(_HALF_MOVED, "crash", "another"),
+        _result("fsdp2/policy/staged/dcp", "wrong", "zeros"),
+        _result(_FINE, "hang", "no end"),
+        _result("fsdp2/policy+param/staged/state_dict", "crash", _REASON),
+    )
+    assert told == [
+        f"expected crash with 'storage of a tensor on device', got crash: {_HALF_MOVED} with another reason: another",
+        "expected crash, got wrong: fsdp2/policy/staged/dcp",
+        f"expected ok, got hang: {_FINE}: no end",
+        "expected crash, got ok: fsdp2/policy+param/staged/dcp",
+    ]
+
+
+def test_an_expectation_that_no_case_meets_any_more_is_stale(tmp_path: pathlib.Path) -> None:
+    *_, stale = _told(tmp_path, _result(_HALF_MOVED, "ok"))
+    assert stale.startswith("stale: no case shows the crash of fsdp2/policy*/staged/{state_dict,dcp} any more")
+
+
+def test_a_pattern_of_no_case_is_stale_and_one_of_a_case_that_was_not_selected_is_not(tmp_path: pathlib.Path) -> None:
+    assert _told(tmp_path, _result(_FINE, "ok")) == []
+    (stale,) = _told(tmp_path, _result(_FINE, "ok"), text=_TABLE.replace("staged", "stagd"))
+    assert stale.startswith("stale: there is no case fsdp2/policy*/stagd/{state_dict,dcp}")
+
+
+def test_a_case_that_could_not_run_here_makes_no_expectation_stale(tmp_path: pathlib.Path) -> None:
+    assert _told(tmp_path, _result(_HALF_MOVED, "unsupported", "no device")) == []
+
+
+def test_from_its_until_version_on_a_failure_is_a_surprise_and_the_expectation_is_not_stale(
+    tmp_path: pathlib.Path,
+) -> None:
+    crash = _result(_HALF_MOVED, "crash", _REASON)
+    assert _told(tmp_path, crash, torch="2.15.1+cpu") == []
+    assert _told(tmp_path, crash, torch="2.16.0.dev1") == [f"expected ok, got crash: {_HALF_MOVED}: {_REASON}"]
+    assert _told(tmp_path, _result(_HALF_MOVED, "ok"), torch="2.16.0") == []
+
+
+def test_the_first_table_that_covers_a_case_counts(tmp_path: pathlib.Path) -> None:
+    exception = '[[expect]]\ncases = ["*/policy+param/*"]\nverdict = "ok"\n'
+    told = _told(tmp_path, _result("fsdp2/policy+param/staged/dcp", "ok"), text=exception + _TABLE)
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    "name", ["emulated.json", "1xh200.json", "full/2xh200-fsdp1-orig.json.gz"], ids=lambda name: name.split(".")[0]
+)
+def test_what_is_written_from_a_report_is_what_the_report_shows_and_nothing_more(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    whole = read_report(ROOT / "examples" / "reports" / name)
+    text = expectation_toml(whole)
+    expected = _read(tmp_path, text)
+    assert unexpected(whole, expected, "2.13.0") == []
+    mended = [dataclasses.replace(one, verdict=dataclasses.replace(one.verdict, kind="ok")) for one in whole.results]
+    told = unexpected(dataclasses.replace(whole, results=tuple(mended)), expected, "2.13.0")
+    assert sum(sentence.startswith("expected") for sentence in told) == len(whole.bad)
+    assert sum(sentence.startswith("stale") for sentence in told) == text.count("[[expect]]")
+    assert len(text.splitlines()) < len(whole.bad), "it is short"
+
+
+def test_it_names_cause_link_and_the_version_that_ends_it() -> None:
+    text = expectation_toml(read_report(ROOT / "examples" / "reports" / "emulated.json"))
+    assert "(fsdp2-pinned-policy-half-moved)\n[[expect]]\n" in text
+    assert 'link = "https://github.com/verl-project/verl/issues/5995"' in text
+
+
+def test_a_report_without_a_failure_expects_none(tmp_path: pathlib.Path) -> None:
+    nothing: Report = report(_result(_FINE, "ok"))
+    assert _read(tmp_path, expectation_toml(nothing)) == ExpectedFailures(())
+
+
+def test_reasons_that_hold_quotes_and_control_characters_are_written_and_read(tmp_path: pathlib.Path) -> None:
+    reason = 'ValueError: "a\\b" \x1b[31m \ud800 and more'
+    one = report(_result(_FINE, "crash", reason))
+    assert unexpected(one, _read(tmp_path, expectation_toml(one)), "2.13.0") == []
+
+
+def test_patterns_match_the_cases_and_none_of_the_others() -> None:
+    names = [f"fsdp2/{offload}/staged/dcp" for offload in ("policy", "policy+param", "policy+optimizer")]
+    cases = [parse_case_id(name, PATH_NAMES) for name in names]
+    assert patterns_of(cases, ["fsdp2/none/staged/dcp"]) == ["fsdp2/policy*/staged/dcp"]
+    assert patterns_of(cases, []) == ["fsdp2/policy*/staged/dcp"]
+    (listed,) = patterns_of(cases, ["fsdp2/policy+param+optimizer/staged/dcp"])
+    assert listed == "fsdp2/{policy,policy+param,policy+optimizer}/staged/dcp"
+    assert all(matches_case(listed, name) for name in names)
+    assert not matches_case(listed, "fsdp2/policy+param+optimizer/staged/dcp")
+    assert common_prefix(["abc", "abd"]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[expect", "is not TOML"),
+        ("expected = 1", r"expectations are tables \[\[expect\]\]"),
+        ("expect = 1", r"expectations are tables \[\[expect\]\]"),
+        ("expect = [1]", "expectation 1: unknown key '1'"),
+        ('[[expect]]\ncases = "a"\nverdict = "crash"', "cases must be a list"),
+        ("[[expect]]\ncases = []", "cases must be a list"),
+        ('[[expect]]\ncases = ["a"]\nverdict = "crashed"', "verdict 'crashed' is none of ok, wrong"),
+        ('[[expect]]\ncases = ["a"]', "verdict '' is none of"),
+        ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nreason = 1', "reason must be a string"),
+        ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nuntill = "2.16"', "unknown key 'untill'; use cases, link"),
+        ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nuntil = "soon"', "until 'soon' is not a version of torch"),
+        ('[[expect]]\ncases = ["{a"]\nverdict = "crash"', "brace without its other half"),
+    ],
+)
+def test_a_file_that_says_nothing_clear_is_refused_in_a_sentence(text: str, said: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        _read(tmp_path, text)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the expectations .*: No such file"):
+        read_expected_failures(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="it is not UTF-8"):
+        read_expected_failures(tmp_path / "binary.toml")

@@ -1,0 +1,206 @@
+"""Reports of several versions as one: a missing case is no pass, and each change is told with its version."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import pathlib
+
+import jsonschema
+import pytest
+from support.places import ROOT
+from support.reports import CASES, report, result
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.journal import read_report, write_report
+from fsdp_doctor.versions import merged_schema
+from fsdp_doctor.versions.merged import MergedReport, Statement
+from fsdp_doctor.versions.merged_file import merged_to_dict, read_merged, write_merged
+from fsdp_doctor.versions.merged_text import merged_lines, merged_summary
+from fsdp_doctor.versions.merging import merge, name_beside
+
+_ONE, _OTHER = CASES[:2]
+
+
+def _of(torch: str, *kinds: str, device: str = "emulated", **packages: str) -> Report:
+    """A report whose first cases have these verdicts."""
+    results = [result(case, kind, f"{kind}!") for case, kind in zip(CASES, kinds, strict=False)]
+    environment = {"python": "3.12", "torch": torch, "packages": {"torch": torch, **packages}}
+    return report(*results, environment=environment, device=device, created=f"2026-01-01T00:00:00+{torch}")
+
+
+def _merged(*reports: Report) -> MergedReport:
+    return merge({f"{number}.json": one for number, one in enumerate(reports)})
+
+
+def _statement(*reports: Report, case: int = 0) -> Statement:
+    (statement,) = _merged(*reports).cases[case].statements
+    return statement
+
+
+def test_a_change_is_told_with_the_version_that_brought_it_and_versions_between_that_did_not_run() -> None:
+    said = _statement(_of("2.14.1", "ok"), _of("2.6.0+cpu", "crash"), _of("2.10.0", "crash"))
+    assert said.text == "crash since torch 2.6, ok from 2.14; 2.7, 2.8, 2.9, 2.11, 2.12, 2.13 not run"
+    assert [(period.kind, period.since, period.until) for period in said.periods] == [
+        ("crash", "2.6", "2.10"),
+        ("ok", "2.14", "2.14"),
+    ]
+    assert said.changes
+
+
+def test_what_never_changed_is_one_period() -> None:
+    said = _statement(_of("2.10.0", "ok"), _of("2.11.0", "ok"))
+    assert (said.text, said.changes, said.where) == ("ok since torch 2.10", False, "2 ranks of emulated")
+
+
+def test_two_releases_of_one_minor_are_told_by_their_whole_version() -> None:
+    said = _statement(_of("2.14.0", "crash"), _of("2.14.1", "ok"))
+    assert said.text == "crash since torch 2.14.0, ok from 2.14.1"
+
+
+def test_a_failure_that_becomes_another_is_a_change_and_names_the_entry() -> None:
+    other = _of("2.11.0", "crash")
+    other = dataclasses.replace(other, results=(dataclasses.replace(other.results[0], known="an-entry"),))
+    said = _statement(_of("2.10.0", "crash"), other)
+    assert said.text == "crash since torch 2.10, crash (an-entry) from 2.11"
+
+
+def test_a_case_that_one_report_lacks_is_no_pass_and_named_as_not_run() -> None:
+    merged = _merged(_of("2.10.0", "ok", "ok"), _of("2.11.0", "ok"), _of("2.12.0", "ok", "ok"))
+    there, lacking = merged.cases
+    assert merged.passes(there)
+    assert not merged.passes(lacking)
+    assert merged.shown(lacking, 1) == "not run"
+    assert lacking.statements[0].text == "ok since torch 2.10; 2.11 not run"
+    assert "1 ok in all, 0 bad in one or more, 1 not run in one or more" in merged_summary(merged)
+
+
+def test_a_case_that_could_not_run_somewhere_is_no_pass() -> None:
+    merged = _merged(_of("2.10.0", "ok"), _of("2.11.0", "unsupported"))
+    assert not merged.passes(merged.cases[0])
+    assert not merged.fails(merged.cases[0])
+
+
+def test_devices_and_frameworks_are_told_apart() -> None:
+    merged = _merged(
+        _of("2.9.0", "ok", device="cpu"),
+        _of("2.10.0", "crash", transformers="5.0"),
+        _of("2.11.0", "crash", transformers="5.0"),
+        _of("2.11.0", "ok", transformers="5.1"),
+    )
+    said = {(one.package, one.where): one.text for one in merged.cases[0].statements}
+    assert said == {
+        ("torch", "2 ranks of emulated, transformers 5.0"): "crash since torch 2.10",
+        ("transformers", "2 ranks of emulated, torch 2.11.0"): "crash since transformers 5.0, ok from 5.1",
+    }
+    assert [one.name for one in merged.environments] == [
+        "torch 2.9.0, cpu",
+        "torch 2.10.0, emulated",
+        "torch 2.11.0, emulated, 2 ranks of emulated, transformers 5.0",
+        "torch 2.11.0, emulated, 2 ranks of emulated, transformers 5.1",
+    ]
+
+
+def test_an_environment_that_could_not_be_made_is_a_column_that_says_why() -> None:
+    failed = dataclasses.replace(_of("2.99.0"), complete=False, ended="torch 2.99.0 does not install: no such version")
+    merged = _merged(_of("2.13.0", "ok"), failed)
+    assert merged.environments[1].ended == "torch 2.99.0 does not install: no such version"
+    assert not merged.passes(merged.cases[0])
+    assert next(merged_lines(merged)).split("\t") == [
+        "torch 2.99.0, emulated",
+        "incomplete",
+        "torch 2.99.0 does not install: no such version",
+    ]
+
+
+def test_parts_of_one_run_are_one_column() -> None:
+    whole = _of("2.13.0", "ok", "crash")
+    parts = [dataclasses.replace(whole, results=(one,)) for one in whole.results]
+    merged = _merged(*parts)
+    (environment,) = merged.environments
+    assert environment.reports == ("0.json", "1.json")
+    assert [merged.shown(case, 0) for case in merged.cases] == ["ok", "crash"]
+
+
+def test_the_same_report_twice_is_refused_with_the_case_that_both_have() -> None:
+    with pytest.raises(UsageError, match=rf"0.json and 1.json are of one environment .* both have {_ONE.id}"):
+        _merged(_of("2.13.0", "ok"), _of("2.13.0", "crash"))
+
+
+def test_reports_without_a_result_merge_to_columns_without_rows() -> None:
+    merged = _merged(_of("2.10.0"), _of("2.11.0"))
+    assert (len(merged.environments), merged.cases) == (2, ())
+
+
+def test_the_message_is_the_whole_exception_cut_to_its_length() -> None:
+    long = _of("2.13.0")
+    long = dataclasses.replace(long, results=(result(_ONE, "crash", "word " * 1000, traceback="Traceback"),))
+    merged = _merged(long)
+    (outcome,) = merged.outcomes
+    assert outcome.message.startswith("RuntimeError: word word")
+    assert len(outcome.message) == 1000
+
+
+@pytest.mark.parametrize("name", ["merged.json", "merged.json.gz"])
+def test_it_is_written_and_read_back(name: str, tmp_path: pathlib.Path) -> None:
+    merged = _merged(_of("2.10.0", "crash", "ok"), _of("2.11.0", "ok"))
+    write_merged(tmp_path / name, merged)
+    assert read_merged(tmp_path / name) == merged
+    assert (tmp_path / name).read_bytes()[:1] == (b"\x1f" if name.endswith("gz") else b"{")
+
+
+def test_it_keeps_to_its_schema_which_is_what_the_types_say() -> None:
+    schema = json.loads(merged_schema.MERGED_SCHEMA_FILE.read_text())
+    assert merged_schema.MERGED_SCHEMA_FILE.read_text() == merged_schema.merged_schema_text()
+    committed = read_report(ROOT / "examples" / "reports" / "4xh200-hsdp.json")
+    committed = dataclasses.replace(committed, results=committed.results[::20])
+    data = json.loads(json.dumps(merged_to_dict(_merged(committed, _of("2.10.0", "crash"), _of("2.11.0", "ok")))))
+    jsonschema.validate(data, schema, cls=jsonschema.Draft202012Validator)
+    data["cases"][0]["outcomes"].append("ok")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_a_link_to_a_report_never_leaves_the_directory(tmp_path: pathlib.Path) -> None:
+    merged = tmp_path / "docs" / "merged.json"
+    assert name_beside(tmp_path / "docs" / "runs" / "a.json", merged) == "runs/a.json"
+    assert name_beside(tmp_path / "elsewhere" / "a.json", merged) == "a.json"
+    assert name_beside(tmp_path / "elsewhere" / "a.json", None) == "a.json"
+
+
+_GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "is not JSON"),
+        (_GOOD[:-40], "is not JSON"),
+        (b'{"schema": "fsdp-doctor/report"}', "its 'schema' is not 'fsdp-doctor/merged'"),
+        (_GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads up to 1: upgrade it"),
+        (_GOOD.replace(b'"outcomes": [0]', b'"outcomes": [7]'), "is a damaged merged report"),
+        (_GOOD.replace(b'"path"', b'"pat"'), "is a damaged merged report: KeyError"),
+    ],
+)
+def test_what_is_no_merged_report_is_refused_in_a_sentence(content: bytes, said: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "merged.json"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        read_merged(file)
+
+
+def test_a_compressed_one_that_was_cut_off_is_refused_in_a_sentence(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "merged.json.gz"
+    file.write_bytes(gzip.compress(_GOOD)[:-30])
+    with pytest.raises(UsageError, match="cannot read the merged report"):
+        read_merged(file)
+
+
+def test_a_run_that_was_interrupted_is_merged_as_far_as_it_came(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "report.json"
+    partial = dataclasses.replace(_of("2.10.0", "ok"), num_selected=5, complete=False, ended="stopped by SIGINT")
+    write_report(file, partial)
+    (environment,) = _merged(read_report(file)).environments
+    assert (environment.complete, environment.ended) == (False, "stopped by SIGINT")
