@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fsdp_doctor.frameworks.adapter import Adapter
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
-_MODULES: Mapping[FrameworkName, str] = {"accelerate": "on_accelerate"}
+_MODULES: Mapping[FrameworkName, str] = {"accelerate": "on_accelerate", "verl": "on_verl"}
 
 
 def adapter_of(name: FrameworkName) -> Adapter:
