@@ -1,30 +1,19 @@
-"""What every case is, whatever its path does: build, exercise the path, agree, train on; each stage is reported."""
+"""What every case of the matrix is, whatever its path does: build, exercise the path, agree, train on."""
 
 from __future__ import annotations
 
 import abc
-import contextlib
-import dataclasses
 import pathlib
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction
+from fsdp_doctor.case.recorded_run import RecordedRun, RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import Path, impossible
-from fsdp_doctor.verdict.records import Problem, Record, Stage
-from fsdp_doctor.verdict.tracebacks import failure_from
-
-RecordSink = Callable[[Record], None]
-_PROGRESS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +31,17 @@ class Assignment:
     report: RecordSink
 
 
-class CaseRun(abc.ABC):
-    """The state of one case while it runs: the record so far, reported at each stage."""
+class CaseRun(RecordedRun, abc.ABC):
+    """A case of the matrix, in a scenario that our own trainer builds."""
 
     def __init__(self, assignment: Assignment) -> None:
+        super().__init__(assignment.case.id, assignment.report)
         self._case = assignment.case
         self._path = assignment.path
         self._contract = assignment.path.contract
         self._function = assignment.function
         self._runtime = assignment.runtime
         self._leftovers = assignment.leftovers
-        self._tell = assignment.report
-        self._reported_at = 0.0
-        self._changed_somewhere = False
-        self.record = Record(case_id=self._case.id, stage="build")
 
     @abc.abstractmethod
     def _new_trainer(self) -> Trainer:
@@ -90,10 +76,6 @@ class CaseRun(abc.ABC):
         reusable = self._unbroken and not self._changed_somewhere and trainer is not None and self._is_reusable(trainer)
         return trainer if reusable else None
 
-    @property
-    def _unbroken(self) -> bool:
-        return self.record.failure is None and not self.record.unsupported
-
     def _build(self) -> Trainer:
         self._enter("build")
         reason = _why_not(self._case, self._path, self._runtime)
@@ -121,81 +103,6 @@ class CaseRun(abc.ABC):
         """Reading the model would wait for copies in flight, and so hide the race that a non-blocking
         scenario is there to show: nothing of ours looks at it there until the path is through."""
         return self._case.scenario.transfer == "blocking"
-
-    def _agree(self) -> bool:
-        """Tells the other ranks whether this one failed. False if they ended otherwise.
-
-        Where all ranks ended alike, one collective over the model's own group shows whether it
-        still works; the answer decides whether the next case may run in the same workers.
-        """
-        failed = self.record.failure is not None
-        stage = self.record.stage
-        if not failed:
-            self._enter("agree")
-        try:
-            same = self._same_everywhere(failed)
-            works = same and self._group_works()
-            self._add(healthy=self.record.healthy and works, stage=stage)
-        except Exception as error:
-            if not failed:
-                self._add(failure=failure_from(error))
-            self._add(healthy=False)
-            return False
-        if same and not works:
-            self._add(
-                problems=(Problem(kind="poisoned", detail="a collective over the model's group gives a wrong sum"),)
-            )
-        return works
-
-    def _same_everywhere(self, failed: bool) -> bool:
-        changed = any(problem.kind == "poisoned" for problem in self.record.problems)
-        # The path may have left another default device.
-        mine = torch.tensor([int(failed), int(changed)], device="cpu")
-        everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
-        dist.all_gather(everyone, mine, group=self._runtime.control)
-        # All ranks build the scenario anew, or none does.
-        self._changed_somewhere = any(bool(other[1]) for other in everyone)
-        return all(int(other[0]) == int(failed) for other in everyone)
-
-    def _group_works(self) -> bool:
-        ones = torch.ones(4, device=self._runtime.device)
-        dist.all_reduce(ones)
-        self._runtime.synchronize()
-        return bool((ones == self._runtime.world_size).all())
-
-    @contextlib.contextmanager
-    def _catching(self) -> Iterator[None]:
-        """The path's exceptions become part of the record, KeyboardInterrupt and a user's own kind among them:
-        nobody interrupts a worker. SystemExit is left alone: it ends the worker."""
-        try:
-            yield
-        except Unsupported as reason:
-            self._add(unsupported=str(reason))
-        except SystemExit:
-            raise
-        except BaseException as error:
-            self._add(failure=failure_from(error))
-            self._report(self.record)
-
-    def _enter(self, stage: Stage) -> None:
-        self._stay(stage)
-        self._report(self.record)
-
-    def _report(self, record: Record) -> None:
-        self._reported_at = time.monotonic()
-        self._tell(record)
-
-    def _show_progress(self, num_tensors: int) -> None:
-        """A path that goes on yielding is no hang, however long it takes."""
-        if time.monotonic() - self._reported_at > _PROGRESS_SECONDS:
-            self._add(num_tensors=num_tensors)
-            self._report(self.record)
-
-    def _stay(self, stage: Stage) -> None:
-        self.record = dataclasses.replace(self.record, stage=stage)
-
-    def _add(self, *, problems: tuple[Problem, ...] = (), **fields: Any) -> None:
-        self.record = dataclasses.replace(self.record, problems=(*self.record.problems, *problems), **fields)
 
 
 def _why_not(case: Case, path: Path, runtime: Runtime) -> str:

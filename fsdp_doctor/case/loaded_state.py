@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case.findings import Findings
 from fsdp_doctor.case.held_pieces import Full, HeldPiece
-from fsdp_doctor.case.verification import compare, first_names
+from fsdp_doctor.case.verification import compare
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.verdict.records import Problem, ProblemKind
+from fsdp_doctor.verdict.records import Problem
 
 # Which parameters a group has, which each format writes in its own way.
 _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
@@ -68,7 +69,7 @@ class LoadedState:
         pieces = held_pieces.of_model(model, right)
         self._before = {piece.name: self._facts(piece) for piece in pieces}
         self._ties = {piece.names for piece in pieces}
-        self._found: dict[ProblemKind, dict[str, list[str]]] = {}
+        self._found = Findings()
 
     def problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
         """What was found of the model: one problem for each kind, with the first few names of each finding.
@@ -81,42 +82,10 @@ class LoadedState:
             self._check_piece(piece, reported)
         held = {name for piece in pieces for name in piece.names}
         for name in sorted(name for names in self._ties for name in names if name not in held):
-            self._note("incomplete", "not in the model any more", name)
+            self._found.note("incomplete", "not in the model any more", name)
         for tensor in reader.read(self._model).transient_buffers:
             self._check_transient(tensor.names[0], tensor.tensor)
-        return self._problems()
-
-    def optimizer_problems(
-        self, optimizer: torch.optim.Optimizer, moments: Full, options: Mapping[str, Any]
-    ) -> tuple[Problem, ...]:
-        """What was found of the optimizer: every moment and step, their dtypes, and the options of its group."""
-        self._found = {}
-        pieces, missing = held_pieces.of_optimizer(self._model, optimizer, moments)
-        for name in missing:
-            self._note("incomplete", "not in the optimizer's state", name)
-        for piece in pieces:
-            expected = piece.expected
-            assert expected is not None
-            if piece.held.dtype != expected.dtype:
-                self._note(
-                    "misplaced", f"dtype {piece.held.dtype} where the checkpoint has {expected.dtype}", piece.name
-                )
-            elif difference := compare(piece.held.cpu(), expected):
-                self._note("wrong", difference, piece.name)
-        for group in optimizer.state_dict()["param_groups"]:
-            for key in (options.keys() | group.keys()) - _OPTIONS_NOT_COMPARED:
-                if _plain(group.get(key)) != _plain(options.get(key)):
-                    self._note("wrong", f"is {group.get(key)!r}, not {options.get(key)!r}", f"the option {key}")
-        return self._problems()
-
-    def _problems(self) -> tuple[Problem, ...]:
-        return tuple(
-            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
-            for kind, findings in self._found.items()
-        )
-
-    def _note(self, kind: ProblemKind, what: str, name: str) -> None:
-        self._found.setdefault(kind, {}).setdefault(what, []).append(name)
+        return self._found.problems()
 
     def _facts(self, piece: HeldPiece) -> _Facts:
         local = piece.held
@@ -133,13 +102,13 @@ class LoadedState:
     def _check_piece(self, piece: HeldPiece, reported: frozenset[str]) -> None:
         known = next((names for names in self._ties if piece.name in names), None)
         if known is None:
-            self._note("incomplete", "not a name of the model before the load", piece.name)
+            self._found.note("incomplete", "not a name of the model before the load", piece.name)
             return
         if piece.names != known:
-            self._note("wrong", "a tensor of its own where the names were tied", piece.name)
+            self._found.note("wrong", "a tensor of its own where the names were tied", piece.name)
         before = self._before[known[0]]
         if piece.held.is_meta:
-            self._note("incomplete", "still on the meta device", piece.name)
+            self._found.note("incomplete", "still on the meta device", piece.name)
             return
         self._check_place(piece, before)
         if piece.name == self._left_alone:
@@ -150,9 +119,9 @@ class LoadedState:
     def _check_left_alone(self, piece: HeldPiece, before: _Facts, reported: frozenset[str]) -> None:
         """What the checkpoint lacks is as it was, and the path says that it is."""
         if not reported & set(piece.names):
-            self._note("incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name)
+            self._found.note("incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name)
         elif before.values is not None and (difference := compare(piece.held.cpu(), before.values)):
-            self._note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
+            self._found.note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
 
     def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
         assert piece.expected is not None
@@ -161,20 +130,20 @@ class LoadedState:
         if not difference:
             if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
                 what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"
-                self._note("misplaced", what, piece.name)
+                self._found.note("misplaced", what, piece.name)
             return
         if before.values is not None and not compare(actual, before.values):
-            self._note("incomplete", "still what it was before the load", piece.name)
+            self._found.note("incomplete", "still what it was before the load", piece.name)
         else:
-            self._note("wrong", difference, piece.name)
+            self._found.note("wrong", difference, piece.name)
 
     def _check_place(self, piece: HeldPiece, before: _Facts) -> None:
         if piece.shown.dtype != before.dtype:
-            self._note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
+            self._found.note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
         if away := self._misplaced(piece, before):
-            self._note("misplaced", away, piece.name)
+            self._found.note("misplaced", away, piece.name)
         if piece.shown.requires_grad != before.trains:
-            self._note(
+            self._found.note(
                 "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
             )
 
@@ -196,9 +165,37 @@ class LoadedState:
         """A buffer that no state dict has keeps its values; on the meta device it must be given them."""
         expected = self._transient.get(name)
         if buffer.is_meta:
-            self._note("incomplete", "still on the meta device, a buffer that no state dict has", name)
+            self._found.note("incomplete", "still on the meta device, a buffer that no state dict has", name)
         elif expected is not None and (difference := compare(private.local_tensor(buffer).cpu(), expected)):
-            self._note("wrong", f"a buffer that no state dict has: {difference}", name)
+            self._found.note("wrong", f"a buffer that no state dict has: {difference}", name)
+
+
+def optimizer_problems(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
+) -> tuple[Problem, ...]:
+    """What is wrong with the optimizer after a load: every moment and step, their dtypes, the options of its groups."""
+    found = Findings()
+    pieces, missing = held_pieces.of_optimizer(model, optimizer, moments)
+    for name in missing:
+        found.note("incomplete", "not in the optimizer's state", name)
+    for piece in pieces:
+        expected = piece.expected
+        assert expected is not None
+        if piece.held.dtype != expected.dtype:
+            found.note("misplaced", f"dtype {piece.held.dtype} where the checkpoint has {expected.dtype}", piece.name)
+        elif difference := compare(piece.held.cpu(), expected):
+            found.note("wrong", difference, piece.name)
+    for group, wanted in zip(options_of(optimizer), options, strict=True):
+        for key in wanted.keys() | group.keys():
+            if _plain(group.get(key)) != _plain(wanted.get(key)):
+                found.note("wrong", f"is {group.get(key)!r}, not {wanted.get(key)!r}", f"the option {key}")
+    return found.problems()
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each of its groups, all but which parameters it has."""
+    groups = optimizer.state_dict()["param_groups"]
+    return [{key: value for key, value in group.items() if key not in _OPTIONS_NOT_COMPARED} for group in groups]
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from fsdp_doctor.case import held_pieces, lora_reference, models
 from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.checkpoint_forms import CheckpointForms
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, Checkpoint, Saved, right_weights, start_of
-from fsdp_doctor.case.loaded_state import LoadedState, held_by
+from fsdp_doctor.case.loaded_state import LoadedState, held_by, optimizer_problems
 from fsdp_doctor.case.step_outcome import differences, outcome_of_step
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.case.verification import compare, first_names
@@ -83,7 +83,7 @@ class LoadingRun(CaseRun):
             self._note("incomplete", f"{EXTRA_KEY} of the checkpoint, which the model has not, was dropped in silence")
         if self._contract.loads != "model":
             moments, options = self._checkpoint.moments, self._checkpoint.options
-            self._add(problems=loaded.optimizer_problems(trainer.optimizer, moments, options))
+            self._add(problems=optimizer_problems(trainer.model, trainer.optimizer, moments, [options]))
 
     def _transient_buffers(self) -> dict[str, torch.Tensor]:
         scenario = self._case.scenario

@@ -22,6 +22,8 @@ from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
 from fsdp_doctor.fsdp.shards import HeldPart, LayoutError, held_part
 
 _BATCH_BYTES = 256 << 20
+# In the same order on every rank.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 # The optimizer under test is AdamW. A rank without a piece of a parameter cannot tell its state's names.
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -82,9 +84,14 @@ def _tensor_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.
     for parameter in held.parameters:
         name = parameter.names[0]
         reference.parameters.append(name)
-        for key, state in (optimizer.state.get(parameter.tensor, {}) if optimizer else {}).items():
+        for key, state in _states(optimizer, parameter.tensor):
             local = _to_host(private.local_tensor(state))
             yield _Part(local, _joiner(reference.optimizer, f"{name}.{key}", state))
+
+
+def _states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Of a parameter, in the same order on every rank: a load may have put them in another order on each."""
+    return sorted(optimizer.state.get(parameter, {}).items()) if optimizer is not None else []
 
 
 def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], None]:
@@ -121,11 +128,10 @@ def _unit_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Op
         yield _Part(local, _cutter(reference.full, names, "", unit))
         if optimizer is None or not unit.flat_parameter.requires_grad:
             continue
-        flat_state = optimizer.state.get(unit.flat_parameter)
-        if flat_state is None:
+        if unit.keeps_originals:
             yield from _original_state_parts(reference, names, unit, optimizer)
             continue
-        for key, state in flat_state.items():
+        for key, state in _states(optimizer, unit.flat_parameter):
             yield _Part(_to_host(state), _cutter(reference.optimizer, names, f".{key}", unit))
 
 
@@ -190,13 +196,20 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torch.Tensor]]:
-    """For each tensor every rank's counterpart, flat and in rank order; lengths may differ."""
-    mine = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
-    lengths = [torch.empty_like(mine) for _ in range(runtime.world_size)]
-    dist.all_gather(lengths, mine, group=runtime.control)
-    longest = torch.stack(lengths).amax(dim=0).tolist()
-    for begin, end in batches([n * t.element_size() for n, t in zip(longest, tensors, strict=True)]):
-        yield from _gather_batch(tensors[begin:end], [own[begin:end].tolist() for own in lengths], runtime)
+    """For each tensor every rank's counterpart, flat and in rank order; lengths may differ.
+
+    A rank that holds nothing of one cannot tell its dtype: it is that of the ranks which do.
+    """
+    mine = torch.tensor([(tensor.nbytes, _DTYPES.index(tensor.dtype)) for tensor in tensors]).view(-1, 2)
+    everyone = [torch.empty_like(mine) for _ in range(runtime.world_size)]
+    dist.all_gather(everyone, mine, group=runtime.control)
+    sizes = torch.stack([own[:, 0] for own in everyone])
+    holders = sizes.argmax(dim=0).tolist()
+    dtypes = [_DTYPES[int(everyone[holder][index, 1])] for index, holder in enumerate(holders)]
+    for begin, end in batches(sizes.amax(dim=0).tolist()):
+        pieces = _gather_batch(tensors[begin:end], sizes[:, begin:end].tolist(), runtime)
+        for dtype, parts in zip(dtypes[begin:end], pieces, strict=True):
+            yield [part.view(dtype) for part in parts]
 
 
 def batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
@@ -212,15 +225,14 @@ def batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _gather_batch(
-    tensors: list[torch.Tensor], lengths: list[list[int]], runtime: Runtime
+    tensors: list[torch.Tensor], sizes: list[list[int]], runtime: Runtime
 ) -> Iterator[list[torch.Tensor]]:
     """One collective over the bytes of all the tensors, each rank's padded to the longest rank's."""
-    sizes = [[n * t.element_size() for n, t in zip(own, tensors, strict=True)] for own in lengths]
     padded = torch.zeros(max(sum(own) for own in sizes), dtype=torch.uint8)
     torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=padded[: sum(sizes[runtime.rank])])
     everyone = [torch.empty_like(padded) for _ in range(runtime.world_size)]
     dist.all_gather(everyone, padded, group=runtime.control)
     split = [data[: sum(own)].split(own) for data, own in zip(everyone, sizes, strict=True)]
-    for index, tensor in enumerate(tensors):
+    for index in range(len(tensors)):
         # A clone, because a slice of bytes need not begin where the dtype wants it to.
-        yield [pieces[index].clone().view(tensor.dtype) for pieces in split]
+        yield [pieces[index].clone() for pieces in split]

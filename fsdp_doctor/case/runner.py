@@ -8,12 +8,13 @@ import gc
 import torch
 
 from fsdp_doctor.case import checkpoints
-from fsdp_doctor.case.case_run import Assignment, CaseRun, RecordSink
+from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.extraction_run import ExtractionRun
 from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.loading_run import LoadingRun
 from fsdp_doctor.case.paths.arguments import PathFunction, called_by_name
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
+from fsdp_doctor.case.recorded_run import RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case, Scenario

@@ -96,15 +96,12 @@ def start(
     custom_model: pathlib.Path | None,
 ) -> Runtime:
     """Joins the process groups of one generation of workers. Every rank must call it."""
-    device = torch.device(run_device.type, place.local_rank) if run_device.type != "cpu" else torch.device("cpu")
+    device = device_of(place, run_device)
     if device.type == "cuda":
         _wait_for_cuda_without_spinning(place.local_rank)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
-    if run_device.memory is not None:
-        devices.limit_memory(device, run_device.memory)
-    if device.type == "emulated":
-        torch.get_device_module(device).set_late_completion(run_device.late_completion)
+    set_up_device(device, run_device)
     dist.init_process_group(
         _backend_name(device.type, backend),
         store=store,
@@ -112,9 +109,29 @@ def start(
         world_size=place.world_size,
         timeout=_NEVER,
     )
+    runtime = of_present_group(place, device, scratch, custom_model)
+    dist.all_reduce(torch.zeros(1, device=device))
+    return runtime
+
+
+def device_of(place: Place, run_device: RunDevice) -> torch.device:
+    return torch.device(run_device.type, place.local_rank) if run_device.type != "cpu" else torch.device("cpu")
+
+
+def set_up_device(device: torch.device, run_device: RunDevice) -> None:
+    """Has the device be as the run was asked to have it."""
+    if run_device.memory is not None:
+        devices.limit_memory(device, run_device.memory)
+    if device.type == "emulated":
+        torch.get_device_module(device).set_late_completion(run_device.late_completion)
+
+
+def of_present_group(
+    place: Place, device: torch.device, scratch: pathlib.Path, custom_model: pathlib.Path | None = None
+) -> Runtime:
+    """Makes the control group beside a default process group that is there. Every rank must call it."""
     control = dist.new_group(backend="gloo", timeout=_NEVER)
     assert isinstance(control, dist.ProcessGroup)
-    dist.all_reduce(torch.zeros(1, device=device))
     return Runtime(
         rank=place.rank,
         world_size=place.world_size,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from fsdp_doctor.case import held_pieces
 from fsdp_doctor.case.trainer import Trainer
@@ -16,28 +18,37 @@ StepOutcome = dict[str, str]
 
 
 def outcome_of_step(trainer: Trainer) -> StepOutcome:
-    """Trains one step; by name the digest of each shard and of each of its moments. Every rank must call it.
+    """Trains one step; by name the digest of each shard and of each of its moments. Every rank must call it."""
+    with deterministic():
+        trainer.step()
+        trainer.runtime.synchronize()
+    return outcome_of(trainer.model, trainer.optimizer)
 
-    The step uses torch's deterministic algorithms: two runs from the same state end in the same bits.
-    """
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Training steps in it use torch's deterministic algorithms: two runs from the same state end in the same bits."""
     mode, settings = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
     filling = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False
     try:
-        trainer.step()
-        trainer.runtime.synchronize()
+        yield
     finally:
         settings.fill_uninitialized_memory = filling
         torch.set_deterministic_debug_mode(mode)
-    return digests_of(dict(_values(trainer)))
 
 
-def _values(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((piece.name, piece.held) for piece in held_pieces.of_model(trainer.model, {}))
-    parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+def outcome_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepOutcome:
+    """By name the digest of each shard on this rank and of each of its moments. The device must be synchronized."""
+    return digests_of(dict(_values(model, optimizer)))
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((piece.name, piece.held) for piece in held_pieces.of_model(model, {}))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             yield f"{key} of parameter {index}", private.local_tensor(value).detach()
 
 

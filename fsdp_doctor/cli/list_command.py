@@ -11,7 +11,7 @@ import typer
 
 from fsdp_doctor.cli.selecting import SelectionOptions
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.paths import PATHS
 
 NAME = "list"
@@ -39,7 +39,7 @@ def run(
         print(f"{len(cases)} cases in {len({case.scenario for case in cases})} scenarios", file=sys.stderr)
 
 
-def _row(case: Case) -> dict[str, str]:
+def _row(case: AnyCase) -> dict[str, str]:
     return {"id": case.id, "path": case.path, **dataclasses.asdict(case.scenario)}
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from fsdp_doctor.cli import files
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.selection import Selection, select
 
 NAME = "repro"
@@ -33,5 +35,7 @@ def run(
     from fsdp_doctor.report.journal import read_report
 
     chosen = select(Selection(case_ids=(case,)))[0]
+    if isinstance(chosen, FrameworkCase):
+        raise UsageError(f"case {case!r}: there is no script for a framework's own code yet")
     expectation = repro.reported(chosen, read_report(report)) if report is not None else repro.expected(chosen)
     files.write(out, repro.script(chosen, expectation, out.name if out is not None else "repro.py"))

@@ -11,8 +11,10 @@ import typer
 from fsdp_doctor.cli import values
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS, AxisName
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_scenarios import frameworks_named
 from fsdp_doctor.matrix.selection import Selection, select
 
 _BUILT_IN_MODELS = tuple(name for name in AXIS["model"].values if name != "custom")
@@ -22,7 +24,7 @@ _BUILT_IN_MODELS = tuple(name for name in AXIS["model"].values if name != "custo
 class Selected:
     """The selected cases, and the directory of the user's own model, if one was given."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[AnyCase, ...]
     model: pathlib.Path | None
 
 
@@ -62,6 +64,13 @@ class SelectionOptions:
             help="Only this path (see `fsdp-doctor list --paths`); module:function adds a function of your own.",
         ),
     ] = None
+    framework: Annotated[
+        list[str] | None,
+        _option(
+            "--framework",
+            help=f"Instead of the matrix, what {', '.join(FRAMEWORKS)} do themselves; all: those installed.",
+        ),
+    ] = None
     case: Annotated[list[str] | None, _option("--case", metavar="ID", help="One case, by its id.")] = None
     expression: Annotated[
         str, _option("-k", metavar="EXPR", help="Words in case ids, joined by and, or, not, parentheses.")
@@ -88,6 +97,7 @@ class SelectionOptions:
             full=self.full,
             fix=self.fix,
             custom_model=directory is not None,
+            frameworks=tuple(frameworks_named(values.split(self.framework))),
         )
         return Selected(cases=tuple(select(selection)), model=directory)
 

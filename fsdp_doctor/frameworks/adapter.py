@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import importlib
-import importlib.metadata
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import nn
 
 from fsdp_doctor.frameworks.plain_model import PlainModel
 from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
 
 FileFormat: TypeAlias = Literal["safetensors", "torch.save", "dcp"]
@@ -122,11 +122,7 @@ class Adapter(abc.ABC):
     def unavailable(self) -> str:
         """Why it cannot be run here; empty if it can. Imports nothing of the framework."""
         own = self.matrix.distributions[0]
-        try:
-            importlib.metadata.version(own)
-        except importlib.metadata.PackageNotFoundError:
-            return f"{own} is not installed"
-        return ""
+        return "" if installed_versions([own]) else f"{own} is not installed"
 
     def preload(self) -> None:
         """Imports what a session needs, once, in the process that workers are forked from: no thread may stay."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -70,16 +69,3 @@ class Shimming:
         if name not in self._open:
             raise AssertionError(f"{self._framework}: its matrix does not list {name} as a shim")
         self._open.remove(name)
-
-
-def versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
-    import importlib.metadata
-
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -15,7 +15,7 @@ from fsdp_doctor.known import loading
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.known.signatures import DEVICE, anchor, readings
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.verdict.classification import PROBLEM_ORDER, VerdictKind
 
 _WORD = re.compile(r"[A-Za-z_]{3,}")
@@ -87,7 +87,7 @@ def of_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], l
     return sorted(sure, key=lambda entry: (not entry.frames, not entry.reproduced)), possible
 
 
-def of_case(case: Case, context: RunContext) -> list[KnownFailure]:
+def of_case(case: AnyCase, context: RunContext) -> list[KnownFailure]:
     """What is known of a case of such a run before it runs; first what it is expected to show. With nothing it is ok.
 
     What ends the path comes before what is wrong with its values, and that before what the next training step does.
@@ -96,7 +96,7 @@ def of_case(case: Case, context: RunContext) -> list[KnownFailure]:
     return sorted(expected, key=lambda entry: (_stage(entry), -entry.narrowness(case, context)))
 
 
-def foretold(case: Case, context: RunContext) -> tuple[KnownFailure | None, ...]:
+def foretold(case: AnyCase, context: RunContext) -> tuple[KnownFailure | None, ...]:
     """What a case of such a run may show, None for an ok: one outcome where it is certain, several where it is not.
 
     A failure that is certain ends the list; before it stand the ones that come first where a race is lost.
@@ -109,7 +109,7 @@ def foretold(case: Case, context: RunContext) -> tuple[KnownFailure | None, ...]
     return (*outcomes, None)
 
 
-def of_finding(case: Case, found: Found, context: RunContext) -> KnownFailure | None:
+def of_finding(case: AnyCase, found: Found, context: RunContext) -> KnownFailure | None:
     """The entry that a case which broke shows, if the catalogue has it; on this torch or on another."""
     said = [entry for message in found.messages for entry in of_message(message, found.traceback)[0]]
     shown = [entry for entry in known_failures() if _shows(entry, found)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -13,8 +13,9 @@ from packaging.version import Version
 from fsdp_doctor.known.clues import ClueName
 from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
 from fsdp_doctor.known.signatures import anchor, readings
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.cases import AnyCase, Case
 from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.paths import FIXES, find_path, is_user_path
 from fsdp_doctor.verdict.classification import VerdictKind
 
@@ -26,7 +27,8 @@ _ANY_NUMBER = SpecifierSet()
 class Trigger:
     """A part of the matrix, and the runs in which it fails.
 
-    values: values of axes, ``path`` among them, each also with ``*``; the other axes are free.
+    values: values of axes, ``path`` among them, each also with ``*``; the other axes are free. Of a framework's matrix
+        where ``framework`` is among them: then the axes are that framework's, and only device and ranks go with them.
     device: the kinds of device; on the CPU offloading moves nothing, so it is in none that does not name it.
     ranks, shard_group: how many ranks there are, and how many a parameter is sharded over, as version specifiers.
     shards: whether all ranks' shards of a parameter are of one size.
@@ -40,9 +42,11 @@ class Trigger:
     shards: tuple[Shards, ...] = ("even", "uneven")
     direction: tuple[Direction, ...] = ("out",)
 
-    def holds(self, case: Case, context: RunContext) -> bool:
+    def holds(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case of that run is in the part. The fix is in none that does not name it."""
-        if case.path in FIXES and "path" not in self.values:
+        if isinstance(case, FrameworkCase):
+            return self._holds_in_framework(case, context)
+        if "framework" in self.values or (case.path in FIXES and "path" not in self.values):
             return False
         return (
             context.device_kind in self.device
@@ -51,6 +55,16 @@ class Trigger:
             and self.shard_group.contains(str(context.shard_group(case.scenario)))
             and any(shards in self.shards for shards in context.possible_shards(case.scenario))
             and all(_matches(_value(case, axis), allowed) for axis, allowed in self.values.items())
+        )
+
+    def _holds_in_framework(self, case: FrameworkCase, context: RunContext) -> bool:
+        """Whether it is a part of that framework's matrix, which it then names."""
+        of_case = {**case.scenario.values, "framework": case.scenario.framework, "path": case.path}
+        return (
+            "framework" in self.values
+            and context.device_kind in self.device
+            and self.ranks.contains(str(context.world_size))
+            and all(_matches(of_case.get(axis, ""), allowed) for axis, allowed in self.values.items())
         )
 
     @property
@@ -85,6 +99,7 @@ class KnownFailure:
     race: it needs a non-blocking copy that is not done when it is read. So it shows for certain on the emulated device,
         perhaps on an accelerator, and never where such a copy finishes at once.
     torch: the versions that show it, as a version specifier; empty for all that were tried.
+    versions: the same by distribution, for what a framework does.
     evidence: the id of a case that reproduces it on two ranks, or ``reported``.
     evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
     cause, remedy: sentences. code: the remedy in code.
@@ -109,6 +124,7 @@ class KnownFailure:
     triggers: tuple[Trigger, ...] = ()
     race: bool = False
     torch: str = ""
+    versions: Mapping[str, SpecifierSet] = field(default_factory=dict)
     frameworks: tuple[str, ...] = ()
     code: str = ""
     references: tuple[str, ...] = ()
@@ -134,20 +150,30 @@ class KnownFailure:
         """Whether that version of torch shows it; any that is not known is taken to."""
         return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
 
-    def triggered_by(self, case: Case, context: RunContext) -> bool:
+    def shows_with(self, packages: Mapping[str, str]) -> bool:
+        """Whether those versions of frameworks show it; any that is not known is taken to."""
+        return all(
+            specifier.contains(Version(packages[name]).base_version)
+            for name, specifier in self.versions.items()
+            if packages.get(name)
+        )
+
+    def triggered_by(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case is one that it is recognized in, with any torch."""
         return any(trigger.holds(case, context) for trigger in self.triggers)
 
-    def expected_in(self, case: Case, context: RunContext) -> bool:
+    def expected_in(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case shows it, or in a race may show it."""
         in_time = self.race and context.non_blocking_copies == "at once"
-        return self.triggered_by(case, context) and self.shows_on(context.torch) and not in_time
+        shows = self.shows_on(context.torch) and self.shows_with(context.packages)
+        return self.triggered_by(case, context) and shows and not in_time
 
-    def certain_in(self, case: Case, context: RunContext) -> bool:
+    def certain_in(self, case: AnyCase, context: RunContext) -> bool:
         """Whether a case that it is expected in must show it: no race decides, and path and model are ours."""
         raced = self.race and context.non_blocking_copies == "at any time"
-        return not raced and not is_user_path(case.path) and case.scenario.model != "custom"
+        own = isinstance(case, Case) and (is_user_path(case.path) or case.scenario.model == "custom")
+        return not raced and not own
 
-    def narrowness(self, case: Case, context: RunContext) -> int:
+    def narrowness(self, case: AnyCase, context: RunContext) -> int:
         """That of its narrowest trigger that holds."""
         return max(trigger.narrowness for trigger in self.triggers if trigger.holds(case, context))

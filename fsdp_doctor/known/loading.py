@@ -77,6 +77,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "needs": _needs,
     "triggers": lambda rows: tuple(map(_trigger, rows)),
     "race": bool,
+    "versions": lambda table: {name: SpecifierSet(text) for name, text in table.items()},
     "frameworks": tuple,
     "references": tuple,
     "cause": _prose,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
@@ -33,6 +34,7 @@ class RunContext:
     torch: its version; empty where it is not known, and then every version is meant.
     device: as in ``torch.device``; every type but ``cpu`` and ``emulated`` is an accelerator.
     world_size: the number of ranks.
+    packages: the versions of installed distributions; one that is not there is not known.
     late_completion: whether the emulated device's non-blocking copies finish late.
     """
 
@@ -40,6 +42,7 @@ class RunContext:
     device: str = "cuda"
     world_size: int = 2
     late_completion: bool = True
+    packages: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device_kind(self) -> DeviceKind:

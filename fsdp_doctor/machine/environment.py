@@ -17,6 +17,8 @@ import sys
 from typing import TypedDict
 
 PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
+# As this process found it: a framework is given another one.
+_HOME = os.path.expanduser("~")
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
@@ -136,10 +138,9 @@ def _version(package: str) -> str:
 
 def home_as_tilde(text: str) -> str:
     """``text`` with the home directory written as ``~``, for everything that goes into a report."""
-    home = os.path.expanduser("~")
-    if len(home) < 2:
+    if len(_HOME) < 2:
         return text
-    return re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
+    return re.sub(rf"(?<![\w/.-]){re.escape(_HOME)}(?![\w.-])", "~", text)
 
 
 def _nvidia_driver() -> str:

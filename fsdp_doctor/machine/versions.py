@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+
 from fsdp_doctor.errors import CannotRun
 
 
@@ -16,6 +19,17 @@ def require(package: str, oldest: str) -> None:
         raise CannotRun(f"{package} is not installed; install {package} {oldest} or newer") from None
     if not at_least(installed, oldest):
         raise CannotRun(f"{package} {installed} is too old; fsdp-doctor needs {package} {oldest} or newer")
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """By name, of those that are installed."""
+    import importlib.metadata
+
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def at_least(installed: str, oldest: str) -> bool:

@@ -9,9 +9,9 @@ default, then the path: ``fsdp2/policy/staged/uneven/state_dict``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import (
@@ -32,6 +32,8 @@ from fsdp_doctor.matrix.axes import (
     Transfer,
     nearest,
 )
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -60,6 +62,15 @@ class Scenario:
     def changed(self, **values: str) -> Scenario:
         """This scenario with other values on some axes. Raises KeyError and ValueError as :func:`scenario_of`."""
         return scenario_of(dataclasses.asdict(self) | values)
+
+    @property
+    def generation(self) -> str:
+        """Which generation of workers may run it: their process groups are made with its backend."""
+        return self.backend
+
+    def without_offload(self) -> Scenario:
+        """The scenario that differs from this one by its offload alone, and has the default one."""
+        return self.changed(offload=AXIS["offload"].default)
 
     @property
     def policy(self) -> bool:
@@ -123,8 +134,25 @@ class Case:
         return f"{self.scenario.id}/{self.path}"
 
 
+AnyScenario: TypeAlias = Scenario | FrameworkScenario
+AnyCase: TypeAlias = Case | FrameworkCase
+
+
+def frameworks_of(cases: Iterable[AnyCase]) -> tuple[FrameworkName, ...]:
+    """Whose own code they run, each once."""
+    return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
+
+
+def any_case_of(scenario: Mapping[str, str], path: str) -> AnyCase:
+    """Of what ``dataclasses.asdict`` makes of a scenario. Raises KeyError and ValueError as :func:`scenario_of`."""
+    if "framework" in scenario:
+        fields: dict[str, Any] = dict(scenario)
+        return FrameworkCase(FrameworkScenario(**fields), path)
+    return Case(scenario_of(scenario), path)
+
+
 def parse_case_id(text: str, known_paths: tuple[str, ...]) -> Case:
-    """Reads an id back. Raises UsageError that names the part which is not known."""
+    """Reads an id of the matrix back. Raises UsageError that names the part which is not known."""
     *values, path = text.split("/")
     fields: dict[str, str] = {}
     for value in values:

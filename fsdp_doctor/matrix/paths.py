@@ -5,9 +5,10 @@ This table is read without torch. The functions behind the names are in ``case/p
 
 from __future__ import annotations
 
-from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Contract, Direction
 from fsdp_doctor.matrix.extraction_paths import EXTRACTION_PATHS, FIX
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.loading_paths import LOADING_FIX, LOADING_PATHS, OPTIMIZER_FIX
 from fsdp_doctor.matrix.path import Path
 
@@ -43,6 +44,13 @@ def find_path(name: str, fsdp: int) -> Path:
     if is_user_path(name):
         return Path(name=name, fsdp=(1, 2), contract=Contract(), function=name, summary=f"{name}(model)")
     return next(path for path in PATHS if path.name == name and fsdp in path.fsdp)
+
+
+def direction_of(case: AnyCase) -> Direction:
+    """Whether the path of a case extracts or loads, of the matrix or of a framework."""
+    if isinstance(case, FrameworkCase):
+        return case.way.direction
+    return find_path(case.path, case.scenario.version).direction
 
 
 def fix_for(name: str, fsdp: int) -> str:

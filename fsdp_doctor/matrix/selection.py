@@ -10,10 +10,19 @@ from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import AXIS, check_axis_value, nearest
-from fsdp_doctor.matrix.cases import Case, Scenario, parse_case_id
+from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case, Scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.expression import compile_expression
 from fsdp_doctor.matrix.extent import default_departures, full_matrix, product
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.frameworks.framework_scenarios import (
+    FrameworkCase,
+    check_paths,
+    is_framework_id,
+    parse_framework_id,
+    scenarios_of,
+)
 from fsdp_doctor.matrix.paths import PATH_NAMES, is_user_path, paths_for
 
 
@@ -21,7 +30,7 @@ from fsdp_doctor.matrix.paths import PATH_NAMES, is_user_path, paths_for
 class Selection:
     """What the user asked for, as the options say it. Empty means: not asked.
 
-    directions: both where none is asked for.
+    directions: both where none is asked for. frameworks: then their cases and no others.
     """
 
     directions: tuple[Direction, ...] = ()
@@ -32,18 +41,22 @@ class Selection:
     full: bool = False
     fix: bool = False
     custom_model: bool = False
+    frameworks: tuple[FrameworkName, ...] = ()
 
 
-def select(selection: Selection) -> list[Case]:
+def select(selection: Selection) -> list[AnyCase]:
     """The selected cases, in the order in which they run: scenarios one after the other.
 
     Raises UsageError for a value, id or path that does not exist, CannotRun where nothing is left.
     """
     user_paths = tuple(name for name in selection.paths if is_user_path(name))
+    cases: list[AnyCase]
     if selection.case_ids:
         cases = [_named_case(case_id, selection) for case_id in selection.case_ids]
         if selection.fix:
             cases += [fix for case in cases for fix in _fixes_beside(case)]
+    elif selection.frameworks:
+        cases = list(_framework_cases(selection))
     else:
         cases = list(_cases(selection, user_paths))
     if selection.expression:
@@ -56,12 +69,15 @@ def select(selection: Selection) -> list[Case]:
     return _by_generation(dict.fromkeys(cases))
 
 
-def _named_case(case_id: str, selection: Selection) -> Case:
+def _named_case(case_id: str, selection: Selection) -> AnyCase:
     """The case of an id, which says everything: the options that select along axes do not go with it."""
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
     beside += ["--path"] * bool(selection.paths) + ["--full"] * selection.full
+    beside += ["--framework"] * bool(selection.frameworks)
     if beside:
         raise UsageError(f"--case and --last-failed name whole cases: they cannot be combined with {', '.join(beside)}")
+    if is_framework_id(case_id):
+        return parse_framework_id(case_id)
     case = parse_case_id(case_id, PATH_NAMES)
     if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario)}:
         raise UsageError(
@@ -72,8 +88,27 @@ def _named_case(case_id: str, selection: Selection) -> Case:
     return case
 
 
-def _fixes_beside(case: Case) -> list[Case]:
-    """The cases of ours in the scenario of a case, in the direction of its path."""
+def _framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
+    """All paths of each framework in each of its configurations, or those that are named."""
+    beside = [f"--{axis}" for axis in selection.axes] + ["--full"] * selection.full + ["--fix"] * selection.fix
+    if beside:
+        raise UsageError(
+            f"--framework has axes of its own and cannot be combined with {', '.join(beside)}; "
+            "-k picks configurations by the words of their ids"
+        )
+    check_paths(selection.frameworks, selection.paths)
+    directions = selection.directions or ("out", "in")
+    for framework in selection.frameworks:
+        for scenario in scenarios_of(framework):
+            for path in scenario.paths():
+                if path.direction in directions and path.name in (selection.paths or (path.name,)):
+                    yield FrameworkCase(scenario, path.name)
+
+
+def _fixes_beside(case: AnyCase) -> list[AnyCase]:
+    """The cases of ours in the scenario of a case, in the direction of its path; a framework has none."""
+    if isinstance(case, FrameworkCase):
+        return []
     directions = {path.direction for path in paths_for(case.scenario) if path.name == case.path}
     return [
         Case(case.scenario, path.name)
@@ -127,10 +162,18 @@ def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
             yield from (Case(scenario, name) for name in of_user)
 
 
-def _by_generation(cases: Iterable[Case]) -> list[Case]:
-    """Cases of one scenario together, and scenarios of one backend together: each needs its own workers."""
-    backends = list(AXIS["backend"].values)
-    first_seen: dict[Scenario, int] = {}
+def _by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
+    """Cases of one scenario together, and scenarios of one backend together: each needs its own workers.
+
+    Those of frameworks come last, each framework's together.
+    """
+    order = [*AXIS["backend"].values, *FRAMEWORKS]
+    first_seen: dict[AnyScenario, int] = {}
     for case in cases:
         first_seen.setdefault(case.scenario, len(first_seen))
-    return sorted(cases, key=lambda case: (backends.index(case.scenario.backend), first_seen[case.scenario]))
+
+    def place(case: AnyCase) -> tuple[int, int]:
+        group = case.scenario.framework if isinstance(case, FrameworkCase) else case.scenario.backend
+        return order.index(group), first_seen[case.scenario]
+
+    return sorted(cases, key=place)

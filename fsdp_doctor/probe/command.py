@@ -135,7 +135,7 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
     trouble: FsdpDoctorError | None = None
     try:
         if numbers:
-            ready = conductor.start(options.cases[numbers[0]].scenario.backend)[0].ready
+            ready = conductor.start(options.cases[numbers[0]])[0].ready
             writer.open(ready.environment if ready else {})
         with Progress(len(numbers)) as progress:
             for result in session.results(

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
-from fsdp_doctor.matrix.axes import Backend
+from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.probe.deadlines import Deadlines, RoundStage
 from fsdp_doctor.probe.instructions import (
     EndRun,
     Instruction,
     RetireWorker,
     RunCase,
-    StartWorker,
     StopWorker,
+    Task,
+    start_for,
     to_json,
 )
 from fsdp_doctor.probe.round import Round
@@ -33,7 +34,7 @@ _LATE_SECONDS = 1.0
 class Conductor:
     """Every method that gives an instruction returns when all ranks have performed it.
 
-    backend: of the present generation; None where there is none.
+    generation: what the present one is of, as scenarios name it; None where there is none.
     used: whether the present generation has run a case.
     """
 
@@ -42,17 +43,17 @@ class Conductor:
         self._deadlines = Deadlines(supervisor.limits)
         self._num_instructions = 0
         self._num_generations = 0
-        self.backend: Backend | None = None
+        self.generation: str | None = None
         self.used = False
 
-    def start(self, backend: Backend) -> list[RankReport]:
-        """Starts a generation of workers on every rank.
+    def start(self, case: AnyCase, task: Task = "run") -> list[RankReport]:
+        """Starts a generation of workers on every rank that can run the case.
 
         Raises what the workers say if they cannot run here, DoctorFault if they end in the start.
         """
-        self.backend, self.used = backend, False
+        self.generation, self.used = case.scenario.generation, False
         self._num_generations += 1
-        self._instruct(StartWorker(generation=self._num_generations, backend=backend))
+        self._instruct(start_for(case, self._num_generations, task))
         reports = self._gather()
         for report in reports:
             if report.refused is not None:
@@ -70,8 +71,8 @@ class Conductor:
 
     def retire(self) -> None:
         """Ends the present generation on every rank, if there is one."""
-        if self.backend is not None:
-            self.backend = None
+        if self.generation is not None:
+            self.generation = None
             self._instruct(RetireWorker())
 
     def end(self) -> None:

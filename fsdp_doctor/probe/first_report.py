@@ -12,7 +12,10 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import launch
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.machine.environment import home_as_tilde, without_torch
+from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde, without_torch
+from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.cases import Case, frameworks_of
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report.document import Report
 
@@ -39,7 +42,7 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
         device=device.type,
         world_size=place.world_size,
         num_selected=len(options.cases),
-        environment=without_torch(options.host_name),
+        environment=_with_frameworks(without_torch(options.host_name), options),
         rerun_options=_rerun_options(options, place),
         notes=(*_notes(device), *_on_savers(options, saved_by)),
     )
@@ -60,6 +63,12 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
     )
 
 
+def _with_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> EnvironmentFacts:
+    """The facts, with the versions of what the frameworks of the run are made of."""
+    names = [name for framework in frameworks_of(options.cases) for name in FRAMEWORKS[framework].distributions]
+    return {**facts, "packages": facts["packages"] | installed_versions(names)}
+
+
 def run_context(report: Report, device: RunDevice) -> RunContext:
     """What the catalogue has to know of the run."""
     return RunContext(
@@ -67,6 +76,7 @@ def run_context(report: Report, device: RunDevice) -> RunContext:
         device=device.type,
         world_size=report.world_size,
         late_completion=device.late_completion,
+        packages=report.environment.get("packages", {}),
     )
 
 
@@ -92,7 +102,8 @@ def _notes(device: RunDevice) -> tuple[str, ...]:
 
 def _on_savers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
     """The number of ranks that no id of a case tells."""
-    if not saved_by or all(case.scenario.checkpoint != "other-world" for case in options.cases):
+    of_matrix = [case.scenario for case in options.cases if isinstance(case, Case)]
+    if not saved_by or all(scenario.checkpoint != "other-world" for scenario in of_matrix):
         return ()
     return (f"A checkpoint of other-world is saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}.",)
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from fsdp_doctor.matrix.axes import Backend
+from fsdp_doctor.matrix.cases import AnyCase
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.verdict.records import Stop
 
 # What a worker does with each case whose number comes in: run it, or save the checkpoint that it is given.
@@ -18,13 +21,22 @@ Task: TypeAlias = Literal["run", "save"]
 class StartWorker:
     """Start the rank's worker of a new generation.
 
-    generation: its number in this run among those with the same task. backend: what the worker's process groups are
-        made with.
+    generation: its number in this run among those with the same task.
+    backend: what the worker's process groups are made with; None for a framework's, which makes them itself.
+    framework: whose cases it runs; None for those of the matrix.
     """
 
     generation: int
-    backend: Backend
+    backend: Backend | None
+    framework: FrameworkName | None = None
     task: Task = "run"
+
+
+def start_for(case: AnyCase, generation: int, task: Task = "run") -> StartWorker:
+    """What starts workers for a case."""
+    if isinstance(case, FrameworkCase):
+        return StartWorker(generation=generation, backend=None, framework=case.scenario.framework, task=task)
+    return StartWorker(generation=generation, backend=case.scenario.backend, task=task)
 
 
 @dataclass(frozen=True, kw_only=True)

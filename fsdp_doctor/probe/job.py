@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.matrix.cases import Case, scenario_of
+from fsdp_doctor.matrix.cases import AnyCase, any_case_of, frameworks_of
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,10 +29,15 @@ class Job:
     """
 
     device: RunDevice
-    cases: tuple[Case, ...]
+    cases: tuple[AnyCase, ...]
     user_paths: tuple[str, ...]
     custom_model: pathlib.Path | None
     scratch: pathlib.Path
+
+    @property
+    def frameworks(self) -> tuple[FrameworkName, ...]:
+        """Whose cases are among them, each once."""
+        return frameworks_of(self.cases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,7 @@ def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limi
     shared = json.loads(store.get(_KEY))
     job = Job(
         device=RunDevice(**shared["device"]),
-        cases=tuple(Case(scenario_of(scenario), path) for scenario, path in shared["cases"]),
+        cases=tuple(any_case_of(scenario, path) for scenario, path in shared["cases"]),
         user_paths=tuple(shared["user_paths"]),
         custom_model=pathlib.Path(shared["custom_model"]) if shared["custom_model"] else None,
         scratch=pathlib.Path(shared["scratch"]),

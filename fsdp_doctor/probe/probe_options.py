@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.probe.baseline import Baseline
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.formats import Format
@@ -26,7 +26,7 @@ class ProbeOptions:
     outputs: files to write, by format. expect: what the verdicts are held against.
     """
 
-    cases: tuple[Case, ...]
+    cases: tuple[AnyCase, ...]
     device: RunDevice = dataclasses.field(default_factory=RunDevice)
     model: pathlib.Path | None = None
     timeout: float | None = None

@@ -14,8 +14,10 @@ from fsdp_doctor.case.checkpoints import directory_of
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.paths import find_path, impossible
-from fsdp_doctor.probe.instructions import StartWorker
+from fsdp_doctor.probe.instructions import start_for
 from fsdp_doctor.probe.job import Job, Limits
 from fsdp_doctor.probe.supervisor import Interruption
 from fsdp_doctor.probe.worker_process import WorkerProcess
@@ -60,27 +62,29 @@ class Savers:
         Raises Interrupted if a signal comes meanwhile.
         """
         case = self._job.cases[number]
+        if isinstance(case, FrameworkCase):
+            # What it loads, a generation of the conductor's saves.
+            return None
         cannot_be_tried = impossible(find_path(case.path, case.scenario.version), case.scenario)
         if not case.scenario.saved_elsewhere or cannot_be_tried or self._place.num_nodes > 1:
             return None
         key = directory_of(case.scenario, self._job.scratch)
         if key not in self._without:
             num_savers = self._place.world_size if case.scenario.checkpoint == "other-run" else self._saved_by
-            self._without[key] = self._save(number, num_savers)
+            self._without[key] = self._save(case, number, num_savers)
         result = self._without[key]
         return dataclasses.replace(result, case=case) if result is not None else None
 
-    def _save(self, number: int, num_savers: int) -> CaseResult | None:
+    def _save(self, case: Case, number: int, num_savers: int) -> CaseResult | None:
         began = time.monotonic()
-        reports = self._reports(number, num_savers) if num_savers else []
+        reports = self._reports(case, number, num_savers) if num_savers else []
         verdict = _verdict(reports, num_savers)
         if verdict.kind == "ok":
             return None
-        return result_of(self._job.cases[number], verdict, reports, time.monotonic() - began)
+        return result_of(case, verdict, reports, time.monotonic() - began)
 
-    def _reports(self, number: int, num_savers: int) -> list[RankReport]:
-        backend = self._job.cases[number].scenario.backend
-        start = StartWorker(generation=len(self._without) + 1, backend=backend, task="save")
+    def _reports(self, case: Case, number: int, num_savers: int) -> list[RankReport]:
+        start = start_for(case, len(self._without) + 1, task="save")
         savers: list[WorkerProcess] = []
         try:
             for rank in range(num_savers):

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.errors import DoctorFault
-from fsdp_doctor.matrix.axes import Backend
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.probe.conductor import Conductor
+from fsdp_doctor.probe.instructions import Task
 from fsdp_doctor.probe.savers import Savers
 from fsdp_doctor.report.document import CaseResult, result_of
 from fsdp_doctor.verdict.classification import Verdict, classify
@@ -21,7 +22,7 @@ _BEFORE_THE_PATH: tuple[Stage, ...] = ("checkpoint", "build", "reference", "offl
 
 def results(
     conductor: Conductor,
-    cases: Sequence[Case],
+    cases: Sequence[AnyCase],
     numbers: Sequence[int],
     *,
     savers: Savers,
@@ -29,10 +30,10 @@ def results(
     confirm: bool,
 ) -> Iterator[CaseResult]:
     """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list."""
-    unbuildable: dict[tuple[Scenario, bool], str] = {}
+    unbuildable: dict[tuple[AnyScenario, bool], str] = {}
     for number in numbers:
         case = cases[number]
-        built = (case.scenario, find_path(case.path, case.scenario.version).without_mesh)
+        built = (case.scenario, _without_mesh(case))
         if built in unbuildable:
             yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
             continue
@@ -49,17 +50,26 @@ def results(
         yield result
 
 
-def _examine(conductor: Conductor, number: int, case: Case, world_size: int) -> CaseResult:
-    """Runs one case, in the present generation if it is whole and of the right backend.
+def _without_mesh(case: AnyCase) -> bool:
+    return isinstance(case, Case) and find_path(case.path, case.scenario.version).without_mesh
+
+
+def _examine(conductor: Conductor, number: int, case: AnyCase, world_size: int) -> CaseResult:
+    """Runs one case, in the present generation if it is whole and can run it.
 
     What the cases before it left can end a case before its path runs. Then it gets a second chance, in
     fresh workers.
     """
     start = time.monotonic()
+    if isinstance(case, FrameworkCase) and case.way.kind == "resume":
+        reports = _save(conductor, number, case)
+        verdict = classify(reports, world_size)
+        if verdict.kind != "ok":
+            return result_of(case, verdict, reports, time.monotonic() - start)
     for _ in range(2):
-        if conductor.backend != case.scenario.backend:
+        if conductor.generation != case.scenario.generation:
             conductor.retire()
-            _start(conductor, case.scenario.backend)
+            _start(conductor, case)
         used = conductor.used
         reports = conductor.run(number)
         verdict = classify(reports, world_size)
@@ -71,13 +81,22 @@ def _examine(conductor: Conductor, number: int, case: Case, world_size: int) -> 
     return result_of(case, verdict, reports, time.monotonic() - start)
 
 
-def _start(conductor: Conductor, backend: Backend) -> None:
+def _save(conductor: Conductor, number: int, case: AnyCase) -> list[RankReport]:
+    """Has a generation of its own do the first half of a case whose second half is another process's."""
+    conductor.retire()
+    _start(conductor, case, task="save")
+    reports = conductor.run(number)
+    conductor.retire()
+    return reports
+
+
+def _start(conductor: Conductor, case: AnyCase, task: Task = "run") -> None:
     """A generation that does not start may have met the last one's leavings: it is tried twice."""
     try:
-        conductor.start(backend)
+        conductor.start(case, task)
     except DoctorFault:
         conductor.retire()
-        conductor.start(backend)
+        conductor.start(case, task)
 
 
 def _whole(reports: Sequence[RankReport]) -> bool:

@@ -25,6 +25,7 @@ from fsdp_doctor.probe.instructions import (
 )
 from fsdp_doctor.probe.job import Job, Limits
 from fsdp_doctor.probe.round import Round
+from fsdp_doctor.probe.worker import import_frameworks
 from fsdp_doctor.probe.worker_process import WorkerProcess
 from fsdp_doctor.verdict.records import Record
 
@@ -71,6 +72,7 @@ class Supervisor:
         self._posted = True
         self._told_idle_at = 0.0
         self._stop_seen_at: float | None = None
+        import_frameworks(job, limits.start)
 
     def follow(self) -> None:
         """Performs the conductor's instructions until it ends the run. For every rank but 0."""

@@ -17,16 +17,20 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_doctor.errors import FsdpDoctorError
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.probe.instructions import StartWorker
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.verdict.records import Message, Ready, Refused, message_to_dict
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from fsdp_doctor.case.runner import CaseRunner
+    from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
 
 _PR_SET_PDEATHSIG = 1
 
@@ -62,6 +66,17 @@ def import_what_workers_need() -> None:
     gc.freeze()
 
 
+def import_frameworks(job: Job, seconds: float) -> None:
+    """For the supervisor, once, before the first fork: those of the job. seconds: that each may take."""
+    if not job.frameworks:
+        return
+    from fsdp_doctor.frameworks import framework_worker
+
+    framework_worker.preload(job.frameworks, job.scratch, seconds)
+    gc.collect()
+    gc.freeze()
+
+
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     """The whole life of a worker: join, say Ready, do its task with the cases whose numbers come in, until it is ended.
 
@@ -78,20 +93,22 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     def send(message: Message) -> None:
         ends.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
 
+    runner: CaseRunner | FrameworkRunner
     try:
-        runner = _join(place, job, start, send)
+        if start.framework is not None:
+            runner = _start_framework(start.framework, place, job, start, send)
+        else:
+            runner = _join(place, job, start, send)
     except FsdpDoctorError as error:
         send(Refused(reason=str(error), exit_code=error.exit_code))
         return
-    perform = runner.examine if start.task == "run" else runner.save
+    perform: Callable[[Any], object] = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:
         for number in numbers:
             perform(job.cases[int(number)])
 
 
 def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner:
-    import torch.distributed as dist
-
     from fsdp_doctor.case import models, runtime
     from fsdp_doctor.case.runner import CaseRunner
     from fsdp_doctor.machine import devices
@@ -100,9 +117,9 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
     devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
     if job.custom_model is not None:
         models.check_directory(job.custom_model)
-    store, _, _ = next(dist.rendezvous("env://"))
+    assert start.backend is not None
     joined = runtime.start(
-        dist.PrefixStore(f"{start.task}/{start.generation}", store),
+        _own_store(start),
         place=place,
         run_device=job.device,
         backend=start.backend,
@@ -112,6 +129,30 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
     runner = CaseRunner(joined, job.user_paths, report=send)
     send(Ready(environment=of_torch()))
     return runner
+
+
+def _start_framework(
+    framework: FrameworkName, place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]
+) -> FrameworkRunner:
+    from fsdp_doctor.frameworks import framework_worker
+    from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
+    from fsdp_doctor.machine import devices
+    from fsdp_doctor.machine.environment import of_torch
+
+    devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
+    runner = FrameworkRunner(
+        framework_worker.start(framework, place, job.device, job.scratch, _own_store(start)), report=send
+    )
+    send(Ready(environment=of_torch()))
+    return runner
+
+
+def _own_store(start: StartWorker) -> dist.Store:
+    """A part of torchrun's that no other generation uses."""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"{start.task}/{start.generation}", store)
 
 
 def die_with_parent(number: signal.Signals) -> None:

@@ -10,7 +10,7 @@ from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine.environment import EnvironmentFacts
-from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
+from fsdp_doctor.matrix.cases import AnyCase, any_case_of
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
 
@@ -32,7 +32,7 @@ class CaseResult:
     confirmation: the verdict of the second run in fresh workers, with --confirm.
     """
 
-    case: Case
+    case: AnyCase
     verdict: Verdict
     seconds: float | None = None
     peak_extra_bytes: int | None = None
@@ -85,7 +85,7 @@ class Report:
         return [result for result in self.results if result.verdict.bad]
 
 
-def result_of(case: Case, verdict: Verdict, reports: list[RankReport], wall_seconds: float) -> CaseResult:
+def result_of(case: AnyCase, verdict: Verdict, reports: list[RankReport], wall_seconds: float) -> CaseResult:
     """Sums up all ranks' reports. The reports themselves are kept where the verdict is not ok."""
     records = [report.record for report in reports if report.record is not None]
     seconds = [record.seconds for record in records if record.seconds is not None]
@@ -152,9 +152,8 @@ def result_to_dict(result: CaseResult) -> dict[str, Any]:
 
 
 def result_from_dict(data: dict[str, Any]) -> CaseResult:
-    scenario: Scenario = scenario_of(data["scenario"])
     return CaseResult(
-        case=Case(scenario, data["path"]),
+        case=any_case_of(data["scenario"], data["path"]),
         verdict=_verdict_from_dict(data["verdict"]),
         seconds=data["seconds"],
         peak_extra_bytes=data["peak_extra_bytes"],

@@ -7,18 +7,17 @@ from xml.etree import ElementTree
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import printable, rerun_command
 
 
 def render(report: Report) -> str:
     root = ElementTree.Element("testsuites", name="fsdp-doctor", time=f"{report.seconds:.3f}")
-    suites: dict[Scenario, list[CaseResult]] = {}
+    suites: dict[str, list[CaseResult]] = {}
     for result in report.results:
-        suites.setdefault(result.case.scenario, []).append(result)
-    for scenario, results in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": scenario.id, **_counts(results)})
+        suites.setdefault(result.case.scenario.id, []).append(result)
+    for name, results in suites.items():
+        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(results)})
         for result in results:
             _testcase(suite, report, result)
     if report.notes:

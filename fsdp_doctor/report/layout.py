@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
 from fsdp_doctor.matrix.paths import PATH_NAMES, fix_for
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NEUTRAL
@@ -37,26 +38,29 @@ class Grid:
 
 def grids(report: Report) -> list[Grid]:
     """All results, in the order of the run."""
-    grouped: dict[Scenario, dict[tuple[str, str], CaseResult]] = {}
+    grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        group = scenario.changed(offload=AXIS["offload"].default)
-        grouped.setdefault(group, {})[result.case.path, scenario.offload] = result
+        grouped.setdefault(scenario.without_offload(), {})[result.case.path, scenario.offload] = result
     return [
         Grid(
             title=_title(group),
-            paths=_ordered((path for path, _ in cells), PATH_NAMES),
-            offloads=_ordered((offload for _, offload in cells), tuple(AXIS["offload"].values)),
+            paths=_ordered((path for path, _ in cells), _paths(group)),
+            offloads=_ordered((offload for _, offload in cells), _offloads(group)),
             cells=cells,
         )
         for group, cells in grouped.items()
     ]
 
 
-def fixes(report: Report) -> dict[Case, CaseResult]:
+def fixes(report: Report) -> dict[AnyCase, CaseResult]:
     """By case, what the fix for its path did in the same scenario, where it ran."""
     results = {result.case: result for result in report.results}
-    fix_of = {case: Case(case.scenario, fix_for(case.path, case.scenario.version)) for case in results}
+    fix_of = {
+        case: Case(case.scenario, fix_for(case.path, case.scenario.version))
+        for case in results
+        if isinstance(case, Case)
+    }
     return {case: results[fix] for case, fix in fix_of.items() if fix in results}
 
 
@@ -104,7 +108,17 @@ def printable(text: str) -> str:
     return _NOT_PRINTABLE.sub("?", text)
 
 
-def _title(group: Scenario) -> str:
+def _paths(group: AnyScenario) -> tuple[str, ...]:
+    return tuple(path.name for path in group.paths()) if isinstance(group, FrameworkScenario) else PATH_NAMES
+
+
+def _offloads(group: AnyScenario) -> tuple[str, ...]:
+    return group.offloads() if isinstance(group, FrameworkScenario) else tuple(AXIS["offload"].values)
+
+
+def _title(group: AnyScenario) -> str:
+    if isinstance(group, FrameworkScenario):
+        return ", ".join([group.framework, *group.id_values(without="offload")])
     return ", ".join(
         value
         for axis in AXES

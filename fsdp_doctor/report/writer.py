@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.machine.environment import EnvironmentFacts
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.formats import Format
@@ -25,7 +25,7 @@ class ReportWriter:
     outputs: files by format.
     """
 
-    def __init__(self, report: Report, cases: Sequence[Case], outputs: Mapping[Format, pathlib.Path]) -> None:
+    def __init__(self, report: Report, cases: Sequence[AnyCase], outputs: Mapping[Format, pathlib.Path]) -> None:
         self._report = report
         self._cases = cases
         self._outputs = outputs

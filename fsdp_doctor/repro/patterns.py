@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fsdp_doctor.known import signatures
+from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.report.document import CaseResult
 
@@ -44,6 +45,7 @@ def _refusal(result: CaseResult) -> str:
     """The exception with which every rank refused a checkpoint, if they did: any rank's file in any directory."""
     if (match := _REFUSED.search(result.verdict.reason)) is None:
         return ""
+    assert isinstance(result.case, Case)
     if find_path(result.case.path, result.case.scenario.version).contract.ranks == "rank0":
         # What is given to rank 0 alone, the others refuse in other words.
         return _escaped(match["exception"].partition(" ")[0])
@@ -64,6 +66,7 @@ def _held(result: CaseResult) -> str:
 
 def _entries(result: CaseResult) -> str:
     """How many entries are bad and which come first, where the reason is one sentence over all of them."""
+    assert isinstance(result.case, Case)
     scenario, match = result.case.scenario, _NAMED.search(result.verdict.reason)
     contract = find_path(result.case.path, scenario.version).contract
     if result.verdict.kind not in ("wrong", "misplaced", "incomplete") or match is None:

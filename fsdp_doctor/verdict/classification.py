@@ -53,7 +53,7 @@ NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 # Where the doctor works, and not the case.
 _OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
-_PATH_STAGES = ("extract", "load")
+_PATH_STAGES = ("extract", "save", "load")
 
 PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
 

@@ -21,6 +21,7 @@ Stage = Literal[
     "staging",  # verl's load_fsdp_model_to_gpu
     "fingerprint",  # the training state is read, before the path and after it: the doctor's own work
     "extract",  # the path runs, and its tensors are read to the host
+    "save",  # the framework saves
     "load",  # the path loads
     "verify",  # what was read, or loaded, is compared with what it should be: the doctor's own work
     "agree",  # the ranks tell one another how the path ended

@@ -1,0 +1,72 @@
+"""What a framework gives: weights in memory or in files, held against the reference as those of any path are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.case import reference, verification
+from fsdp_doctor.case.draining_run import ExtractionCall
+from fsdp_doctor.case.lora_reference import merged_weights
+from fsdp_doctor.case.trainer import COMPUTE_DTYPE
+from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.framework_run import FrameworkRun
+from fsdp_doctor.frameworks.saved_weights import weights_in
+from fsdp_doctor.fsdp import private
+
+
+class FrameworkExtraction(FrameworkRun):
+    """A path that extracts: reference, manual offload, the path, manual load, the next step."""
+
+    def _train(self, session: FrameworkSession, kept: bool) -> None:
+        first = 0 if kept else STEPS_BEFORE
+
+        def at(number: int) -> None:
+            if number == first:
+                self._exercise(session)
+            elif number > first:
+                self._runtime.synchronize()
+
+        session.train(first + 1, self._between_steps(at))
+
+    def _exercise(self, session: FrameworkSession) -> None:
+        self._enter("reference")
+        truth = reference.take(session.model, None, self._runtime)
+        self._enter("offload")
+        session.offload()
+        expected = verification.ExpectedYield(
+            contract=self._case.way.contract,
+            reference=truth,
+            rank=self._runtime.rank,
+            compute_device=self._runtime.device,
+            compute_dtype=COMPUTE_DTYPE,
+            parameter_devices=verification.parameter_devices(session.model),
+            shard_group_of_one=self._runtime.world_size == 1,
+            merged_weights=merged_weights(session.model, truth.full),
+        )
+        extraction = ExtractionCall(call=lambda: self._entries(session), own=_ids(session))
+        self._extract(session.model, session.optimizer, extraction, expected)
+        self._agree_or_stop()
+        self._enter("next step")
+        session.onload()
+        self._check_weights(session.model, truth, "the next training step would start from other weights")
+
+    def _entries(self, session: FrameworkSession) -> Iterator[tuple[str, Any]]:
+        result = session.extractions()[self._case.path](self._directory)
+        if isinstance(result, SavedFiles):
+            # What one rank writes, another is not to read before it is there.
+            dist.barrier(group=self._runtime.control)
+            return weights_in(result)
+        return verification.entries_of(result)
+
+
+def _ids(session: FrameworkSession) -> set[int]:
+    """Of the tensors that live as long as the session."""
+    state = (value for values in session.optimizer.state.values() for value in values.values())
+    own = [*session.model.parameters(), *session.model.buffers(), *state]
+    shards = (private.local_tensor(tensor) for tensor in own if isinstance(tensor, DTensor))
+    return {id(tensor) for tensor in itertools.chain(own, shards)}

@@ -1,0 +1,142 @@
+"""One case of a framework on one rank: a session is built and trained, and looked at between its steps."""
+
+from __future__ import annotations
+
+import abc
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsdp_doctor.case import models, runtime
+from fsdp_doctor.case.draining_run import DrainingRun
+from fsdp_doctor.case.recorded_run import RecordSink
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.trainer import Unsupported
+from fsdp_doctor.frameworks.adapter import FrameworkSession
+from fsdp_doctor.frameworks.framework_worker import FrameworkWorker
+from fsdp_doctor.frameworks.installed import adapter_of, in_words, why_unavailable
+from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+
+_ROOM = pathlib.Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltSession:
+    """A session and its ranks' control group, made after the framework had made its own."""
+
+    session: FrameworkSession
+    runtime: Runtime
+
+
+class _AbandonedError(Exception):
+    """Unwinds a framework's training loop: what happened is in the record."""
+
+
+class FrameworkRun(DrainingRun, abc.ABC):
+    """A case of a framework.
+
+    weights: of the plain model that its session is given. takes_kept: whether it can use a session that was trained.
+    """
+
+    weights: models.Weights = "own"
+    takes_kept = True
+
+    def __init__(self, case: FrameworkCase, worker: FrameworkWorker, report: RecordSink) -> None:
+        super().__init__(case.id, report)
+        self._case = case
+        self._worker = worker
+        self._stopped = False
+
+    @abc.abstractmethod
+    def _train(self, session: FrameworkSession, kept: bool) -> None:
+        """Trains the session, and looks at it. ``kept``: it has been trained, by a case before this one."""
+
+    @property
+    def _directory(self) -> pathlib.Path:
+        """The case's own, the same on every rank, not yet made."""
+        return self._worker.scratch / self._case.id.replace("/", "-").replace(":", "-")
+
+    def run(self, kept: BuiltSession | None) -> BuiltSession | None:
+        """Returns the session, between two steps, if another case may use it."""
+        built = kept
+        with self._catching():
+            built = built or self._build()
+            self._runtime = built.runtime
+            self._train(built.session, kept=kept is not None)
+        if built is None:
+            # There are no groups of ours yet over which the ranks could tell one another.
+            self._add(healthy=False)
+        elif not self._stopped:
+            self._agree()
+        reusable = built is not None and built.session.goes_on and self._unbroken and not self.record.problems
+        reusable = reusable and self.record.healthy
+        if not reusable:
+            self._add(retire="a framework's session, of which a process has one")
+        self._add(done=True)
+        self._report(self.record)
+        return built if reusable else None
+
+    def _build(self) -> BuiltSession:
+        self._enter("build")
+        worker, scenario = self._worker, self._case.scenario
+        if reason := self._why_not():
+            raise Unsupported(reason)
+        plain = PlainModel(
+            name=scenario.values["model"],
+            weights=self.weights,
+            device=worker.device,
+            place=worker.place,
+            workspace=self._directory / f"workspace-{self.weights}",
+        )
+        plain.workspace.mkdir(parents=True, exist_ok=True)
+        session = adapter_of(scenario.framework).build(scenario.values, plain)
+        return BuiltSession(
+            session=session, runtime=runtime.of_present_group(worker.place, worker.device, worker.scratch)
+        )
+
+    def _why_not(self) -> str:
+        """Why the framework cannot be tried here; empty if it can."""
+        if reason := why_unavailable(self._case.scenario.framework):
+            return reason
+        if self._worker.device.type == "cpu":
+            return "frameworks are run on an accelerator or on the emulated device"
+        if self._worker.place.num_nodes > 1:
+            return "the directories that a framework saves to are not shared between the nodes"
+        return ""
+
+    def _between_steps(self, at: Callable[[int], None]) -> Callable[[int], None]:
+        """``at`` for a framework's loop: what it raises is in the record before the framework sees it."""
+
+        def hook(number: int) -> None:
+            with self._catching():
+                at(number)
+            if not self._unbroken or self._stopped:
+                raise _AbandonedError
+
+        return hook
+
+    def _agree_or_stop(self) -> None:
+        """For between the path and the next step, which is a collective: no rank goes on if another does not."""
+        self._stopped = not self._agree()
+        if self._stopped:
+            raise _AbandonedError
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, _AbandonedError) or not self._unbroken:
+            return
+        if reason := self._lacking(error):
+            self._add(unsupported=reason)
+        else:
+            super()._fail(error)
+
+    def _lacking(self, error: BaseException) -> str:
+        """What an adapter asks for and the installed framework does not have; empty for any other error."""
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        file = pathlib.Path(where.tb_frame.f_code.co_filename if where is not None else "")
+        by_adapter = file.parent == _ROOM and file.name.startswith("on_")
+        if not isinstance(error, (AttributeError, ImportError, TypeError)) or not by_adapter:
+            return ""
+        return f"the adapter does not fit {in_words(adapter_of(self._case.scenario.framework))}: {error}"
