@@ -13,7 +13,7 @@ from fsdp_doctor.frameworks.adapter import Adapter
 from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
-_MODULES: Mapping[FrameworkName, str] = {"accelerate": "on_accelerate"}
+_MODULES: Mapping[FrameworkName, str] = {"accelerate": "on_accelerate", "trainer": "on_trainer"}
 _unavailable: dict[FrameworkName, str] = {}
 
 
