@@ -16,8 +16,6 @@ from fsdp_doctor.frameworks.plain_model import PlainModel
 from fsdp_doctor.frameworks.shimming import Shimming
 from fsdp_doctor.matrix.frameworks.verl_matrix import VERL
 
-_LORA_RANK = 4
-
 
 class VerlSession(FrameworkSession):
     def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
@@ -106,8 +104,8 @@ def _engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
         override_config={"attn_implementation": "sdpa"},
         use_remove_padding=False,  # it needs flash attention
         enable_gradient_checkpointing=False,
-        lora_rank=_LORA_RANK if plain.has_adapters else 0,
-        lora_alpha=2 * _LORA_RANK,
+        lora_rank=4 if plain.has_adapters else 0,
+        lora_adapter_path=_adapter(plain) if plain.has_adapters else None,
         lora={"merge": configuration["lora"] == "merge"},
     )
     engine = FSDPEngineConfig(
@@ -120,8 +118,15 @@ def _engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
     saved = ["model", "optimizer", "extra"]
     checkpoint = CheckpointConfig(save_contents=[*saved, "hf_model"], load_contents=saved)
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=100)
-    torch.manual_seed(0)  # of the adapters, which verl puts on itself
     return FSDPEngineWithLMHead(model, engine, optimizer, checkpoint)
+
+
+def _adapter(plain: PlainModel) -> str:
+    """The directory of the plain model's adapters as peft writes it: verl puts them on itself."""
+    directory = plain.workspace / f"adapter-{plain.weights}-{plain.place.rank}"
+    model: Any = plain.module()
+    model.save_pretrained(str(directory))
+    return str(directory)
 
 
 class VerlAdapter(Adapter):
