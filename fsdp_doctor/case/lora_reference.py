@@ -17,14 +17,18 @@ from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 @dataclass(frozen=True)
 class Merged:
-    """exact: in float64. bound: how far off each element may be."""
+    """exact: in float64. bound: how far off each element may be in ``dtype``, the weight's own."""
 
     exact: torch.Tensor
     bound: torch.Tensor
+    dtype: torch.dtype
 
     def difference(self, actual: torch.Tensor) -> str:
         """How ``actual``, on the host, differs; empty if it does not."""
-        wrong = ~((actual.to(torch.float64) - self.exact).abs() <= self.bound).reshape(-1)
+        bound = self.bound
+        if actual.dtype != self.dtype:  # and was rounded once more
+            bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
+        wrong = ~((actual.to(torch.float64) - self.exact).abs() <= bound).reshape(-1)
         if not bool(wrong.any()):
             return ""
         first = int(wrong.nonzero()[0])
@@ -52,7 +56,9 @@ def merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[s
         size = base.to(torch.float64).abs() + abs(scaling) * (b.abs() @ a.abs())
         steps = a.shape[0] + 4
         found[without_adapters(f"{prefix}base_layer.weight")] = Merged(
-            exact=base.to(torch.float64) + scaling * (b @ a), bound=size * steps * torch.finfo(base.dtype).eps
+            exact=base.to(torch.float64) + scaling * (b @ a),
+            bound=size * steps * torch.finfo(base.dtype).eps,
+            dtype=base.dtype,
         )
     return found
 

@@ -54,9 +54,11 @@ class FrameworkSession(abc.ABC):
     loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
 
     goes_on: whether :meth:`train` can be called again, to train further.
+    shards_on: where the configuration promises the shards between two steps; None where it promises nothing.
     """
 
     goes_on: ClassVar[bool] = True
+    shards_on: torch.device | None = None
 
     def __init__(self, plain: PlainModel) -> None:
         self.plain = plain

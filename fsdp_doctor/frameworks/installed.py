@@ -6,20 +6,19 @@ import contextlib
 import importlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
 
 from fsdp_doctor.frameworks.adapter import Adapter
 from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
-_MODULES: Mapping[FrameworkName, str] = {"accelerate": "on_accelerate"}
 _unavailable: dict[FrameworkName, str] = {}
 
 
 def adapter_of(name: FrameworkName) -> Adapter:
     """The adapter; its framework is not imported yet."""
-    adapter: Adapter = importlib.import_module(f"fsdp_doctor.frameworks.{_MODULES[name]}").ADAPTER
+    adapter: Adapter = importlib.import_module(f"fsdp_doctor.frameworks.on_{name}").ADAPTER
     return adapter
 
 

@@ -51,6 +51,8 @@ class AccelerateSession(FrameworkSession):
             wrapped = self._accelerator.prepare(model)
             prepared = wrapped, self._accelerator.prepare(_adamw(wrapped))
         self._model, self._optimizer = prepared
+        if configuration["offload"] == "offload":
+            self.shards_on = torch.device("cpu")
 
     def _new_model(self, configuration: Mapping[str, str]) -> nn.Module:
         if configuration["loading"] == "plain":

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import models
+from fsdp_doctor.case.lora_reference import is_adapter
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Dims, Model
 
@@ -45,11 +46,14 @@ class PlainModel:
 
     def module(self) -> nn.Module:
         """A new one: float32, on the CPU, in training mode; with peft's adapters where the model has any."""
-        return models.build(*_MODEL[self.name], None, self.weights)
+        if self.has_adapters:
+            # Whoever resumes starts from the same frozen model, with new adapters.
+            return _with_adapters_of(self._build("own"), self._build(self.weights))
+        return self._build(self.weights)
 
     def without_adapters(self) -> nn.Module:
         """The same as it was before peft's adapters were put on, for a framework that puts them on itself."""
-        return models.build(*_MODEL["qwen3" if self.has_adapters else self.name], None, self.weights)
+        return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
 
     def pretrained(self) -> pathlib.Path:
         """The directory of :meth:`without_adapters` as Hugging Face has it, of this rank's own.
@@ -78,6 +82,21 @@ class PlainModel:
         seed = 1000 * self.place.rank + number
         return torch.randint(0, self._vocabulary_size, _BATCH, generator=torch.Generator().manual_seed(seed))
 
+    def sequences(self, count: int) -> torch.Tensor:
+        """For a framework that reads a data set itself, the same on every rank: int64, (count, 16), on the CPU."""
+        shape = (count, _BATCH[1])
+        return torch.randint(0, self._vocabulary_size, shape, generator=torch.Generator().manual_seed(0))
+
     @functools.cached_property
     def _vocabulary_size(self) -> int:
-        return models.vocabulary_size(models.build(*_MODEL[self.name], None, self.weights))
+        return models.vocabulary_size(self._build(self.weights))
+
+    def _build(self, weights: models.Weights) -> nn.Module:
+        return models.build(*_MODEL[self.name], None, weights)
+
+
+def _with_adapters_of(model: nn.Module, other: nn.Module) -> nn.Module:
+    """``model`` with the adapters' weights of ``other``."""
+    adapters = {name: values for name, values in other.state_dict().items() if is_adapter(name)}
+    model.load_state_dict(adapters, strict=False)
+    return model

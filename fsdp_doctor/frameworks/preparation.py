@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fsdp_doctor.case import held_pieces, reference
 from fsdp_doctor.case.findings import Findings
 from fsdp_doctor.case.loaded_state import held_by
@@ -43,6 +45,10 @@ class PreparationRun(FrameworkRun):
                 found.note("incomplete", "not a name of the plain model", piece.name)
             elif difference := compare(piece.held.cpu(), piece.expected.to(piece.held.dtype)):
                 found.note("wrong", f"not the plain model's: {difference}", piece.name)
+        for piece in held:
+            promised = session.shards_on if isinstance(piece.shown, nn.Parameter) else None
+            if promised is not None and piece.held.device != promised:
+                found.note("misplaced", f"on {piece.held.device} where {promised} was asked for", piece.name)
         names = {name for piece in held for name in piece.names}
         for name in sorted(plain.keys() - names):
             found.note("incomplete", "of the plain model, not in the wrapped one", name)

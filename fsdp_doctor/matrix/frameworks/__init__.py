@@ -4,5 +4,10 @@ from __future__ import annotations
 
 from fsdp_doctor.matrix.frameworks.accelerate_matrix import ACCELERATE
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkName
+from fsdp_doctor.matrix.frameworks.lightning_matrix import LIGHTNING
+from fsdp_doctor.matrix.frameworks.trainer_matrix import TRAINER
+from fsdp_doctor.matrix.frameworks.verl_matrix import VERL
 
-FRAMEWORKS: dict[FrameworkName, FrameworkMatrix] = {matrix.name: matrix for matrix in (ACCELERATE,)}
+# In the order of their users.
+_MATRICES = (ACCELERATE, TRAINER, VERL, LIGHTNING)
+FRAMEWORKS: dict[FrameworkName, FrameworkMatrix] = {matrix.name: matrix for matrix in _MATRICES}

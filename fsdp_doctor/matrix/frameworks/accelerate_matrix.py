@@ -16,6 +16,32 @@ _WITHOUT_LORA = {"model": ("qwen3", "uneven", "tied", "buffers")}
 # Prepared together nothing trains, so there is nothing to resume.
 _TRAINS = {"order": ("in-turn",)}
 
+# What accelerate needs; those that build on it need it, too.
+ACCELERATE_SHIMS = (
+    Shim(
+        name="ACCELERATE_TORCH_DEVICE",
+        kind="variable",
+        reason="accelerate's own way to be told of a device that it does not look for",
+    ),
+    Shim(
+        name="accelerate.state:PartialState._prepare_backend",
+        kind="function",
+        reason="it asks for each device that accelerate knows, and takes any other machine for one without any",
+    ),
+    Shim(
+        name="accelerate.utils.dataclasses:is_cuda_available",
+        kind="function",
+        reason="under sync_module_states the plug-in asks which device makes a module on meta real",
+    ),
+    Shim(name="torch.cuda:current_device", kind="function", reason="and then takes CUDA's current device"),
+    Shim(
+        name="torch.distributed:init_process_group",
+        kind="function",
+        reason="accelerate asks for nccl, which is the emulated device's own backend here",
+    ),
+)
+ACCELERATE_VARIABLES = ("ACCELERATE_", "FSDP_")
+
 ACCELERATE = FrameworkMatrix(
     name="accelerate",
     title="accelerate's Accelerator, configured as by `accelerate launch`",
@@ -102,28 +128,6 @@ ACCELERATE = FrameworkMatrix(
             only=_TRAINS,
         ),
     ),
-    shims=(
-        Shim(
-            name="ACCELERATE_TORCH_DEVICE",
-            kind="variable",
-            reason="accelerate's own way to be told of a device that it does not look for",
-        ),
-        Shim(
-            name="accelerate.state:PartialState._prepare_backend",
-            kind="function",
-            reason="it asks for each device that accelerate knows, and takes any other machine for one without any",
-        ),
-        Shim(
-            name="accelerate.utils.dataclasses:is_cuda_available",
-            kind="function",
-            reason="under sync_module_states the plug-in asks which device makes a module on meta real",
-        ),
-        Shim(name="torch.cuda:current_device", kind="function", reason="and then takes CUDA's current device"),
-        Shim(
-            name="torch.distributed:init_process_group",
-            kind="function",
-            reason="accelerate asks for nccl, which is the emulated device's own backend here",
-        ),
-    ),
-    own_variables=("ACCELERATE_", "FSDP_"),
+    shims=ACCELERATE_SHIMS,
+    own_variables=ACCELERATE_VARIABLES,
 )

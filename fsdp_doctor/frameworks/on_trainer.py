@@ -1,0 +1,117 @@
+"""transformers' Trainer, which owns its training loop: the doctor looks in from its callbacks."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, Adapter, Extraction, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.on_accelerate import see_accelerator
+from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.matrix.frameworks.trainer_matrix import TRAINER
+
+_NUM_SEQUENCES = 64
+
+
+def training_arguments(configuration: Mapping[str, str], directory: pathlib.Path) -> Any:
+    """transformers.TrainingArguments of a configuration, without anything but training."""
+    from transformers import TrainingArguments
+
+    fsdp_config: dict[str, Any] = {
+        "version": 2 if configuration["version"] == "fsdp2" else 1,
+        "state_dict_type": f"{configuration['state_dict_type'].upper()}_STATE_DICT",
+    }
+    if configuration["offload"] != "none":
+        fsdp_config[configuration["offload"]] = True
+    return TrainingArguments(
+        output_dir=str(directory),
+        fsdp=True,
+        fsdp_config=fsdp_config,
+        ddp_backend="cuda:nccl,cpu:gloo" if configuration["ddp_backend"] == "mixed-backend" else None,
+        bf16=True,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+class TrainerSession(FrameworkSession):
+    goes_on = False
+
+    def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
+        super().__init__(plain)
+        from transformers import Trainer
+
+        self._version = configuration["version"]
+        sequences = plain.sequences(_NUM_SEQUENCES)
+        self._trainer = Trainer(
+            model=plain.module(),
+            args=training_arguments(configuration, plain.workspace / "output"),
+            train_dataset=[{"input_ids": tokens, "labels": tokens} for tokens in sequences],
+        )
+        if configuration["offload"] != "none":
+            self.shards_on = torch.device("cpu")
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self._trainer.model if self._version == "fsdp2" else self._trainer.model_wrapped
+        return model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        own: torch.optim.Optimizer = self._trainer.optimizer.optimizer
+        return own
+
+    def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
+        from transformers import TrainerCallback
+
+        before = 0 if resume_from is None else STEPS_BEFORE
+
+        class LookIn(TrainerCallback):  # type: ignore[misc]
+            def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                at(0)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                at(state.global_step - before)
+
+        self._trainer.args.max_steps = before + num_steps
+        self._trainer.add_callback(LookIn())
+        checkpoint = str(resume_from / f"checkpoint-{STEPS_BEFORE}") if resume_from is not None else None
+        self._trainer.train(resume_from_checkpoint=checkpoint)
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Has Trainer write a checkpoint, which it does when its callbacks have returned."""
+        self._trainer.args.output_dir = str(directory)
+        self._trainer.control.should_save = True
+
+    def extractions(self) -> Mapping[str, Extraction]:
+        return {"save_model": self._save_model, "save_model.adapter": self._save_model}
+
+    def _save_model(self, directory: pathlib.Path) -> SavedFiles:
+        self._trainer.save_model(str(directory))
+        return SavedFiles(directory=directory, format="safetensors")
+
+
+class TrainerAdapter(Adapter):
+    matrix = TRAINER
+    modules = ("transformers.trainer", "accelerate.utils.fsdp_utils", "transformers.models.qwen3.modeling_qwen3")
+
+    def on_emulated(self, shims: Shimming) -> None:
+        see_accelerator(shims)
+        shims.replace("transformers.training_args:is_torch_bf16_gpu_available", lambda: True)
+
+    def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
+        return TrainerSession(configuration, plain)
+
+
+ADAPTER = TrainerAdapter()

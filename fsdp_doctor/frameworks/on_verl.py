@@ -1,0 +1,183 @@
+"""verl: the engine of its actor workers, without Ray: built, trained, offloaded, synced and saved as a worker does."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.matrix.frameworks.verl_matrix import VERL
+
+
+class VerlSession(FrameworkSession):
+    def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
+        super().__init__(plain)
+        from verl.utils.device import get_device_name
+
+        self._device_name = get_device_name()
+        self._engine = _engine(configuration, plain)
+        self._engine.initialize()
+        # initialize() ends as every use of the engine does: with what is offloaded on the CPU.
+        self.onload()
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self._engine.module
+        return model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        own: torch.optim.Optimizer = self._engine.optimizer
+        return own
+
+    def step(self, tokens: torch.Tensor) -> None:
+        engine = self._engine
+        batch = tokens.to(self._device_name)
+        with engine.train_mode(disable_auto_offload=True):
+            # As FSDPEngineWithLMHead.forward_step does.
+            with torch.autocast(device_type=self._device_name, dtype=torch.bfloat16):
+                loss = engine.module(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            engine.optimizer_step()
+            engine.lr_scheduler_step()
+
+    def offload(self) -> None:
+        self._move("cpu")
+
+    def onload(self) -> None:
+        self._move(self._device_name)
+
+    def _move(self, device: str) -> None:
+        parameters, optimizer = self._engine.is_param_offload_enabled, self._engine.is_optimizer_offload_enabled
+        if parameters or optimizer:
+            self._engine.to(device, model=parameters, optimizer=optimizer, grad=parameters)
+
+    def save(self, directory: pathlib.Path) -> None:
+        # A worker saves between two uses of the engine, when what is offloaded is.
+        self.offload()
+        self._engine.save_checkpoint(str(directory), global_step=self.num_steps)
+        self.onload()
+
+    def load(self, directory: pathlib.Path) -> None:
+        self.offload()
+        self._engine.load_checkpoint(str(directory), del_local_after_load=False)
+        self.onload()
+
+    def extractions(self) -> Mapping[str, Extraction]:
+        return {
+            "get_per_tensor_param": lambda directory: self._tensors(),
+            "get_per_tensor_param.merged": lambda directory: self._tensors(),
+            "get_per_tensor_param.adapter": lambda directory: self._tensors(base_sync_done=True),
+            "get_per_tensor_param.layered": lambda directory: self._tensors(layered_summon=True, base_sync_done=True),
+            "save_checkpoint.hf_model": self._hf_model,
+        }
+
+    def _tensors(self, **options: bool) -> Iterator[tuple[str, Any]]:
+        tensors, _ = self._engine.get_per_tensor_param(**options)
+        yield from tensors
+
+    def _hf_model(self, directory: pathlib.Path) -> SavedFiles:
+        self._engine.save_checkpoint(str(directory), global_step=self.num_steps)
+        return SavedFiles(directory=directory / "huggingface", format="safetensors")
+
+
+def _engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.device import get_device_name, get_nccl_backend
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    if not dist.is_initialized():
+        dist.init_process_group(f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}")
+    offload = configuration["offload"].split("+")
+    model = HFModelConfig(
+        path=str(plain.pretrained()),
+        load_tokenizer=False,
+        override_config={"attn_implementation": "sdpa"},
+        use_remove_padding=False,  # it needs flash attention
+        enable_gradient_checkpointing=False,
+        lora_rank=4 if plain.has_adapters else 0,
+        lora_adapter_path=_adapter(plain) if plain.has_adapters else None,
+        lora={"merge": configuration["lora"] == "merge"},
+    )
+    engine = FSDPEngineConfig(
+        strategy=configuration["strategy"],
+        param_offload="param" in offload,
+        optimizer_offload="optimizer" in offload,
+        offload_policy="policy" in offload,
+        use_torch_compile=False,
+    )
+    saved = ["model", "optimizer", "extra"]
+    checkpoint = CheckpointConfig(save_contents=[*saved, "hf_model"], load_contents=saved)
+    optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=100)
+    return FSDPEngineWithLMHead(model, engine, optimizer, checkpoint)
+
+
+def _adapter(plain: PlainModel) -> str:
+    """The directory of the plain model's adapters as peft writes it: verl puts them on itself."""
+    directory = plain.workspace / f"adapter-{plain.weights}-{plain.place.rank}"
+    model: Any = plain.module()
+    model.save_pretrained(str(directory))
+    return str(directory)
+
+
+class VerlAdapter(Adapter):
+    matrix = VERL
+    modules = (
+        "transformers.models.qwen3.modeling_qwen3",
+        "verl.workers.engine.fsdp.transformer_impl",
+        "verl.workers.config",
+        "verl.trainer.config",
+    )
+
+    def on_emulated(self, shims: Shimming) -> None:
+        from verl.plugin.platform import set_platform
+
+        set_platform(_platform())
+        shims.note("verl.plugin.platform:set_platform")
+        shims.replace("verl.workers.engine.fsdp.transformer_impl:device_name", "emulated")
+        shims.replace("verl.utils.checkpoint.fsdp_checkpoint_manager:is_cuda_available", True)
+
+    def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
+        return VerlSession(configuration, plain)
+
+
+def _platform() -> Any:
+    """The emulated device as verl describes one."""
+    from verl.plugin.platform.platform_base import PlatformBase
+
+    device = torch.get_device_module("emulated")
+
+    def nothing(self: Any, *arguments: Any) -> None:
+        return None
+
+    def same(name: str) -> Any:
+        return lambda self, *arguments: getattr(device, name)(*arguments)
+
+    of_torch = ("current_device", "device_count", "set_device", "synchronize", "manual_seed", "manual_seed_all")
+    members: dict[str, Any] = {name: same(name) for name in (*of_torch, "empty_cache", "is_available")}
+    members |= dict.fromkeys(("set_allocator_settings", "profiler_start", "profiler_stop", "cudart"), nothing)
+    members |= {
+        "device_name": "emulated",
+        "vendor_name": "nvidia",
+        "device_module": property(lambda self: device),
+        "communication_backend_name": lambda self: "emulated",
+        "get_device_capability": lambda self, index=0: (None, None),
+        "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
+        "ray_resource_name": lambda self: "GPU",
+        "ray_noset_envvars": lambda self: [],
+        "is_ipc_supported": lambda self: False,
+        "nvtx_range": lambda self, message: contextlib.nullcontext(),
+    }
+    return type("EmulatedPlatform", (PlatformBase,), members)()
+
+
+ADAPTER = VerlAdapter()
