@@ -10,8 +10,9 @@ import pathlib
 from typing import Any, Literal, get_origin
 
 from fsdp_doctor.machine.environment import EnvironmentFacts
-from fsdp_doctor.matrix.cases import Case, Scenario
-from fsdp_doctor.report.document import NOT_IN_OLDER_REPORTS, SCHEMA, SCHEMA_VERSION, CaseResult, Report
+from fsdp_doctor.matrix.cases import AnyScenario, Case, Scenario
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
+from fsdp_doctor.report.document import NOT_IN_OLDER_REPORTS, SCHEMA, SCHEMA_VERSION, AppliedShim, CaseResult, Report
 from fsdp_doctor.report.type_schemas import DRAFT, PLAIN, JsonSchema, TypeSchemas, of_literal
 from fsdp_doctor.verdict.classification import MEANING, Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Ready, Record, Refused, Stage
@@ -25,6 +26,8 @@ _DEFINITIONS: dict[Any, str] = {
     EnvironmentFacts: "environment",
     CaseResult: "result",
     Scenario: "scenario",
+    FrameworkScenario: "framework_scenario",
+    AppliedShim: "shim",
     Verdict: "verdict",
     RankReport: "rank",
     Record: "record",
@@ -70,7 +73,7 @@ def verdict_kinds() -> JsonSchema:
 def _result() -> JsonSchema:
     """A result stands in the report with its case taken apart."""
     case, result = _TYPES.of_object(Case, without=("scenario",)), _TYPES.of_object(CaseResult, without=("case",))
-    identity = {"id": PLAIN[str] | {"description": "of the case"}, "scenario": _TYPES.of_type(Scenario)}
+    identity = {"id": PLAIN[str] | {"description": "of the case"}, "scenario": _TYPES.of_type(AnyScenario)}
     properties = identity | case["properties"] | result["properties"]
     return result | {
         "properties": properties,
