@@ -31,6 +31,11 @@ const cases = data.cases.map(([strategy, offload, staging, others, direction, pa
 });
 const caseById = new Map(cases.map((one) => [one.id, one]));
 
+function addTo(lists, key, value) {
+  if (!lists.has(key)) lists.set(key, []);
+  lists.get(key).push(value);
+}
+
 function element(name, properties, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(properties || {})) {

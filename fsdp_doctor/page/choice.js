@@ -33,7 +33,7 @@ function addressOf(chosen) {
 }
 
 function isAnchor(hash) {
-  return hash.length > 1 && document.getElementById(decodeURIComponent(hash.slice(1))) !== null;
+  return hash.length > 1 && document.getElementById(hash.slice(1)) !== null;
 }
 
 let state = stateOf(isAnchor(location.hash) ? "" : location.hash);

@@ -56,7 +56,7 @@ function table(rows, columns, most) {
 
 function grouped(rows) {
   const groups = new Map();
-  for (const one of rows) groups.set(one.scenario, [...(groups.get(one.scenario) || []), one]);
+  for (const one of rows) addTo(groups, one.scenario, one);
   return groups;
 }
 
@@ -93,7 +93,7 @@ function showFilters() {
       keepInAddress();
       showMatrix();
     });
-    return element("label", {}, label, select);
+    return element("div", {}, element("label", { htmlFor: select.id }, label), select);
   });
   document.getElementById("filters").replaceChildren(...fields);
 }

@@ -21,7 +21,7 @@ const signatures = expressions();
 const knownIn = new Map();
 for (const one of cases) {
   one.outcomes.forEach((outcome, index) => {
-    if (outcome?.known) knownIn.set(outcome.known, [...(knownIn.get(outcome.known) || []), [one, index]]);
+    if (outcome?.known) addTo(knownIn, outcome.known, [one, index]);
   });
 }
 const entries = [...document.querySelectorAll(".entry")].map((node) => {

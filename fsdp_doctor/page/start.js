@@ -3,7 +3,7 @@
 function follow() {
   if (isAnchor(location.hash)) {
     if (dialog.open) dialog.close();
-    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const target = document.getElementById(location.hash.slice(1));
     target.scrollIntoView();
     target.focus({ preventScroll: true });
     return;
