@@ -9,7 +9,6 @@ import pathlib
 import jinja2
 from markupsafe import Markup
 
-from fsdp_doctor import __version__
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.known.catalogue import known_failures
 from fsdp_doctor.page.page_data import columns, page_data
@@ -47,7 +46,6 @@ def compat_page(merged: MergedReport) -> str:
         script=Markup(script),
         style_hash=_hash(style),
         script_hash=_hash(script),
-        version=__version__,
     )
 
 

@@ -16,7 +16,7 @@ function columnHead(column, rows) {
   const ok = ran.filter((outcome) => outcome.kind === "ok").length;
   const head = element("th", { scope: "col", title: column.name }, `torch ${column.torch}`, element("small", {}, column.device));
   if (column.more) head.append(element("small", {}, column.more));
-  head.append(element("small", {}, `${ok} of ${ran.length} ok`));
+  head.append(element("small", {}, ran.length ? `${ok} of ${ran.length} ok` : "no result"));
   if (column.incomplete) head.append(element("small", { className: "incomplete", title: column.incomplete }, "incomplete"));
   return head;
 }
