@@ -20,6 +20,12 @@ def run(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
     format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit, svg or github.")] = "table",
+    expect: Annotated[
+        str,
+        typer.Option(
+            metavar="known|TOML|REPORT", help="For github: the expected verdicts, as for `fsdp-doctor probe --expect`."
+        ),
+    ] = "known",
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout.")
     ] = None,
@@ -36,7 +42,7 @@ def run(
     found = read_report(file)
     surprises: list[str] = []
     if name == "github":
-        surprises = baseline.surprises(found, "known", context_of(found))
+        surprises = baseline.surprises(found, values.baseline(expect), context_of(found))
         write_step_summary(found, surprises)
     on_terminal = output is None and sys.stdout.isatty()
     text = formats.render(
