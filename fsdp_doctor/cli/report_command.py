@@ -32,8 +32,8 @@ def run(
 ) -> None:
     """Convert a JSON report to any of the formats."""
     from fsdp_doctor.probe import baseline
-    from fsdp_doctor.probe.first_report import context_of
     from fsdp_doctor.report import formats
+    from fsdp_doctor.report.document import context_of
     from fsdp_doctor.report.github import write_step_summary
     from fsdp_doctor.report.journal import read_report
     from fsdp_doctor.report.layout import summary

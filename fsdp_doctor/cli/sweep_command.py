@@ -122,7 +122,7 @@ def _exit_code(swept: Sequence[Swept], options: Sequence[str]) -> int:
 
 def _exit_code_of(one: Swept, expected: Baseline) -> int:
     from fsdp_doctor.probe import baseline
-    from fsdp_doctor.probe.first_report import context_of
+    from fsdp_doctor.report.document import context_of
 
     if one.trouble or not one.report.complete:
         return one.exit_code
