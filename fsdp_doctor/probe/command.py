@@ -24,10 +24,10 @@ from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.page import write_page
 from fsdp_doctor.probe import baseline
 from fsdp_doctor.probe.baseline import Baseline
-from fsdp_doctor.probe.first_report import context_of, first_report
+from fsdp_doctor.probe.first_report import first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
-from fsdp_doctor.report.document import Report, recognized
+from fsdp_doctor.report.document import Report, context_of, recognized
 from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import summary
 from fsdp_doctor.report.progress import Progress
