@@ -40,7 +40,7 @@ def run(
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FILE", help="The zip file to write.")],
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="A command to run, after --.", show_default=False),
+        typer.Argument(metavar="-- COMMAND", help="A command to run, after --.", show_default=False),
     ] = None,
 ) -> None:
     """Collect what a bug report needs into one file, without anything private.

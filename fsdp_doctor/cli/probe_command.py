@@ -89,6 +89,7 @@ class OutputOptions:
     ] = None
     junit: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None
     svg: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write a picture of the matrix.")] = None
+    html: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write a page to look cases up in.")] = None
     host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's host name into the report.")] = (
         False
     )
@@ -107,8 +108,10 @@ class OutputOptions:
     def check_writable(self) -> None:
         from fsdp_doctor.report.journal import journal_of
 
-        files.check_distinct({f"--{name}": file for name, file in self.files.items()})
-        for file in self.files.values():
+        named = {f"--{name}": file for name, file in self.files.items()}
+        named |= {"--html": self.html} if self.html is not None else {}
+        files.check_distinct(named)
+        for file in named.values():
             files.check_writable(file)
         if self.json_file is not None:
             files.check_writable(journal_of(self.json_file))
@@ -161,6 +164,7 @@ def run(
         confirm=confirm,
         format=values.output_format(output.format),
         outputs=output.files,
+        page=output.html,
         expect=values.baseline(expect) if expect is not None else None,
         resume_from=read_report(earlier) if earlier and earlier.exists() else None,
         host_name=output.host_name,

@@ -20,14 +20,20 @@ def run(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
     format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit, svg or github.")] = "table",
+    expect: Annotated[
+        str,
+        typer.Option(
+            metavar="known|TOML|REPORT", help="For github: the expected verdicts, as for `fsdp-doctor probe --expect`."
+        ),
+    ] = "known",
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout.")
     ] = None,
 ) -> None:
     """Convert a JSON report to any of the formats."""
     from fsdp_doctor.probe import baseline
-    from fsdp_doctor.probe.first_report import context_of
     from fsdp_doctor.report import formats
+    from fsdp_doctor.report.document import context_of
     from fsdp_doctor.report.github import write_step_summary
     from fsdp_doctor.report.journal import read_report
     from fsdp_doctor.report.layout import summary
@@ -36,7 +42,7 @@ def run(
     found = read_report(file)
     surprises: list[str] = []
     if name == "github":
-        surprises = baseline.surprises(found, "known", context_of(found))
+        surprises = baseline.surprises(found, values.baseline(expect), context_of(found))
         write_step_summary(found, surprises)
     on_terminal = output is None and sys.stdout.isatty()
     text = formats.render(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from fsdp_doctor.cli import probe_command, values
 from fsdp_doctor.cli.option_groups import flattened
-from fsdp_doctor.errors import FsdpDoctorError, UsageError
+from fsdp_doctor.errors import FsdpDoctorError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline
@@ -61,11 +62,17 @@ def run(
     _check_options(sweep.options)
     _make(directory)
     sweeping.check(sweep)
+    # So that the environment under way is removed, and the probe in it ends.
+    signal.signal(signal.SIGTERM, _stop)
     swept = []
     for one in sweeping.run(sweep):
         swept.append(one)
         print(_line(one), flush=True)
     raise SystemExit(_exit_code(swept, sweep.options))
+
+
+def _stop(*_: object) -> None:
+    raise Interrupted("stopped by SIGTERM")
 
 
 def _versions(given: list[str] | None) -> tuple[str, ...]:
@@ -122,7 +129,7 @@ def _exit_code(swept: Sequence[Swept], options: Sequence[str]) -> int:
 
 def _exit_code_of(one: Swept, expected: Baseline) -> int:
     from fsdp_doctor.probe import baseline
-    from fsdp_doctor.probe.first_report import context_of
+    from fsdp_doctor.report.document import context_of
 
     if one.trouble or not one.report.complete:
         return one.exit_code

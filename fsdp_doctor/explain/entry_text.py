@@ -8,6 +8,9 @@ from typing import Any
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.clues import CLUES
 
+# The page of the committed runs over versions.
+_PAGE = "docs/compat/index.html"
+
 
 def entry_lines(entry: KnownFailure, width: int) -> list[str]:
     """The entry, whole."""
@@ -25,7 +28,7 @@ def entry_lines(entry: KnownFailure, width: int) -> list[str]:
     if entry.frameworks:
         lines += wrapped(f"Seen in: {', '.join(entry.frameworks)}", width)
     lines += wrapped(f"References: {', '.join(entry.references)}", width)
-    lines += [_reproduction(entry)]
+    lines += [_reproduction(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
     return lines
 
 

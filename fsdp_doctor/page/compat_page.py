@@ -9,13 +9,14 @@ import pathlib
 import jinja2
 from markupsafe import Markup
 
-from fsdp_doctor import __version__
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.known.catalogue import known_failures
 from fsdp_doctor.page.page_data import columns, page_data
 from fsdp_doctor.verdict.classification import MEANING
 from fsdp_doctor.versions.merged import MergedReport
 
+# In this order they are one script.
+_SCRIPTS = ("cases.js", "choice.js", "matrix.js", "cell.js", "search.js", "start.js")
 _ROOM = pathlib.Path(__file__).parent
 # Also of what may come into the page from elsewhere: reports quote what programs wrote.
 _TEMPLATES = jinja2.Environment(
@@ -32,7 +33,7 @@ def compat_page(merged: MergedReport) -> str:
     """The page, whole. Raises UsageError where there is no result to show."""
     if not merged.cases:
         raise UsageError("the reports have no results, so there is nothing to show on a page")
-    style, script = _text("page.css"), _text("page.js")
+    style, script = _text("page.css"), "\n".join(map(_text, _SCRIPTS))
     return _TEMPLATES.get_template("page.html.jinja").render(
         columns=columns(merged),
         environments=merged.environments,
@@ -45,7 +46,6 @@ def compat_page(merged: MergedReport) -> str:
         script=Markup(script),
         style_hash=_hash(style),
         script_hash=_hash(script),
-        version=__version__,
     )
 
 

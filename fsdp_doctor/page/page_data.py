@@ -1,8 +1,9 @@
 """A merged report packed for the page: every text once, everything else as its number.
 
-What ``page.js`` reads: ``environments`` (columns); ``axes`` and ``paths``, the words that a case is made of; ``texts``;
-``outcomes``, rows of (verdict, reason, message, also, entry), all but the first two places in ``texts``; and ``cases``,
-rows of (strategy, offload, staging, other axes, direction, path, outcomes by environment or -1, statements).
+What ``cases.js`` reads: ``environments``, the columns; ``axes`` and ``paths``, the words that cases are made of;
+``outcomes``, rows of (verdict, reason, message, also, entry); and ``cases``, rows of (strategy, offload, staging, other
+axes, direction, path, outcome of each environment or -1, statements, whether it changed). A number of a row is a place
+in the list of such words, and in ``texts`` where there is none.
 """
 
 from __future__ import annotations

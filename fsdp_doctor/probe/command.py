@@ -21,16 +21,18 @@ from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError,
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, launch
 from fsdp_doctor.matrix.paths import is_user_path
+from fsdp_doctor.page import write_page
 from fsdp_doctor.probe import baseline
 from fsdp_doctor.probe.baseline import Baseline
-from fsdp_doctor.probe.first_report import context_of, first_report
+from fsdp_doctor.probe.first_report import first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
-from fsdp_doctor.report.document import Report, recognized
+from fsdp_doctor.report.document import Report, context_of, recognized
 from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import summary
 from fsdp_doctor.report.progress import Progress
 from fsdp_doctor.report.writer import ReportWriter
+from fsdp_doctor.versions.merging import merge
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -161,6 +163,8 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
         with contextlib.suppress(RuntimeError):
             conductor.end()
     report, lost = writer.finish(ended=str(trouble or ""))
+    if options.page is not None:
+        lost = lost or _write_page(options.page, report)
     surprises = baseline.surprises(report, options.expect, context)
     # Without an expectation the catalogue says what is unforeseen; the exit code stays what it is.
     unforeseen = surprises if options.expect is not None else baseline.surprises(report, "known", context)
@@ -172,6 +176,17 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
     if trouble or lost:
         raise trouble or lost or AssertionError
     return baseline.exit_code(report, options.expect, surprises)
+
+
+def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
+    """Returns what could not be written. A run without a result has no page, and that is said."""
+    try:
+        write_page(page, merge({page.name: report}))
+    except DoctorFault as fault:
+        return fault
+    except UsageError as nothing:
+        print(f"note: {nothing}", file=sys.stderr)
+    return None
 
 
 def _print(report: Report, options: ProbeOptions, surprises: Sequence[str], unforeseen: Sequence[str]) -> None:

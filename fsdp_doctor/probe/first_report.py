@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import launch
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde, without_torch
@@ -18,7 +17,7 @@ from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.cases import Case, frameworks_of
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.probe.probe_options import ProbeOptions
-from fsdp_doctor.report.document import AppliedShim, Report
+from fsdp_doctor.report.document import AppliedShim, Report, context_of
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
@@ -91,27 +90,11 @@ def _on_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:
         yield f"So that {framework} finds the emulated device, these were changed in its workers: {names}."
 
 
-def context_of(report: Report) -> RunContext:
-    """What the catalogue has to know of the run."""
-    return RunContext(
-        torch=_torch(report),
-        device=report.device,
-        world_size=report.world_size,
-        late_completion=EAGER not in report.notes,
-        packages=report.environment.get("packages", {}),
-    )
-
-
 def _conditions(report: Report) -> str:
     """Under which all results of a report were made. The device is the one that there was, however it was asked for."""
     asked = f"--device {report.device}"
     options = " ".join(report.rerun_options.replace(asked, "").split())
-    return f"{report.world_size} ranks of {report.device} with torch {_torch(report)} and options {options!r}"
-
-
-def _torch(report: Report) -> str:
-    version: str = report.environment.get("packages", {}).get("torch", "")
-    return version
+    return f"{report.world_size} ranks of {report.device} with torch {context_of(report).torch} and options {options!r}"
 
 
 def _notes(device: RunDevice) -> tuple[str, ...]:

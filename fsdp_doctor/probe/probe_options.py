@@ -23,7 +23,7 @@ class ProbeOptions:
     have taken), for starting workers and building a model, and for the other ranks once one is in trouble.
     host_memory: bytes that a worker may hold, None for no limit.
     saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
-    outputs: files to write, by format. expect: what the verdicts are held against.
+    outputs: files to write, by format. page: the HTML file to write. expect: what the verdicts are held against.
     """
 
     cases: tuple[AnyCase, ...]
@@ -37,6 +37,7 @@ class ProbeOptions:
     confirm: bool = False
     format: Format | Literal["auto"] = "auto"
     outputs: Mapping[Format, pathlib.Path] = dataclasses.field(default_factory=dict)
+    page: pathlib.Path | None = None
     expect: Baseline = None
     resume_from: Report | None = None
     host_name: bool = False

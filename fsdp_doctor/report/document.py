@@ -117,6 +117,17 @@ def result_of(case: AnyCase, verdict: Verdict, reports: list[RankReport], wall_s
     )
 
 
+def context_of(report: Report) -> RunContext:
+    """What the catalogue has to know of the run."""
+    return RunContext(
+        torch=report.environment.get("packages", {}).get("torch", ""),
+        device=report.device,
+        world_size=report.world_size,
+        late_completion="--no-late-completion" not in report.rerun_options,
+        packages=report.environment.get("packages", {}),
+    )
+
+
 def recognized(result: CaseResult, context: RunContext) -> CaseResult:
     """The result with the catalogue's entry for what all ranks say of a case that broke in such a run."""
     verdict = result.verdict

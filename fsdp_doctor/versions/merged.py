@@ -140,9 +140,15 @@ class MergedReport:
 
     def passes(self, case: MergedCase) -> bool:
         """Whether the case is ok in every environment: no result of it, or one that did not run it, is no pass."""
-        return all(self.shown(case, number) == "ok" for number in range(len(self.environments)))
+        return all(kind == "ok" for kind in self._kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
         """Whether the case has a bad verdict in some environment."""
-        kinds = [self.shown(case, number) for number in range(len(self.environments))]
-        return any(kind != "not run" and kind not in NEUTRAL for kind in kinds)
+        return any(kind != "not run" and kind not in NEUTRAL for kind in self._kinds(case))
+
+    def ran(self, case: MergedCase) -> bool:
+        """Whether some environment could run the case."""
+        return any(kind not in ("not run", "unsupported", "skipped") for kind in self._kinds(case))
+
+    def _kinds(self, case: MergedCase) -> list[Shown]:
+        return [self.shown(case, number) for number in range(len(self.environments))]

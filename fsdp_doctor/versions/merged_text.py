@@ -20,10 +20,12 @@ def merged_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[s
 def merged_summary(merged: MergedReport) -> str:
     """One line: how many cases and environments, and how many are ok in all of them."""
     passing = sum(merged.passes(case) for case in merged.cases)
+    elsewhere = sum(not merged.passes(case) and not merged.fails(case) and merged.ran(case) for case in merged.cases)
     failing = sum(merged.fails(case) for case in merged.cases)
     changed = sum(any(statement.changes for statement in case.statements) for case in merged.cases)
     missing = sum(None in case.outcomes for case in merged.cases)
-    parts = [f"{passing} ok in all", f"{failing} bad in one or more", f"{missing} not run in one or more"]
+    parts = [f"{passing} ok in all", f"{elsewhere} only where they ran", f"{failing} bad in one or more"]
+    parts += [f"{missing} without a result in one or more"]
     return (
         f"{len(merged.cases)} cases in {len(merged.environments)} environments: {', '.join(parts)}; "
         f"{changed} changed between two versions"

@@ -11,8 +11,9 @@ from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import AnyCase, leading_words
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import direction_of
-from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.matrix.paths import direction_of, is_user_path, paths_for
+from fsdp_doctor.report.document import CaseResult, Report, context_of, recognized
 from fsdp_doctor.versions.merged import Environment, MergedCase, MergedReport, Outcome
 from fsdp_doctor.versions.statements import (
     VersionRow,
@@ -36,7 +37,7 @@ def merge(reports: Mapping[str, Report]) -> MergedReport:
     """
     columns: list[_Column] = []
     for name, report in reports.items():
-        column = _Column(_environment(name, report), {result.id: result for result in report.results})
+        column = _Column(_environment(name, report), {result.id: result for result in _recognized(report)})
         alike = next((one for one in columns if _same_place(one.environment, column.environment)), None)
         if alike is None:
             columns.append(column)
@@ -58,10 +59,7 @@ def name_beside(report: pathlib.Path, merged: pathlib.Path | None) -> str:
 
 def _direction(case: AnyCase) -> Direction:
     """``out`` for a path that only another version of the doctor has."""
-    try:
-        return direction_of(case)
-    except StopIteration:
-        return "out"
+    return direction_of(case) if _has_path(case) else "out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +92,18 @@ def _environment(name: str, report: Report) -> Environment:
         complete=report.complete,
         ended="" if report.complete else report.ended or f"{missing} cases have no result yet",
     )
+
+
+def _recognized(report: Report) -> Iterable[CaseResult]:
+    """The results with the entries that today's catalogue knows them by; what it has no path of stays as it was."""
+    context = context_of(report)
+    return (recognized(result, context) if _has_path(result.case) else result for result in report.results)
+
+
+def _has_path(case: AnyCase) -> bool:
+    if isinstance(case, FrameworkCase):
+        return any(path.name == case.path for path in case.scenario.paths())
+    return is_user_path(case.path) or any(path.name == case.path for path in paths_for(case.scenario))
 
 
 def _same_place(one: Environment, other: Environment) -> bool:

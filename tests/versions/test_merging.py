@@ -13,6 +13,8 @@ from support.places import ROOT
 from support.reports import CASES, report, result
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.cases import parse_case_id
+from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import merged_schema
@@ -60,11 +62,21 @@ def test_two_releases_of_one_minor_are_told_by_their_whole_version() -> None:
     assert said.text == "crash since torch 2.14.0, ok from 2.14.1"
 
 
+def _half_moved(torch: str, message: str, known: str = "") -> Report:
+    case = parse_case_id("fsdp2/policy/staged/state_dict", PATH_NAMES)
+    one = dataclasses.replace(result(case, "crash", message, traceback="Traceback"), known=known)
+    return dataclasses.replace(_of(torch), results=(one,))
+
+
 def test_a_failure_that_becomes_another_is_a_change_and_names_the_entry() -> None:
-    other = _of("2.11.0", "crash")
-    other = dataclasses.replace(other, results=(dataclasses.replace(other.results[0], known="an-entry"),))
-    said = _statement(_of("2.10.0", "crash"), other)
-    assert said.text == "crash since torch 2.10, crash (an-entry) from 2.11"
+    known = 'Attempted to set the storage of a tensor on device "cpu" to a storage on different device "cuda:0".'
+    said = _statement(_half_moved("2.10.0", "it broke"), _half_moved("2.11.0", known))
+    assert said.text == "crash since torch 2.10, crash (fsdp2-pinned-policy-half-moved) from 2.11"
+
+
+def test_a_failure_has_the_entry_of_todays_catalogue_whatever_the_report_says() -> None:
+    (outcome,) = _merged(_half_moved("2.10.0", "it broke", known="an-entry-of-another-version")).outcomes
+    assert outcome.known == ""
 
 
 def test_a_case_that_one_report_lacks_is_no_pass_and_named_as_not_run() -> None:
@@ -74,7 +86,10 @@ def test_a_case_that_one_report_lacks_is_no_pass_and_named_as_not_run() -> None:
     assert not merged.passes(lacking)
     assert merged.shown(lacking, 1) == "not run"
     assert lacking.statements[0].text == "ok since torch 2.10; 2.11 not run"
-    assert "1 ok in all, 0 bad in one or more, 1 not run in one or more" in merged_summary(merged)
+    assert (
+        "1 ok in all, 1 only where they ran, 0 bad in one or more, 1 without a result in one or more"
+        in merged_summary(merged)
+    )
 
 
 def test_a_case_that_could_not_run_somewhere_is_no_pass() -> None:

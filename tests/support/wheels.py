@@ -1,0 +1,48 @@
+"""An index of packages that takes no network: wheels that say a version and hold next to nothing."""
+
+from __future__ import annotations
+
+import pathlib
+import sysconfig
+import zipfile
+
+from packaging.requirements import Requirement
+
+from fsdp_doctor.versions.installing import own_requirements
+
+
+def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
+    """Makes wheels of torch in these versions, and of what the doctor needs beside it.
+
+    Each torch leads to the packages of this interpreter, so that what is installed runs. Returns the variables that
+    make pip and uv install from there alone.
+    """
+    directory.mkdir(exist_ok=True)
+    for version in versions:
+        _wheel(directory, "torch", version, {"torch_of_the_tests.pth": sysconfig.get_paths()["purelib"] + "\n"})
+    for text in own_requirements():
+        name = Requirement(text).name
+        if name != "torch":
+            _wheel(directory, name, "99.0.0", {})
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(directory),
+        "PIP_CONFIG_FILE": "/dev/null",
+        "UV_NO_INDEX": "1",
+        "UV_FIND_LINKS": str(directory),
+        "UV_NO_CONFIG": "1",
+        "UV_OFFLINE": "1",
+    }
+
+
+def _wheel(directory: pathlib.Path, name: str, version: str, files: dict[str, str]) -> None:
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    contents = files | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*contents, f"{info}/RECORD"])
+    with zipfile.ZipFile(directory / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in (contents | {f"{info}/RECORD": record}).items():
+            wheel.writestr(path, text)

@@ -1,0 +1,169 @@
+"""The sweep with real environments, whose torch is this one's under another number."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import pytest
+from program import Run, doctor
+from support.reports import every_kind, report
+from support.wheels import index_with_torch
+
+from fsdp_doctor.emulated import build
+from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.journal import read_report, write_report
+from fsdp_doctor.versions import sweeping
+from fsdp_doctor.versions.installing import reason_of
+from fsdp_doctor.versions.sweeping import Sweep
+
+_CASE = "fsdp2/none/unstaged/summon_full_params"
+_OPTIONS = ("--", "--device", "cpu", "--case", _CASE, "--expect", "known")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Swept:
+    directory: pathlib.Path
+    variables: dict[str, str]
+    run: Run
+
+    def again(self, *arguments: str) -> Run:
+        return doctor("sweep", "--directory", str(self.directory), *arguments, env=self.variables)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> _Swept:
+    """A sweep over a version that there is and one that there is not."""
+    directory = tmp_path_factory.mktemp("sweep")
+    variables = index_with_torch(directory / "wheels", "2.98.1")
+    reports = directory / "reports"
+    done = doctor("sweep", "--torch", "2.99,2.98", "--directory", str(reports), *_OPTIONS, env=variables)
+    return _Swept(reports, variables, done)
+
+
+def test_a_version_has_its_report_and_one_that_does_not_install_is_a_row_that_says_so(swept: _Swept) -> None:
+    assert swept.run.code == 3, swept.run.stderr
+    missing, there = swept.run.stdout.splitlines()
+    assert missing.startswith("torch 2.99\ttorch 2.99 does not install: ")
+    assert "torch==2.99" in missing
+    assert there.startswith("torch 2.98\t1 cases on 2 ranks of cpu: 1 wrong\t")
+    found = read_report(swept.directory / "torch2.98.json")
+    assert (found.complete, found.environment["packages"]["torch"]) == (True, "2.98.1")
+    nothing = read_report(swept.directory / "torch2.99.json")
+    assert (nothing.results, nothing.complete) == ((), False)
+    assert nothing.ended in missing
+
+
+def test_it_leaves_reports_and_logs_and_no_environment(swept: _Swept) -> None:
+    names = {file.name for file in swept.directory.iterdir()}
+    assert names == {f"torch{version}.{kind}" for version in ("2.98", "2.99") for kind in ("json", "log")}
+    assert _CASE in (swept.directory / "torch2.98.log").read_text()
+
+
+def test_both_are_in_the_merged_report(swept: _Swept) -> None:
+    files = [str(swept.directory / f"torch{version}.json") for version in ("2.98", "2.99")]
+    merged = swept.directory.parent / "merged.json"
+    done = doctor("merge", *files, "--json", str(merged))
+    assert done.code == 0, done.stderr
+    first, second, third = json.loads(merged.read_text())["environments"], *done.stdout.splitlines()
+    assert [one["complete"] for one in first] == [False, True]
+    assert second.startswith("torch 2.99, cpu\tincomplete\ttorch 2.99 does not install: ")
+    assert third.split("\t")[0] == _CASE
+
+
+def test_what_is_complete_is_not_run_again_and_a_report_of_other_options_is_not_written_over(swept: _Swept) -> None:
+    before = (swept.directory / "torch2.98.json").read_bytes()
+    again = swept.again("--torch", "2.98", *_OPTIONS)
+    assert (again.code, again.stderr) == (0, "")
+    other = swept.again("--torch", "2.98", "--", "--device", "cpu", "--direction", "in")
+    assert other.code == 2
+    assert "which has other options than this sweep" in other.stderr
+    assert (swept.directory / "torch2.98.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--torch names no version"),
+        (("--torch", ","), "--torch names no version"),
+        (("--torch", "newest"), "'newest' is not a version"),
+        (("--torch", "2.98", "--", "--no-such-option"), "No such option: --no-such-option"),
+        (("--torch", "2.98", "--", "--json", "a.json"), "a sweep writes the reports itself"),
+        (("--torch", "2.98", "--directory", "/dev/null/sweep"), "cannot make the directory /dev/null/sweep"),
+    ],
+)
+def test_a_sweep_that_cannot_mean_anything_is_refused_before_it_installs(
+    arguments: tuple[str, ...], said: str, tmp_path: pathlib.Path
+) -> None:
+    done = doctor("sweep", *arguments, cwd=tmp_path)
+    assert done.code == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_what_ran_is_kept_where_the_version_no_longer_installs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> pathlib.Path:
+        raise CannotRun("[Errno 28] No space left on device")
+
+    monkeypatch.setattr(sweeping, "make_environment", refuse)
+    sweep = Sweep(versions=("2.98",), requirements=(), options=("--fix",), directory=tmp_path)
+    partial = dataclasses.replace(_partial(), command="fsdp-doctor probe --fix --json elsewhere.json --resume")
+    write_report(sweep.file("2.98"), partial)
+    sweeping.check(sweep)
+    (one,) = sweeping.run(sweep)
+    assert one.trouble == "torch 2.98 does not install: [Errno 28] No space left on device"
+    assert read_report(sweep.file("2.98")) == partial
+
+
+def _partial() -> Report:
+    return report(*every_kind(), num_selected=20, complete=False, ended="stopped by SIGINT")
+
+
+def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Path) -> None:
+    sweep = Sweep(versions=("2.98",), requirements=("transformers==5.0", "./my pkg"), options=(), directory=tmp_path)
+    assert sweep.file("2.98").name == "torch2.98-transformers5.0-.mypkg.json"
+
+
+def test_how_the_device_is_given_does_not_make_it_another_request(tmp_path: pathlib.Path) -> None:
+    sweep = Sweep(versions=("2.98",), requirements=(), options=("--device=cpu", "-k", "a"), directory=tmp_path)
+    write_report(sweep.file("2.98"), dataclasses.replace(_partial(), command="fsdp-doctor probe -k a --resume"))
+    sweeping.check(sweep)
+    write_report(sweep.file("2.98"), dataclasses.replace(_partial(), command="fsdp-doctor probe -k b"))
+    with pytest.raises(UsageError, match="give another --directory, or remove it"):
+        sweeping.check(sweep)
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        (
+            "WARNING: old\nERROR: Could not find (from versions: 1)\nERROR: No matching distribution found for torch\n",
+            "No matching distribution found for torch",
+        ),
+        (
+            "  \u00d7 No solution found:\n  \u2570\u2500\u25b6 Because there is no torch==2.99,\n      it is bad.\n",
+            "No solution found: Because there is no torch==2.99, it is bad.",
+        ),
+        ("ERROR: [Errno 28] No space left on device\n", "[Errno 28] No space left on device"),
+        ("", ""),
+    ],
+)
+def test_the_installers_reason_is_one_line(printed: str, reason: str) -> None:
+    assert reason_of(printed) == reason
+
+
+def test_the_oldest_torch_with_an_emulated_device_is_what_the_device_says() -> None:
+    assert sweeping.OLDEST_EMULATED_TORCH == build.OLDEST_TORCH
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="there is no uv here")
+def test_uv_makes_the_environment_where_there_is_one(tmp_path: pathlib.Path) -> None:
+    variables = index_with_torch(tmp_path / "wheels", "2.98.1")
+    done = doctor("sweep", "--torch", "2.98", "--directory", str(tmp_path / "reports"), *_OPTIONS, env=variables)
+    assert done.code == 0, done.stderr
