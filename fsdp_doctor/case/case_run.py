@@ -19,6 +19,7 @@ from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import Path, impossible
 from fsdp_doctor.verdict.records import Problem, Record, Stage
 from fsdp_doctor.verdict.tracebacks import failure_from
@@ -45,7 +46,7 @@ class Assignment:
 class CaseRun(abc.ABC):
     """The state of one case while it runs: the record so far, reported at each stage.
 
-    given: what the path is called with, once the case is prepared.
+    given: what the path is called with, once the case is prepared. undoes_staging: as that of the path.
     """
 
     given: PathArguments
@@ -54,6 +55,7 @@ class CaseRun(abc.ABC):
         self._case = assignment.case
         self._path = assignment.path
         self._contract = assignment.path.contract
+        self.undoes_staging = assignment.path.undoes_staging
         self._function = assignment.function
         self._runtime = assignment.runtime
         self._leftovers = assignment.leftovers
@@ -119,6 +121,11 @@ class CaseRun(abc.ABC):
             self._agree()
         reusable = self._unbroken and not self._changed_somewhere and trainer is not None and self._is_reusable(trainer)
         return trainer if reusable else None
+
+    @property
+    def direction(self) -> Direction:
+        """Of the path."""
+        return self._path.direction
 
     @property
     def _unbroken(self) -> bool:

@@ -59,6 +59,16 @@ class WorkerGroup:
         """What pytest said on each rank of the last command."""
         return [worker.phase_report for worker in self._workers]
 
+    def end(self, seconds: float) -> None:
+        """Lets all workers end by themselves, and ends those that have not after that time."""
+        for worker in self._workers:
+            worker.let_go()
+        end = time.monotonic() + seconds
+        while not all(worker.ended for worker in self._workers) and time.monotonic() < end:
+            for worker in self._workers:
+                worker.pump(_LONG_POLL / len(self._workers))
+        self.close()
+
     def close(self) -> None:
         """Ends all workers, and all that they have started."""
         for worker in self._workers:

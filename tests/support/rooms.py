@@ -5,7 +5,7 @@ from __future__ import annotations
 # A room may import from the rooms before it, and from itself. CONTRIBUTING.md says what each is for.
 ROOMS = (
     *("errors", "machine", "matrix", "verdict", "known", "report", "fsdp", "extract", "load", "examination"),
-    *("case", "probe", "explain", "check", "repro", "bench", "cli"),
+    *("case", "probe", "plugin", "explain", "check", "repro", "bench", "cli"),
 )
 # It stands alone: it imports nothing of ours.
 EMULATED = "emulated"
