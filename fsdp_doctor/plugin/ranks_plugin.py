@@ -6,6 +6,7 @@ plugins see an ordinary test.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -13,12 +14,12 @@ import pytest
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
 from fsdp_doctor.plugin.marks import MarkedTest
-from fsdp_doctor.plugin.outcome import Outcome, outcome_of
+from fsdp_doctor.plugin.phase_outcome import PhaseOutcome, outcome_of
 from fsdp_doctor.plugin.rank_host import RankHost
 from fsdp_doctor.plugin.requests import PhaseCommand, PhaseRequest, Refusal, TestPhase
 
 _TOLD: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
-_OUTCOME: pytest.StashKey[Outcome] = pytest.StashKey()
+_OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
 
 class RanksPlugin:
@@ -114,6 +115,9 @@ class RanksPlugin:
             (pytest.fail if answer.exit_code == UsageError.exit_code else pytest.skip)(answer.reason)
         outcome = item.stash[_OUTCOME] = outcome_of(self._config, phase, answer)
         item.stash[_TOLD] += outcome.told
+        if self._config.getoption("capture") == "no":
+            for title, text in outcome.told:
+                sys.stdout.write(f"\n[{title}]\n{text}")
         self._still_whole = self._still_whole and outcome.alike
         if not answer.goes_on:
             self._running = None

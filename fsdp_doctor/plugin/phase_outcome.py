@@ -20,7 +20,7 @@ _NO_FRAME = "<no Python frame>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PhaseOutcome:
     """verdict: over all ranks. passed, skipped, xfailed: the ranks whose own pytest says so.
 
     reason: of those that skipped or were expected to fail. skipped_at: file, line and reason, for pytest's summary.
@@ -47,7 +47,9 @@ class Outcome:
     def raise_if_not_passed(self) -> None:
         if self.verdict.bad:
             kind = "" if self.verdict.kind == "crash" else f"{self.verdict.kind}: "
-            pytest.fail("\n".join([kind + self.verdict.reason, *self.verdict.also]), pytrace=False)
+            # What pytest.fail() raises is named so again where it is raised here.
+            reason = self.verdict.reason.replace("Failed: ", "", 1)
+            pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
         if self.xfailed:
             pytest.xfail(self.reason)
         if len(self.skipped) == self.num_ranks:
@@ -66,7 +68,7 @@ class Outcome:
                 add_section(title, text)
 
 
-def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> Outcome:
+def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> PhaseOutcome:
     reports = {
         rank: config.hook.pytest_report_from_serializable(config=config, data=said.report)
         for rank, said in enumerate(answer.phases)
@@ -76,7 +78,7 @@ def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> 
     skipped = {rank: report.longrepr for rank, report in reports.items() if report.skipped}
     failed = {rank: str(r.longrepr) for rank, r in reports.items() if r.failed and rank not in xfailed}
     reasons = [*xfailed.values(), *(said[2].removeprefix("Skipped: ") for said in skipped.values())]
-    return Outcome(
+    return PhaseOutcome(
         phase=phase,
         verdict=classify(answer.reports, len(answer.reports)),
         skipped=tuple(skipped),
