@@ -7,14 +7,13 @@ in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights
 :func:`promises`, which declares what an extraction function of your own promises before
 ``--path module:function`` tests it.
 
-Importing this package does not import torch; asking it for any of these but the last does.
+Importing this package imports nothing else; asking it for any of these but the last imports torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from fsdp_doctor.matrix.contracts import promises
 
 if TYPE_CHECKING:
     from fsdp_doctor.examination import Examination, ModelIsBad, examine
@@ -27,12 +26,26 @@ if TYPE_CHECKING:
         weights_info,
     )
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
+    from fsdp_doctor.matrix.contracts import promises
 
 __version__ = "0.1.0"
 
-_OF_EXTRACT = ("PlanMismatch", "RankLeft", "WeightInfo", "full_state_dict", "full_tensors", "weights_info")
-_OF_LOAD = ("LoadError", "LoadReport", "load_full_tensors", "load_optimizer_state")
-_OF_LIVE = ("Examination", "ModelIsBad", "examine")
+_MODULE_OF = {
+    "Examination": "examination",
+    "LoadError": "load",
+    "LoadReport": "load",
+    "ModelIsBad": "examination",
+    "PlanMismatch": "extract",
+    "RankLeft": "extract",
+    "WeightInfo": "extract",
+    "examine": "examination",
+    "full_state_dict": "extract",
+    "full_tensors": "extract",
+    "load_full_tensors": "load",
+    "load_optimizer_state": "load",
+    "promises": "matrix.contracts",
+    "weights_info": "extract",
+}
 __all__ = [
     "Examination",
     "LoadError",
@@ -53,16 +66,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_EXTRACT:
-        from fsdp_doctor import extract
-
-        return getattr(extract, name)
-    if name in _OF_LOAD:
-        from fsdp_doctor import load
-
-        return getattr(load, name)
-    if name in _OF_LIVE:
-        from fsdp_doctor import examination
-
-        return getattr(examination, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fsdp_doctor.{_MODULE_OF[name]}"), name)

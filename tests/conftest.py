@@ -1,6 +1,6 @@
 """Which tests start processes, and what all tests share of those that cost much.
 
-A test whose file imports what starts them (``program``, ``support.ranks``, ``support.forked``) is marked ``processes``.
+A test whose file imports what starts them (``_START_PROCESSES``) is marked ``processes``.
 Any other one belongs to ``make check`` and fails if it starts a process.
 """
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 if TYPE_CHECKING:
     from support.ranks import Groups
 
-_START_PROCESSES = ("program", "support.ranks", "support.forked")
+_START_PROCESSES = ("program", "support.ranks", "support.forked", "support.plugin_runs")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
 

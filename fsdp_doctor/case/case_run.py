@@ -14,6 +14,7 @@ from fsdp_doctor.case.recorded_run import RecordedRun, RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import Path, impossible
 
 
@@ -35,7 +36,7 @@ class Assignment:
 class CaseRun(RecordedRun, abc.ABC):
     """A case of the matrix, in a scenario that our own trainer builds.
 
-    given: what the path is called with, once the case is prepared.
+    given: what the path is called with, once the case is prepared. undoes_staging: as that of the path.
     """
 
     given: PathArguments
@@ -45,6 +46,7 @@ class CaseRun(RecordedRun, abc.ABC):
         self._case = assignment.case
         self._path = assignment.path
         self._contract = assignment.path.contract
+        self.undoes_staging = assignment.path.undoes_staging
         self._function = assignment.function
         self._runtime = assignment.runtime
         self._leftovers = assignment.leftovers
@@ -106,6 +108,11 @@ class CaseRun(RecordedRun, abc.ABC):
             self._agree()
         reusable = self._unbroken and not self._changed_somewhere and trainer is not None and self._is_reusable(trainer)
         return trainer if reusable else None
+
+    @property
+    def direction(self) -> Direction:
+        """Of the path."""
+        return self._path.direction
 
     def _build(self) -> Trainer:
         self._enter("build")

@@ -36,7 +36,7 @@ class ExtractionRun(CaseRun, DrainingRun):
 
     def _train_on(self, trainer: Trainer) -> None:
         self._enter("next step")
-        trainer.resume(undo_staging=self._path.undoes_staging)
+        trainer.resume(undo_staging=self.undoes_staging)
         self._check_weights(trainer.model, self.truth, "the next training step would start from other weights")
         trainer.step()
         self._runtime.synchronize()

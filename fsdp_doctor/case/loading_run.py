@@ -144,7 +144,7 @@ class LoadingRun(CaseRun):
         scenario = self._case.scenario
         if scenario.init == "meta" and not self._path.optimizer_first:
             trainer.optimizer = trainer.make_optimizer()
-        trainer.resume(undo_staging=self._path.undoes_staging)
+        trainer.resume(undo_staging=self.undoes_staging)
         self._look_at_what_trains(trainer)
         if self._contract.loads != "model":
             trainer.seek(self._checkpoint.data_position)

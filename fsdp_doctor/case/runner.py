@@ -45,17 +45,10 @@ class CaseRunner:
         self._trainer = run.run(self._kept_for(case.scenario, path))
         return run.record
 
-    def open(self, case: Case, contract: Contract) -> tuple[CaseRun, Trainer | None]:
-        """The run of a case whose path the caller runs itself, and the trainer that can be used again for it.
-
-        A trainer that is whole afterwards is handed to :meth:`keep`.
-        """
+    def open(self, case: Case, contract: Contract) -> CaseRun:
+        """The run of a case whose path the caller runs itself; the caller keeps its trainer, too."""
         path = dataclasses.replace(find_path(case.path, case.scenario.version), contract=contract)
-        return self._run_of(self._assignment(case, path, _never_called)), self._kept_for(case.scenario, path)
-
-    def keep(self, trainer: Trainer | None) -> None:
-        """For the next case of its scenario."""
-        self._trainer = trainer
+        return self._run_of(self._assignment(case, path, _never_called))
 
     def save(self, case: Case) -> Record:
         """Saves the checkpoint that a case in other processes is given. Every rank must call it with the same case."""

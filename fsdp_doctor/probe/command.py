@@ -109,7 +109,7 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     place = launch.place()
     # Supervisors must not outlive a torchrun that was killed.
     worker.die_with_parent(signal.SIGTERM)
-    worker.import_what_workers_need()
+    worker.import_what_cases_need()
     import torch.distributed as dist
 
     try:

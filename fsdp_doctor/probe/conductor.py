@@ -6,9 +6,8 @@ The instructions go over the store: start a generation of workers, run a case, r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
+from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.probe.deadlines import Deadlines
 from fsdp_doctor.probe.instructions import (
@@ -20,6 +19,7 @@ from fsdp_doctor.probe.instructions import (
     start_for,
     to_json,
 )
+from fsdp_doctor.probe.readiness import check_ready
 from fsdp_doctor.probe.supervisor import Supervisor
 from fsdp_doctor.probe.watch import Watch
 from fsdp_doctor.verdict.records import RankReport
@@ -51,12 +51,7 @@ class Conductor:
         self._num_generations += 1
         self._instruct(start_for(case, self._num_generations, task))
         reports = self._gather()
-        for report in reports:
-            if report.refused is not None:
-                raise _ERROR_OF.get(report.refused.exit_code, DoctorFault)(report.refused.reason)
-        missing = sorted((report for report in reports if report.ready is None), key=lambda r: r.exit_time)
-        if missing:
-            raise DoctorFault(f"the worker of rank {missing[0].rank} did not start: {_how(missing[0])}")
+        check_ready(reports)
         return reports
 
     def run(self, case_number: int) -> list[RankReport]:
@@ -98,12 +93,3 @@ class Conductor:
                 stopped_at = time.monotonic()
                 round_.order_stop(stop)
         return round_.reports()
-
-
-_ERROR_OF: dict[int, Callable[[str], FsdpDoctorError]] = {2: UsageError, 3: CannotRun}
-
-
-def _how(report: RankReport) -> str:
-    output = report.output.strip().splitlines()[-1:]
-    ending = report.exit or report.stopped_detail or "it said nothing readable"
-    return ending + (f" ({output[0]})" if output else "")

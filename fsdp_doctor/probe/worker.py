@@ -62,19 +62,24 @@ class WorkerEnds:
         self.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
 
 
-def import_what_workers_need() -> None:
-    """For the supervisor, once, before the first fork. Makes no CUDA context."""
+def import_what_all_workers_need() -> None:
+    """For the supervisor, before the first fork. Makes no CUDA context."""
     # torch.cuda.is_available() would otherwise initialize CUDA in this process, and a fork of it
     # could not use CUDA any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import transformers
-
     import fsdp_doctor.case.runner  # noqa: F401, the workers' own rooms
+
+
+def import_what_cases_need() -> None:
+    """For the supervisor, once, before it forks the first worker that builds a model. Makes no CUDA context."""
+    import_what_all_workers_need()
+    import transformers
 
     # What torch's and our own code import when they are first called: here once instead of in every worker.
     for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{room}" for room in _PATHS)):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    # Lazy attributes of transformers: likewise.
     for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
         getattr(transformers, name, None)
     # Workers collect garbage often; what was imported need not be looked at again each time.

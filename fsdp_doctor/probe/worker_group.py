@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -49,15 +50,27 @@ class WorkerGroup:
     def perform(self, command: str, timeout: float | None = None) -> list[RankReport]:
         """Gives every worker the command; every rank's report once all are through with it, or were stopped.
 
-        timeout: seconds without progress, in place of the group's own limits.
+        timeout: seconds without progress, in place of those that the group's limits give a start or a test.
         """
         for worker in self._workers:
             worker.begin(command)
-        return self._reports(self._deadlines if timeout is None else Deadlines(Limits(start=timeout, stage=timeout)))
+        if timeout is None:
+            return self._reports(self._deadlines)
+        return self._reports(Deadlines(dataclasses.replace(self._limits, start=timeout)))
 
     def phase_reports(self) -> list[PhaseReport | None]:
         """What pytest said on each rank of the last command."""
         return [worker.phase_report for worker in self._workers]
+
+    def end(self, seconds: float) -> None:
+        """Lets all workers end by themselves, and ends those that have not after that time."""
+        for worker in self._workers:
+            worker.let_go()
+        end = time.monotonic() + seconds
+        while not all(worker.ended for worker in self._workers) and time.monotonic() < end:
+            for worker in self._workers:
+                worker.pump(_LONG_POLL / len(self._workers))
+        self.close()
 
     def close(self) -> None:
         """Ends all workers, and all that they have started."""

@@ -94,6 +94,16 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             self._channel.sendall(f"{command}\n".encode())
 
+    def let_go(self) -> None:
+        """Tells the worker that no command follows, so that it ends by itself."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._ended
+
     def pump(self, seconds: float) -> None:
         """Waits up to ``seconds`` for the worker, takes in what it wrote, notices its end."""
         if self._closed:

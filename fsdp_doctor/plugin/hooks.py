@@ -1,0 +1,72 @@
+"""What pytest loads for every user of the environment.
+
+Nothing of ours is imported here before a test is marked: every run of pytest pays for this module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fsdp_doctor.plugin.fsdp_case import FsdpCase
+    from fsdp_doctor.plugin.this_rank import ThisRank
+
+# Registered under this name is what asks ranks to run tests, or in a rank what runs them.
+REGISTERED_AS = "fsdp-doctor-ranks"
+
+_FSDP = (
+    "fsdp(strategy=..., offload=..., staging=..., ranks=2, ...): the test runs on that many ranks, once for each "
+    "scenario of fsdp-doctor's matrix that the values name, with the fixture fsdp_case."
+)
+_RANKS = "ranks(number=2, device='auto', timeout=None): the test's body and its fixtures run on that many ranks."
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("fsdp-doctor").addoption(
+        "--ranks-device",
+        metavar="DEVICE",
+        default="auto",
+        help="Device of the tests that run on ranks: auto, cuda, xpu, cpu, emulated.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _FSDP)
+    config.addinivalue_line("markers", _RANKS)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("fsdp"):
+        from fsdp_doctor.plugin import marks
+
+        marks.parametrize(metafunc)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.has_plugin(REGISTERED_AS) or not any(map(_is_marked, items)):
+        return
+    from fsdp_doctor.plugin.ranks_plugin import RanksPlugin
+
+    config.pluginmanager.register(RanksPlugin(config), REGISTERED_AS)
+
+
+def _is_marked(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("fsdp", "ranks"))
+
+
+@pytest.fixture
+def fsdp_case(request: pytest.FixtureRequest) -> FsdpCase:
+    """A sharded model and its optimizer in the scenario that the test runs in."""
+    from fsdp_doctor.plugin import rank_session
+
+    return rank_session.of(request).fsdp_case(request)
+
+
+@pytest.fixture
+def this_rank(request: pytest.FixtureRequest) -> ThisRank:
+    """The rank that the test runs on: its number, device and process groups."""
+    from fsdp_doctor.plugin import rank_session
+
+    return rank_session.of(request).this_rank

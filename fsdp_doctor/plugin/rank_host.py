@@ -1,0 +1,124 @@
+"""The supervising process as pytest sees it: started with the first marked test, ended with the session."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from fsdp_doctor.errors import DoctorFault
+from fsdp_doctor.plugin.requests import Answer, PhaseRequest, Preparation
+
+# It finds what this process finds, and does not read the program that started pytest.
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from fsdp_doctor.plugin.supervision import main
+main(int(sys.argv[2]))
+"""
+_END_SECONDS = 30.0
+# What this process alone does with the tests: select them, judge them, write about them, end early.
+_FOR_THIS_PROCESS_ALONE: dict[str, Any] = {
+    "capture": "no",
+    "collectonly": False,
+    "deselect": None,
+    "dist": "no",
+    "durations": None,
+    "failedfirst": False,
+    "htmlpath": None,
+    "keyword": "",
+    "lf": False,
+    "looponfail": False,
+    "markexpr": "",
+    "maxfail": 0,
+    "newfirst": False,
+    "no_cov": True,
+    "numprocesses": None,
+    "pastebin": None,
+    "report_log": None,
+    "setuponly": False,
+    "setupplan": False,
+    "setupshow": False,
+    "stepwise": False,
+    "trace": False,
+    "tx": [],
+    "usepdb": False,
+    "xmlpath": None,
+}
+# By the names under which pytest registers them.
+_PLUGINS_OF_THIS_PROCESS = ("terminal", "lfplugin", "nfplugin", "stepwiseplugin")
+
+
+class RankHost:
+    """Starts the process at once; it may take seconds until it answers, because it imports torch."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
+        self._printed = tempfile.TemporaryFile()
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._printed,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            # Ctrl-C is for pytest alone.
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._connection.send(Preparation(options=_options(config), args=list(config.args), scratch=self._scratch))
+
+    def ask(self, request: PhaseRequest) -> Answer:
+        """Waits until the phase has ended on every rank. Raises DoctorFault where the process ends instead."""
+        try:
+            self._connection.send(request)
+            answer: Answer = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.wait(_END_SECONDS)
+            self._printed.seek(0)
+            last = self._printed.read().decode(errors="replace").strip().splitlines()[-1:]
+            how = f"exit code {self._process.returncode}" + (f": {last[0]}" if last else "")
+            raise DoctorFault(f"the process that supervises the ranks ended with {how}") from None
+        return answer
+
+    def close(self) -> None:
+        """Ends the process and its ranks, whatever they are at."""
+        self._connection.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._printed.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _options(config: pytest.Config) -> dict[str, Any]:
+    """The options of this run that make sense for a rank's own session."""
+    options = {name: value for name, value in vars(config.option).items() if _can_be_sent(value)}
+    options |= {name: value for name, value in _FOR_THIS_PROCESS_ALONE.items() if name in options}
+    options["plugins"] = [*options.get("plugins", ()), *(f"no:{name}" for name in _PLUGINS_OF_THIS_PROCESS)]
+    options["rootdir"] = str(config.rootpath)
+    if config.inipath is not None:
+        options["inifilename"] = str(config.inipath)
+    return options
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

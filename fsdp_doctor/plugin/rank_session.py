@@ -1,0 +1,228 @@
+"""A session of pytest on one rank: it imports the tests itself, and runs a phase of one whenever it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fsdp_doctor.errors import FsdpDoctorError, UsageError
+from fsdp_doctor.machine import devices
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.environment import of_torch
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.axes import Backend
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.plugin.hooks import REGISTERED_AS
+from fsdp_doctor.plugin.marks import contract_of
+from fsdp_doctor.plugin.requests import PhaseCommand, Preparation, command_from_line
+from fsdp_doctor.probe.worker import WorkerEnds
+from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused
+from fsdp_doctor.verdict.tracebacks import failure_from
+
+if TYPE_CHECKING:
+    from fsdp_doctor.case.runtime import Runtime
+    from fsdp_doctor.plugin.fsdp_case import FsdpCase
+    from fsdp_doctor.plugin.this_rank import ThisRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """What the ranks of a generation have in common.
+
+    generation: counts those of a run of pytest. store_port: of the store on this node.
+    """
+
+    device: RunDevice
+    backend: Backend
+    generation: int
+    store_port: int
+    preparation: Preparation
+
+
+def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
+    """The whole life of a worker: join the other ranks, then do what comes in, until nothing more does."""
+    ends.write_stacks()
+    agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(start.store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= place.variables | agent
+    directory = start.preparation.scratch / f"generation-{start.generation}"
+    try:
+        runtime = _join(place, start, directory)
+        options = start.preparation.options | {"basetemp": str(directory / f"rank-{place.rank}")}
+        config = pytest.Config.fromdictargs(options, start.preparation.args)
+    except FsdpDoctorError as error:
+        ends.send(Refused(reason=str(error), exit_code=error.exit_code))
+        return
+    except pytest.UsageError as error:
+        ends.send(Refused(reason=str(error), exit_code=UsageError.exit_code))
+        return
+    config.pluginmanager.register(RankSession(ends, runtime), REGISTERED_AS)
+    config.hook.pytest_cmdline_main(config=config)
+
+
+def of(request: pytest.FixtureRequest) -> RankSession:
+    """The session that a fixture is set up in. Fails the test where there is none."""
+    session = request.config.pluginmanager.get_plugin(REGISTERED_AS)
+    if not isinstance(session, RankSession):
+        pytest.fail(f"{request.fixturename} is for tests marked fsdp or ranks, and this one is not", pytrace=False)
+    return session
+
+
+class RankSession:
+    """A plugin of this rank's pytest, which collects a file when its first test comes."""
+
+    def __init__(self, ends: WorkerEnds, runtime: Runtime) -> None:
+        from fsdp_doctor.case.leftovers import Leftovers
+        from fsdp_doctor.case.runner import CaseRunner
+        from fsdp_doctor.plugin.fsdp_case import KeptScenarios
+
+        self._ends = ends
+        self._runtime = runtime
+        self._commands: Iterator[PhaseCommand] = map(command_from_line, ends.channel.makefile("r"))
+        self._command: PhaseCommand
+        self._leftovers = Leftovers(runtime.device)
+        self._runner = CaseRunner(runtime, (), report=ends.send)
+        self._scenarios = KeptScenarios()
+        self._items: dict[str, dict[str, pytest.Item]] = {}
+        self._collection_errors: list[pytest.CollectReport] = []
+        self._retire = ""
+
+    def pytest_collection(self) -> bool:
+        return True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._collection_errors.append(report)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._ends.send(Ready(environment=of_torch()))
+        for command in self._commands:
+            self._command = command
+            self._say_begun()
+            item = self._find(session)
+            if item is not None:
+                item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        return True
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
+        """Around this are the hooks of pytest that a test needs: introspection, filters of warnings."""
+        self._phase(item, lambda: self._set_up(item))
+        for command in self._commands:
+            self._command = command
+            self._say_begun()
+            if command.phase == "teardown":
+                self._phase(item, lambda: self._tear_down(item))
+                break
+            self._leftovers.look_before()
+            self._phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._leftovers.undo)
+        if isinstance(item, pytest.Function):
+            # What the test's fixtures held is let go, and it can be run again.
+            item._initrequest()
+        return True
+
+    @property
+    def this_rank(self) -> ThisRank:
+        from fsdp_doctor.plugin.this_rank import ThisRank
+
+        scratch = self._runtime.scratch / f"test-{self._command.number}"
+        scratch.mkdir(parents=True, exist_ok=True)
+        return ThisRank(
+            rank=self._runtime.rank,
+            world_size=self._runtime.world_size,
+            device=self._runtime.device,
+            control=self._runtime.control,
+            scratch=scratch,
+        )
+
+    def fsdp_case(self, request: pytest.FixtureRequest) -> FsdpCase:
+        """The scenario that the mark of the test names, built or kept from the test before."""
+        from fsdp_doctor.plugin.fsdp_case import FsdpCase
+
+        if not hasattr(request, "param"):
+            pytest.fail("fsdp_case is for tests marked fsdp, and this one is marked ranks", pytrace=False)
+        run = self._runner.open(Case(request.param, "test:function"), contract_of(request.function))
+        return FsdpCase(run, request.param, self._scenarios, self.this_rank)
+
+    def _set_up(self, item: pytest.Item) -> None:
+        # Where the order of tests is not that of a list, as under xdist, a fixture of the test before may be left.
+        item.session._setupstate.teardown_exact(item)
+        item.ihook.pytest_runtest_setup(item=item)
+
+    def _tear_down(self, item: pytest.Item) -> None:
+        stays = [node for node in item.listchain()[:-1] if node.nodeid in self._command.next_nodes]
+        item.ihook.pytest_runtest_teardown(item=item, nextitem=stays[-1] if stays else None)
+        if self._command.still_whole and not self._retire and not self._group_works():
+            pytest.fail("a collective after the test gives a wrong sum: the ranks' own did not match", pytrace=False)
+
+    def _group_works(self) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        ones = torch.ones(4, device=self._runtime.device)
+        dist.all_reduce(ones)
+        self._runtime.synchronize()
+        return bool((ones == self._runtime.world_size).all())
+
+    def _phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
+        """Runs a phase of a test, and says how it ended. ``undo`` says what the phase left that cannot be undone."""
+        call = pytest.CallInfo.from_call(run, when=self._command.phase)
+        self._retire = self._retire or undo()
+        # For its effects on this rank, as on tmp_path; what a mark makes of a failure is pytest's own process's affair.
+        item.ihook.pytest_runtest_makereport(item=item, call=call)
+        report = pytest.TestReport.from_item_and_call(item, call)  # type: ignore[arg-type]
+        data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+        raised = call.excinfo.value if call.excinfo is not None else None
+        xfailed = str(raised.msg) if isinstance(raised, pytest.xfail.Exception) else None
+        # What a report holds besides texts and numbers is of the user's own.
+        self._ends.send(PhaseReport(report=json.loads(json.dumps(data, default=str)), xfailed=xfailed))
+        failed = raised is not None and report.failed and xfailed is None
+        self._say_done(failure_from(raised) if failed and raised is not None else None)
+
+    def _find(self, session: pytest.Session) -> pytest.Item | None:
+        """The test of the command; None, and what keeps it from being found is said, where there is none."""
+        wanted, file = self._command.test, self._command.file
+        try:
+            if file not in self._items:
+                self._items[file] = {item.nodeid: item for item in session.perform_collect([file])}
+        except Exception as error:
+            self._say_done(failure_from(error))
+            return None
+        if wanted in self._items[file]:
+            return self._items[file][wanted]
+        why = "\n".join(str(report.longrepr) for report in self._collection_errors)
+        message = "this rank does not collect the test" + (": its file raises when it is imported" if why else "")
+        self._say_done(Failure(type="CollectError", message=message, traceback=why, time=time.time()))
+        return None
+
+    def _say_begun(self) -> None:
+        self._ends.send(Record(case_id=self._command.test, stage="test"))
+
+    def _say_done(self, failure: Failure | None) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        retire = self._retire or ("" if self._scenarios.whole else "the ranks ended a case differently")
+        self._ends.send(Record(case_id=self._command.test, stage="test", failure=failure, retire=retire, done=True))
+
+
+def _join(place: Place, start: RankStart, scratch: pathlib.Path) -> Runtime:
+    import torch.distributed as dist
+
+    from fsdp_doctor.case import runtime
+
+    devices.check_there_is_one(start.device.type, rank=place.rank, local_rank=place.local_rank)
+    store, _, _ = next(dist.rendezvous("env://"))
+    return runtime.start(
+        dist.PrefixStore("fsdp-doctor", store),
+        place=place,
+        run_device=start.device,
+        backend=start.backend,
+        scratch=scratch,
+        custom_model=None,
+    )

@@ -1,0 +1,134 @@
+"""In pytest's own process: has the marked tests run on ranks, phase by phase, and reports what they come to.
+
+pytest's protocol stays what it is: a phase that fails on a rank raises here. So marks, ``-x``, reports and other
+plugins see an ordinary test.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+
+import pytest
+
+from fsdp_doctor.errors import DoctorFault, UsageError
+from fsdp_doctor.plugin import marks
+from fsdp_doctor.plugin.marks import MarkedTest
+from fsdp_doctor.plugin.phase_outcome import PhaseOutcome, outcome_of
+from fsdp_doctor.plugin.rank_host import RankHost
+from fsdp_doctor.plugin.requests import PhaseCommand, PhaseRequest, Refusal, TestPhase
+
+_TOLD: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
+_OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
+
+
+class RanksPlugin:
+    """Registered once a test is marked."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._device: str = config.getoption("--ranks-device")
+        self._host: RankHost | None = None
+        self._running: MarkedTest | None = None
+        self._still_whole = True
+        self._num_tests = 0
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if not any(item.get_closest_marker(name) for name in ("fsdp", "ranks")):
+            return
+        mistake = ""
+        try:
+            self._running = marks.read(item, self._device)
+        except UsageError as error:
+            mistake = str(error)
+        if mistake:
+            pytest.fail(mistake, pytrace=False)
+        if isinstance(item, pytest.Function):
+            # The ranks set up the fixtures, each its own.
+            item.fixturenames = []
+        self._num_tests += 1
+        self._still_whole = True
+        item.stash[_TOLD] = []
+        self._have_run(item, "setup")
+
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        if self._running is None:
+            return None
+        self._have_run(pyfuncitem, "call")
+        return True
+
+    # After pytest's own teardown, which must come to its end whatever the ranks' does.
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        if self._running is None:
+            return
+        try:
+            self._have_run(item, "teardown", nextitem)
+        finally:
+            self._running = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        outcome = item.stash.get(_OUTCOME, None)
+        if outcome is not None and outcome.phase == call.when:
+            outcome.add_to(report)
+        told: list[tuple[str, str]] = item.stash.get(_TOLD, [])
+        report.sections += told
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        self._end_host()
+
+    def _have_run(self, item: pytest.Item, phase: TestPhase, nextitem: pytest.Item | None = None) -> None:
+        """Returns where the phase passed on every rank; otherwise raises what pytest understands."""
+        assert self._running is not None
+        command = PhaseCommand(
+            phase=phase,
+            file=str(item.path),
+            test=item.nodeid,
+            number=self._num_tests,
+            next_nodes=tuple(node.nodeid for node in nextitem.listchain()) if nextitem else (),
+            still_whole=self._still_whole,
+        )
+        request = PhaseRequest(
+            needs=self._running.needs,
+            command=command,
+            timeout=self._running.timeout,
+            builds_model=item.get_closest_marker("fsdp") is not None,
+        )
+        try:
+            answer = self._running_host().ask(request)
+        except DoctorFault as error:
+            self._running = None
+            self._end_host()
+            pytest.fail(str(error), pytrace=False)
+        except BaseException:
+            # Of another plugin's time limit, or Ctrl-C: the ranks are still at it.
+            self._running = None
+            self._end_host()
+            raise
+        if isinstance(answer, Refusal):
+            self._running = None
+            (pytest.fail if answer.exit_code == UsageError.exit_code else pytest.skip)(answer.reason)
+        outcome = item.stash[_OUTCOME] = outcome_of(self._config, phase, answer)
+        item.stash[_TOLD] += outcome.told
+        if self._config.getoption("capture") == "no":
+            for title, text in outcome.told:
+                sys.stdout.write(f"\n[{title}]\n{text}")
+        self._still_whole = self._still_whole and outcome.alike
+        if not answer.goes_on:
+            self._running = None
+        outcome.raise_if_not_passed()
+
+    def _running_host(self) -> RankHost:
+        if self._host is None:
+            self._host = RankHost(self._config)
+        return self._host
+
+    def _end_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None

@@ -1,0 +1,134 @@
+"""The process that supervises the ranks of a run of pytest: it forks them, and outlives what happens to them.
+
+pytest's own process is not forked: it may have made a context on a device, and has threads. This one has imported what
+the workers need, and makes no context.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+
+from fsdp_doctor.errors import DoctorFault, FsdpDoctorError, Interrupted
+from fsdp_doctor.machine import devices
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.plugin import rank_session
+from fsdp_doctor.plugin.marks import RanksNeeded
+from fsdp_doctor.plugin.rank_session import RankStart
+from fsdp_doctor.plugin.requests import Answer, PhaseAnswer, PhaseRequest, Preparation, Refusal
+from fsdp_doctor.probe import worker
+from fsdp_doctor.probe.job import Limits
+from fsdp_doctor.probe.readiness import check_ready
+from fsdp_doctor.probe.worker_group import WorkerGroup
+from fsdp_doctor.verdict.classification import died_before, workers_are_whole
+
+_END_SECONDS = 5.0
+
+
+def main(descriptor: int) -> None:
+    """Answers what pytest asks over the socket until pytest closes it."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    preparation: Preparation = connection.recv()
+    worker.import_what_all_workers_need()
+    supervision = Supervision(preparation, connection)
+    try:
+        while True:
+            connection.send(supervision.answer(connection.recv()))
+    except (EOFError, OSError, Interrupted):
+        pass
+    finally:
+        supervision.close()
+
+
+class Supervision:
+    """The groups of workers that tests have needed so far, each kept until it is not whole."""
+
+    def __init__(self, preparation: Preparation, connection: Connection) -> None:
+        self._preparation = preparation
+        self._connection = connection
+        self._groups: dict[RanksNeeded, WorkerGroup] = {}
+        self._stores: dict[RanksNeeded, dist.TCPStore] = {}
+        self._num_generations = 0
+        self._can_build_models = False
+
+    def answer(self, request: PhaseRequest) -> Answer:
+        try:
+            return self._perform(request)
+        except Interrupted:
+            raise
+        except FsdpDoctorError as error:
+            return Refusal(reason=str(error), exit_code=error.exit_code)
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.end(_END_SECONDS)
+
+    def _perform(self, request: PhaseRequest) -> PhaseAnswer:
+        needs, line = request.needs, request.command.to_line()
+        if request.builds_model and not self._can_build_models:
+            self._can_build_models = True
+            worker.import_what_cases_need()
+        group = self._group(needs)
+        reports = group.perform(line, request.timeout)
+        if request.command.phase == "setup" and died_before(reports):
+            # Something that an earlier test had left ended a worker.
+            self._retire(needs)
+            group = self._group(needs)
+            reports = group.perform(line, request.timeout)
+        phases = group.phase_reports()
+        by_themselves = all(report.record is not None and report.record.done for report in reports)
+        goes_on = by_themselves and not any(report.exit for report in reports)
+        over = request.command.phase == "teardown"
+        if not goes_on or (over and not (workers_are_whole(reports) and request.command.still_whole)):
+            self._retire(needs)
+        return PhaseAnswer(reports=reports, phases=phases, goes_on=goes_on)
+
+    def _group(self, needs: RanksNeeded) -> WorkerGroup:
+        if needs not in self._groups:
+            try:
+                self._groups[needs] = self._started(needs)
+            except DoctorFault:
+                # It may have met what the last generation left.
+                self._groups[needs] = self._started(needs)
+        return self._groups[needs]
+
+    def _started(self, needs: RanksNeeded) -> WorkerGroup:
+        """Raises what the workers say if they cannot run here, DoctorFault if they end in the start."""
+        self._num_generations += 1
+        device = RunDevice(type=devices.resolve(needs.device))
+        devices.load(device, asked=needs.device)
+        # torchrun's agent keeps a store for its ranks; this one, too, listens on the loopback interface alone.
+        store = self._stores[needs] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        start = RankStart(
+            device=device,
+            backend=needs.backend,
+            generation=self._num_generations,
+            store_port=store.port,
+            preparation=self._preparation,
+        )
+        places = [Place(rank=r, world_size=needs.ranks, local_rank=r, num_nodes=1) for r in range(needs.ranks)]
+        runs = [functools.partial(self._in_the_fork, place, start) for place in places]
+        group = WorkerGroup(runs, Limits(), check=self._end_with_pytest)
+        try:
+            check_ready(group.started())
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    def _in_the_fork(self, place: Place, start: RankStart, ends: worker.WorkerEnds) -> None:
+        self._connection.close()
+        rank_session.run(place, start, ends)
+
+    def _end_with_pytest(self) -> None:
+        """pytest sends nothing while it waits: what can be read is the end."""
+        if self._connection.poll():
+            raise Interrupted("pytest has ended")
+
+    def _retire(self, needs: RanksNeeded) -> None:
+        self._groups.pop(needs).close()

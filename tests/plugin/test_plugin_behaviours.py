@@ -1,0 +1,126 @@
+"""Tests marked ranks: how each may end, and that what one does is not another's."""
+
+from __future__ import annotations
+
+import pytest
+from support.emulation import needs_emulation
+from support.plugin_runs import PytestRun, run_pytest
+
+
+@pytest.fixture(scope="module")
+def behaviours(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
+    needs_emulation()
+    arguments = ("-p", "no:cacheprovider", "--durations=3", "-rA")
+    return run_pytest(tmp_path_factory.mktemp("behaviours"), *arguments, suite="behaviours")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_passes",
+        "test_is_run_by_the_same_process",
+        "test_has_directories",
+        "test_captures",
+        "test_has_three_ranks_on_the_cpu",
+        "test_passes_after_all_that",
+    ],
+)
+def test_fixtures_and_bodies_run_on_every_rank(behaviours: PytestRun, name: str) -> None:
+    assert behaviours[name].outcome == "passed", behaviours[name].text
+
+
+def test_a_fixture_of_a_module_is_set_up_once_on_each_rank_for_all_its_tests(behaviours: PytestRun) -> None:
+    assert behaviours["test_passes"].text.count("of_module is set up") == 2
+    assert "of_module" not in behaviours["test_is_run_by_the_same_process"].text
+    assert behaviours["test_passes_after_all_that"].text.count("of_module is torn down") == 2
+
+
+def test_an_assert_on_one_rank_is_shown_with_its_rank_and_values(behaviours: PytestRun) -> None:
+    result = behaviours["test_asserts_on_rank_1"]
+    assert result.outcome == "failed"
+    assert result.message.startswith("Failed: rank 1: AssertionError: assert [1, 2, 4] == [1, 2, 3]")
+    assert "At index 2 diff: 4 != 3" in result.text
+    assert "-- rank 1 --" in result.text
+    assert "-- rank 0 --" not in result.text
+    for rank in (0, 1):
+        assert f"said by rank {rank}" in result.text
+
+
+def test_an_assert_that_fails_alike_on_all_ranks_is_told_once(behaviours: PytestRun) -> None:
+    result = behaviours["test_asserts_on_all"]
+    assert result.outcome == "failed"
+    assert result.text.count("Differing items:") == 1
+    assert "-- ranks 0, 1 --" in result.text
+
+
+def test_a_fixture_that_raises_on_one_rank_is_an_error_of_the_setup(behaviours: PytestRun) -> None:
+    result = behaviours["test_has_a_failing_fixture"]
+    assert result.outcome == "error"
+    assert "rank 1: ValueError: planted in a fixture" in result.message
+
+
+def test_an_exit_of_one_rank_fails_its_test_with_every_ranks_output(behaviours: PytestRun) -> None:
+    result = behaviours["test_exits"]
+    assert result.outcome == "failed"
+    assert "died: rank 1: ended with exit code 3" in result.message
+    for rank in (0, 1):
+        assert f"last words of rank {rank}" in result.text
+    assert "dist.barrier()" in result.text, "where the other rank was"
+
+
+def test_a_killed_rank_is_never_a_pass(behaviours: PytestRun) -> None:
+    result = behaviours["test_is_killed"]
+    assert result.outcome == "failed"
+    assert "died: rank 1: ended with SIGKILL" in result.message
+
+
+def test_sys_exit_with_0_is_no_pass(behaviours: PytestRun) -> None:
+    assert behaviours["test_calls_sys_exit"].outcome == "failed"
+    assert "SystemExit" in behaviours["test_calls_sys_exit"].message
+
+
+def test_a_hang_fails_its_test_with_every_ranks_stack_and_output(behaviours: PytestRun) -> None:
+    result = behaviours["test_hangs"]
+    assert result.outcome == "failed"
+    assert result.message.startswith("Failed: hang: no progress in stage test for 3 s: ")
+    assert "in barrier" in result.text
+    assert "in _waits_elsewhere" in result.text
+    for rank in (0, 1):
+        assert f"-- rank {rank}, stopped: " in result.text
+        assert f"rank {rank} before the barrier" in result.text
+    assert "_pytest/" not in result.text, "the frames of pytest itself are left out"
+
+
+def test_a_collective_that_one_rank_alone_began_is_found_after_the_test(behaviours: PytestRun) -> None:
+    assert behaviours["test_leaves_a_collective_unmatched"].outcome == "error"
+
+
+def test_a_skip_counts_where_every_rank_skips(behaviours: PytestRun) -> None:
+    assert behaviours["test_skips"].outcome == "skipped"
+    assert "for a reason" in behaviours["test_skips"].message
+    assert behaviours["test_skips_on_rank_1"].outcome == "failed"
+    assert "skipped on rank 1 and not on the others" in behaviours["test_skips_on_rank_1"].message
+
+
+def test_a_test_that_is_expected_to_fail_may_do_so_on_any_rank(behaviours: PytestRun) -> None:
+    assert behaviours["test_is_expected_to_fail"].outcome == "skipped"
+    assert behaviours["test_is_expected_to_fail_and_passes"].outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("test_has_no_number_of_ranks", "the number of ranks is a positive whole number, not 'two'"),
+        ("test_has_an_unknown_device", "unknown device 'tpu'; use one of auto, cuda, xpu, cpu, emulated"),
+        ("test_has_no_scenario", "fsdp_case is for tests marked fsdp, and this one is marked ranks"),
+    ],
+)
+def test_a_mark_that_means_nothing_is_one_sentence(behaviours: PytestRun, name: str, sentence: str) -> None:
+    assert behaviours[name].outcome == "error"
+    assert sentence in behaviours[name].message
+    assert "Traceback" not in behaviours[name].text
+
+
+def test_durations_are_those_of_the_phases_on_the_ranks(behaviours: PytestRun) -> None:
+    assert "slowest 3 durations" in behaviours.run.stdout
+    assert behaviours["test_hangs"].seconds > 3

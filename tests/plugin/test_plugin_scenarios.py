@@ -1,0 +1,83 @@
+"""Tests marked fsdp: one for each scenario, verified bit by bit on every rank, and cheap once the first has run."""
+
+from __future__ import annotations
+
+import pytest
+from support.emulation import needs_emulation
+from support.plugin_runs import PytestRun, run_pytest
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
+    needs_emulation()
+    return run_pytest(tmp_path_factory.mktemp("scenarios"), "-p", "no:cacheprovider", suite="scenarios")
+
+
+def test_a_test_is_one_for_each_scenario_with_its_id(scenarios: PytestRun) -> None:
+    ids = [f"{s}/{o}/{g}" for s in ("fsdp2", "fsdp1") for o in ("none", "policy") for g in ("unstaged", "staged")]
+    ours = {name: result for name, result in scenarios.results.items() if name.startswith("test_ours")}
+    assert sorted(ours) == sorted(f"test_ours[{one}]" for one in ids)
+    assert {result.outcome for result in ours.values()} == {"passed"}, [r.text for r in ours.values()]
+
+
+@pytest.mark.parametrize(
+    "name", ["test_on_rank_0s_cpu[fsdp2/param/unstaged]", "test_loads[fsdp1-orig/policy/unstaged/fresh]"]
+)
+def test_what_a_test_promises_is_what_it_is_held_to(scenarios: PytestRun, name: str) -> None:
+    assert scenarios[name].outcome == "passed", scenarios[name].text
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("test_wrong_on_rank_1[fsdp2/none/unstaged]", "wrong: rank 1: 1 of 64 elements differ, the first at 3"),
+        ("test_breaks_training[fsdp2/none/unstaged]", "poisoned: the extraction changed"),
+        ("test_half_moved_does_not_train[fsdp2/policy/staged]", "poisoned: "),
+        ("test_loads_nothing[fsdp2/none/unstaged/fresh]", "incomplete: still what it was before the load"),
+        ("test_checks_twice[fsdp2/none/unstaged]", "fsdp_case.check() was called before"),
+    ],
+)
+def test_what_is_found_on_any_rank_fails_the_test_on_all(scenarios: PytestRun, name: str, reason: str) -> None:
+    result = scenarios[name]
+    assert result.outcome == "failed"
+    assert result.message.startswith(f"Failed: {reason}")
+    assert "ranks 0, 1" in result.text
+    assert "> " in result.text, "the line of the test is shown"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("test_needs_four_ranks[fsdp2/none/unstaged/hsdp]", "unsupported: hsdp needs an even number of ranks"),
+        ("test_contradicts_itself[fsdp2/none/unstaged/unpinned]", "unsupported: only FSDP2's CPUOffloadPolicy"),
+    ],
+)
+def test_a_scenario_that_cannot_be_built_is_skipped_with_the_reason(
+    scenarios: PytestRun, name: str, reason: str
+) -> None:
+    assert scenarios[name].outcome == "skipped"
+    assert reason in scenarios[name].message
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("test_has_an_unknown_axis", "there is no axis 'offlod' (did you mean offload?)"),
+        ("test_has_an_unknown_value", "offload: unknown value 'polcy' (did you mean policy"),
+        ("test_has_a_value_of_the_probe_alone", "'other-run' is not for tests"),
+        ("test_has_no_fixture", "is marked fsdp and has no argument fsdp_case"),
+        ("test_has_a_value_without_its_axis", "takes the axes by name"),
+    ],
+)
+def test_an_fsdp_mark_that_means_nothing_is_one_sentence(scenarios: PytestRun, name: str, sentence: str) -> None:
+    assert scenarios[name].outcome == "error"
+    assert sentence in scenarios[name].message
+    assert len(scenarios[name].message.splitlines()) == 1
+
+
+def test_the_hundredth_test_costs_less_than_a_fifth_of_a_second(scenarios: PytestRun) -> None:
+    many = [result for name, result in scenarios.results.items() if name.startswith("test_many")]
+    assert len(many) == 100
+    assert {result.outcome for result in many} == {"passed"}
+    # Of the last ones, so that a machine which is busy for a moment decides nothing.
+    assert min(result.seconds for result in many[-20:]) < 0.2

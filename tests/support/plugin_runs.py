@@ -1,0 +1,68 @@
+"""Runs of pytest with the plugin, in processes of their own, and what they say of each test."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+from xml.etree import ElementTree
+
+from program import Run, run
+
+from support.places import TESTS
+
+SUITES = TESTS / "plugin" / "suites"
+# The entry point is not there where the metadata of an editable install is older than it.
+_ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+_PLUGIN = ("-p", "fsdp_doctor.plugin.hooks")
+
+
+@dataclasses.dataclass(frozen=True)
+class TestResult:
+    """outcome: passed, failed, error, skipped. text: what the report says. seconds: all phases."""
+
+    __test__ = False
+
+    outcome: str
+    message: str
+    text: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PytestRun:
+    """``results``: of each test, by its name with its parameters."""
+
+    run: Run
+    results: dict[str, TestResult]
+
+    def __getitem__(self, name: str) -> TestResult:
+        return self.results[name]
+
+
+def run_pytest(directory: pathlib.Path, *arguments: str, suite: str = "", plugin: bool = True) -> PytestRun:
+    """pytest in ``directory``, of the suite of that name where one is given; nothing of the run may be left."""
+    if suite:
+        shutil.copy(SUITES / f"{suite}.py", directory / f"test_{suite}.py")
+    junit = directory / "junit.xml"
+    own = ("--rootdir", str(directory), "-c", "/dev/null", "--junitxml", str(junit), "-o", "junit_logging=all")
+    command = (sys.executable, "-m", "pytest", *(_PLUGIN if plugin else ()), *own, *arguments)
+    done = run(*command, env=_ALONE, cwd=directory)
+    assert done.left == [], done.left
+    return PytestRun(done, _results(junit) if junit.exists() else {})
+
+
+def _results(junit: pathlib.Path) -> dict[str, TestResult]:
+    return {case.attrib["name"]: _result(case) for case in ElementTree.parse(junit).iter("testcase")}
+
+
+def _result(case: ElementTree.Element) -> TestResult:
+    told = [child for child in case if child.tag in ("failure", "error", "skipped")]
+    printed = "".join(child.text or "" for child in case if child.tag.startswith("system-"))
+    return TestResult(
+        outcome={"failure": "failed"}.get(told[0].tag, told[0].tag) if told else "passed",
+        message=told[0].attrib.get("message", "") if told else "",
+        text="".join(child.text or "" for child in told) + printed,
+        seconds=float(case.attrib["time"]),
+    )
