@@ -7,8 +7,9 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, Fram
 from fsdp_doctor.matrix.frameworks.lightning_matrix import LIGHTNING
 from fsdp_doctor.matrix.frameworks.torchtitan_matrix import TORCHTITAN
 from fsdp_doctor.matrix.frameworks.trainer_matrix import TRAINER
+from fsdp_doctor.matrix.frameworks.trl_matrix import TRL
 from fsdp_doctor.matrix.frameworks.verl_matrix import VERL
 
 # In the order of their users.
-_MATRICES = (ACCELERATE, TRAINER, VERL, LIGHTNING, TORCHTITAN)
+_MATRICES = (ACCELERATE, TRAINER, VERL, TRL, LIGHTNING, TORCHTITAN)
 FRAMEWORKS: dict[FrameworkName, FrameworkMatrix] = {matrix.name: matrix for matrix in _MATRICES}

@@ -13,6 +13,7 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import (
 )
 from fsdp_doctor.matrix.frameworks.trainer_matrix import TRAINER
 
+STAND_IN = "vllm:LLM, trl.generation.vllm_client:VLLMClient"
 _FULL = {"model": ("qwen3", "uneven", "tied")}
 
 TRL = FrameworkMatrix(
@@ -72,7 +73,7 @@ TRL = FrameworkMatrix(
     shims=(
         *TRAINER.shims,
         Shim(
-            name="vllm.LLM, trl.generation.vllm_client.VLLMClient",
+            name=STAND_IN,
             kind="stand-in",
             reason="recorded at the method by which they are given weights; no engine runs, on CUDA neither",
         ),
