@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,11 @@ def _tokenizer() -> Any:
 
 class TrlAdapter(TrainerAdapter):
     matrix = TRL
-    modules = (*TrainerAdapter.modules, "trl.trainer.sft_trainer", "trl.generation.vllm_generation")
+    modules: ClassVar[tuple[str, ...]] = (
+        *TrainerAdapter.modules,
+        "trl.trainer.sft_trainer",
+        "trl.generation.vllm_generation",
+    )
 
     def on_emulated(self, shims: Shimming) -> None:
         super().on_emulated(shims)
