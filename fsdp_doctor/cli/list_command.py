@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 
 from fsdp_doctor.cli.selecting import SelectionOptions
-from fsdp_doctor.matrix.axes import AXES
+from fsdp_doctor.cli.values import split
+from fsdp_doctor.matrix.axes import AXES, Axis
 from fsdp_doctor.matrix.cases import AnyCase
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkAxis, FrameworkPath
+from fsdp_doctor.matrix.frameworks.framework_scenarios import frameworks_named
+from fsdp_doctor.matrix.path import Path
 from fsdp_doctor.matrix.paths import PATHS
 
 NAME = "list"
@@ -28,10 +34,13 @@ def run(
     axes: Annotated[bool, typer.Option("--axes", help="Print the axes and their values, instead of cases.")] = False,
 ) -> None:
     """Print the selected cases, or the paths or axes; runs nothing."""
+    matrices = [FRAMEWORKS[name] for name in frameworks_named(split(selection.framework))]
+    all_paths = [path for matrix in matrices for path in matrix.paths] if matrices else PATHS
+    all_axes = [axis for matrix in matrices for axis in matrix.axes] if matrices else AXES
     if paths:
-        print(json.dumps([dataclasses.asdict(path) for path in PATHS], indent=1) if as_json else _paths_as_text())
+        print(json.dumps(list(map(dataclasses.asdict, all_paths)), indent=1) if as_json else _paths_as_text(all_paths))
     elif axes:
-        print(json.dumps({axis.name: axis.values for axis in AXES}, indent=1) if as_json else _axes_as_text())
+        print(json.dumps({a.name: a.values for a in all_axes}, indent=1) if as_json else _axes_as_text(all_axes))
     else:
         cases = selection.select().cases
         rows = [_row(case) for case in cases]
@@ -43,22 +52,28 @@ def _row(case: AnyCase) -> dict[str, str]:
     return {"id": case.id, "path": case.path, **dataclasses.asdict(case.scenario)}
 
 
-def _paths_as_text() -> str:
+def _paths_as_text(paths: Iterable[Path | FrameworkPath]) -> str:
     lines = []
-    for path in PATHS:
-        contract = dataclasses.asdict(path.contract)
-        versions = "+".join(f"fsdp{version}" for version in path.fsdp)
-        lines.append(f"{path.name}  [{path.direction}, {versions}]")
+    for path in paths:
+        lines.append(f"{path.name}  [{_kind(path)}]")
         lines.append(f"    {path.summary}")
-        lines.append(f"    promises {', '.join(f'{name} {value}' for name, value in contract.items())}")
-        if path.used_by:
+        if isinstance(path, Path) or path.kind == "extraction":
+            contract = dataclasses.asdict(path.contract)
+            lines.append(f"    promises {', '.join(f'{name} {value}' for name, value in contract.items())}")
+        if isinstance(path, Path) and path.used_by:
             lines.append(f"    used by {path.used_by}")
     return "\n".join(lines)
 
 
-def _axes_as_text() -> str:
+def _kind(path: Path | FrameworkPath) -> str:
+    if isinstance(path, FrameworkPath):
+        return path.kind
+    return f"{path.direction}, {'+'.join(f'fsdp{version}' for version in path.fsdp)}"
+
+
+def _axes_as_text(axes: Iterable[Axis | FrameworkAxis]) -> str:
     lines = []
-    for axis in AXES:
+    for axis in axes:
         lines.append(f"{axis.name}  (default {axis.default})")
         lines += [f"    {value:<24}{meaning}" for value, meaning in axis.values.items()]
     return "\n".join(lines)

@@ -105,7 +105,7 @@ class Request:
 
     all_sources: list[Source]
     sources: list[Source]
-    adapters: dict[str, list[adapters.Adapter]]
+    adapters: dict[str, list[adapters.LoraAdapter]]
     dtypes: OutputDtypes
     device: torch.device
     bucket_bytes: int

@@ -43,7 +43,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """One adapter of one weight, by the names of its two factors in the sharded model."""
 
     a: str
@@ -63,7 +63,7 @@ class Layers:
     adapter, the names of the model's own biases that are trained with it.
     """
 
-    adapters: dict[str, list[Adapter]] = field(default_factory=dict)
+    adapters: dict[str, list[LoraAdapter]] = field(default_factory=dict)
     merged: list[str] = field(default_factory=list)
     unsupported: dict[str, str] = field(default_factory=dict)
     copies: list[tuple[str, str, str]] = field(default_factory=list)
@@ -81,7 +81,9 @@ def check(lora: str) -> None:
         raise ValueError(f"lora must be one of {', '.join(get_args(Lora))}, not {lora!r}")
 
 
-def select(model: nn.Module, sources: Sequence[Source], lora: Lora) -> tuple[list[Source], dict[str, list[Adapter]]]:
+def select(
+    model: nn.Module, sources: Sequence[Source], lora: Lora
+) -> tuple[list[Source], dict[str, list[LoraAdapter]]]:
     """The sources to yield, under the names to yield, and what is to be merged into which.
 
     Raises NotImplementedError for an adapter that cannot be merged, RuntimeError where adapters that
@@ -114,7 +116,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
                 )
 
 
-def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
+def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
     """An FSDP1 unit keeps a weight's strides: of a transposed one the product is transposed too."""
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
@@ -186,12 +188,12 @@ def _read_layer(layers: Layers, prefix: str, module: Any) -> None:
             layers.adapters.setdefault(weight, []).append(_adapter(prefix, module, name))
 
 
-def _adapter(prefix: str, module: Any, name: str) -> Adapter:
+def _adapter(prefix: str, module: Any, name: str) -> LoraAdapter:
     scaling = float(module.scaling[name])
     if name in module.lora_embedding_A:
-        return Adapter(f"{prefix}lora_embedding_A.{name}", f"{prefix}lora_embedding_B.{name}", scaling, True)
+        return LoraAdapter(f"{prefix}lora_embedding_A.{name}", f"{prefix}lora_embedding_B.{name}", scaling, True)
     transposed = bool(getattr(module, "fan_in_fan_out", False))
-    return Adapter(f"{prefix}lora_A.{name}.weight", f"{prefix}lora_B.{name}.weight", scaling, transposed)
+    return LoraAdapter(f"{prefix}lora_A.{name}.weight", f"{prefix}lora_B.{name}.weight", scaling, transposed)
 
 
 def _merged_name(layers: Layers) -> Callable[[str], str | None]:
@@ -269,7 +271,7 @@ def _renamed_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> Ten
     return replace(spec, names=names) if names else None
 
 
-def factors(sources: Sequence[Source], adapters: Mapping[str, list[Adapter]]) -> dict[str, Source]:
+def factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
     """The sources of the adapters' factors by their names; a span of a unit as a unit of its own."""
     wanted = {name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b)}
     found: dict[str, Source] = {}

@@ -12,7 +12,7 @@ import torch
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import CastBuffer, Loader
-from fsdp_doctor.extract.lora import Adapter, Delta
+from fsdp_doctor.extract.lora import Delta, LoraAdapter
 from fsdp_doctor.extract.plan import Bucket, buckets
 from fsdp_doctor.extract.sources import Source, TensorSpec, specs
 from fsdp_doctor.extract.streams import Streams
@@ -37,7 +37,7 @@ class Pipeline:
         self,
         device: torch.device,
         agreement: Agreement,
-        adapters: Mapping[str, list[Adapter]],
+        adapters: Mapping[str, list[LoraAdapter]],
         factors: Mapping[str, Source],
     ) -> None:
         self._device = device
@@ -131,12 +131,12 @@ class Pipeline:
         results.sort(key=lambda result: result[0], reverse=True)
         return [(spec, tensor) for _, spec, tensor in results]
 
-    def _wanted(self, bucket: Bucket) -> dict[str, list[Adapter]]:
+    def _wanted(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
         if not self._adapters:
             return {}
         return {name: self._adapters[name] for name in dict.fromkeys(bucket.names()) if name in self._adapters}
 
-    def _deltas(self, wanted: Mapping[str, list[Adapter]]) -> dict[str, list[Delta]]:
+    def _deltas(self, wanted: Mapping[str, list[LoraAdapter]]) -> dict[str, list[Delta]]:
         """What is to be merged into a bucket's weights, its factors gathered for it."""
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
         gathered: dict[str, torch.Tensor] = {}

@@ -15,6 +15,7 @@ from fsdp_doctor.frameworks import installed
 from fsdp_doctor.frameworks.installed import adapter_of, why_unavailable
 from fsdp_doctor.frameworks.shimming import Shimming
 from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.environment import USERS_HOME
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
@@ -55,7 +56,8 @@ def environment(scratch: pathlib.Path, frameworks: Iterable[FrameworkName]) -> d
         for name, value in os.environ.items()
         if not name.startswith(prefixes) and name.lower() not in _OF_NETWORK
     }
-    return kept | _OFFLINE | {"HOME": str(home)} | {name: str(home / name.lower()) for name in _DIRECTORIES}
+    own = {"HOME": str(home), USERS_HOME: os.path.expanduser("~")}
+    return kept | _OFFLINE | own | {name: str(home / name.lower()) for name in _DIRECTORIES}
 
 
 def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds: float) -> None:

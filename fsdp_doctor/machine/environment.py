@@ -17,8 +17,8 @@ import sys
 from typing import TypedDict
 
 PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
-# As this process found it: a framework is given another one.
-_HOME = os.path.expanduser("~")
+# The user's home directory in a worker where HOME is another one, because a framework may write there.
+USERS_HOME = "FSDP_DOCTOR_USERS_HOME"
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
@@ -138,9 +138,10 @@ def _version(package: str) -> str:
 
 def home_as_tilde(text: str) -> str:
     """``text`` with the home directory written as ``~``, for everything that goes into a report."""
-    if len(_HOME) < 2:
+    home = os.environ.get(USERS_HOME) or os.path.expanduser("~")
+    if len(home) < 2:
         return text
-    return re.sub(rf"(?<![\w/.-]){re.escape(_HOME)}(?![\w.-])", "~", text)
+    return re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
 
 
 def _nvidia_driver() -> str:

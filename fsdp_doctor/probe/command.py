@@ -100,12 +100,13 @@ def follow() -> int:
 
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
-    from fsdp_doctor.probe import worker
+    from fsdp_doctor.probe import left_processes, worker
     from fsdp_doctor.probe.supervisor import Interruption
 
     place = launch.place()
     # Supervisors must not outlive a torchrun that was killed.
     worker.die_with_parent(signal.SIGTERM)
+    left_processes.adopt()
     worker.import_what_workers_need()
     import torch.distributed as dist
 

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
@@ -17,7 +18,7 @@ from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.cases import Case, frameworks_of
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.probe.probe_options import ProbeOptions
-from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.document import AppliedShim, Report
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
@@ -35,6 +36,7 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
 
     Raises UsageError where the earlier report's results cannot stand beside this run's.
     """
+    shims = _shims(options, device)
     report = Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -44,7 +46,8 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
         num_selected=len(options.cases),
         environment=_with_frameworks(without_torch(options.host_name), options),
         rerun_options=_rerun_options(options, place),
-        notes=(*_notes(device), *_on_savers(options, saved_by)),
+        notes=(*_notes(device), *_on_savers(options, saved_by), *_on_shims(shims)),
+        shims=shims,
     )
     earlier = options.resume_from
     if earlier is None:
@@ -67,6 +70,25 @@ def _with_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> Environm
     """The facts, with the versions of what the frameworks of the run are made of."""
     names = [name for framework in frameworks_of(options.cases) for name in FRAMEWORKS[framework].distributions]
     return {**facts, "packages": facts["packages"] | installed_versions(names)}
+
+
+def _shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, ...]:
+    """What is changed in the workers of the frameworks that are installed; nothing but on the emulated device."""
+    if device.type != "emulated":
+        return ()
+    matrices = [FRAMEWORKS[name] for name in frameworks_of(options.cases)]
+    return tuple(
+        AppliedShim(framework=matrix.name, **dataclasses.asdict(shim))
+        for matrix in matrices
+        if installed_versions(matrix.distributions[:1])
+        for shim in matrix.shims
+    )
+
+
+def _on_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:
+    for framework in dict.fromkeys(shim.framework for shim in shims):
+        names = ", ".join(shim.name for shim in shims if shim.framework == framework)
+        yield f"So that {framework} finds the emulated device, these were changed in its workers: {names}."
 
 
 def run_context(report: Report, device: RunDevice) -> RunContext:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.probe import worker
+from fsdp_doctor.probe import left_processes, worker
 from fsdp_doctor.probe.activity import Activity
 from fsdp_doctor.probe.instructions import StartWorker
 from fsdp_doctor.probe.job import Job
@@ -40,6 +40,10 @@ _STACK_AFTER_SECONDS = 3.0
 _CHUNK = 1 << 16
 
 
+# Of this process, those that are still to be reaped.
+_workers: set[int] = set()
+
+
 class WorkerProcess:
     """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again."""
 
@@ -54,6 +58,7 @@ class WorkerProcess:
             # Importing torch can leave a helper thread behind; it holds no lock that a worker takes.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
+        _workers.add(self.pid)
         if self.pid == 0:
             ours.close()
             os.close(output_read)
@@ -203,6 +208,9 @@ class WorkerProcess:
                 break
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        if self._ended:
+            _workers.discard(self.pid)
+        left_processes.end_adopted(_workers)
         self._closed = True
         self._selector.close()
         self._channel.close()

@@ -11,13 +11,14 @@ from fsdp_doctor.known.catalogue import Found
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, any_case_of
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
 
 SCHEMA = "fsdp-doctor/report"
 SCHEMA_VERSION = 1
 # Keys of a result, or of a rank's record in it, that reports of the first versions do not have.
-NOT_IN_OLDER_REPORTS = frozenset({"yielded", "known", "retire", "refusal", "init", "checkpoint"})
+NOT_IN_OLDER_REPORTS = frozenset({"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,26 @@ class CaseResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AppliedShim:
+    """What was changed in the workers of a framework, so that it found the emulated device.
+
+    name: ``module:qualified.name`` of a function, or the name of a variable, a plug-in or a stand-in.
+    """
+
+    framework: FrameworkName
+    name: str
+    kind: ShimKind
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """A whole run. While it is not complete, more results may stand in FILE.journal, one in each line.
 
     version: of fsdp-doctor. created: ISO 8601. device: the device type that was tested. num_selected: of cases.
     rerun_options: what a command that runs one case alone needs besides ``--case``.
     notes: what a reader must know to read the verdicts right.
+    shims: of frameworks on the emulated device; elsewhere there are none.
     complete: whether every selected case has a result. ended: what ended an incomplete run.
     """
 
@@ -71,6 +86,7 @@ class Report:
     environment: EnvironmentFacts
     rerun_options: str = ""
     notes: tuple[str, ...] = ()
+    shims: tuple[AppliedShim, ...] = ()
     complete: bool = False
     ended: str = ""
     seconds: float = 0.0
@@ -121,6 +137,7 @@ def report_to_dict(report: Report) -> dict[str, Any]:
     fields = {
         field.name: getattr(report, field.name) for field in dataclasses.fields(report) if field.name != "results"
     }
+    fields["shims"] = [dataclasses.asdict(shim) for shim in report.shims]
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -130,7 +147,9 @@ def report_to_dict(report: Report) -> dict[str, Any]:
 
 
 def report_from_dict(data: dict[str, Any]) -> Report:
-    fields = {field.name: data[field.name] for field in dataclasses.fields(Report) if field.name != "results"}
+    names = {field.name for field in dataclasses.fields(Report)} - {"results", "shims"}
+    fields = {name: data[name] for name in names}
+    fields["shims"] = tuple(AppliedShim(**shim) for shim in data.get("shims", ()))
     fields["notes"] = tuple(fields["notes"])
     return Report(**fields, results=tuple(result_from_dict(result) for result in data["results"]))
 

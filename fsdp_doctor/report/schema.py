@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from fsdp_doctor.machine.environment import EnvironmentFacts
-from fsdp_doctor.matrix.cases import Case, Scenario
-from fsdp_doctor.report.document import NOT_IN_OLDER_REPORTS, SCHEMA, SCHEMA_VERSION, CaseResult, Report
+from fsdp_doctor.matrix.cases import AnyScenario, Case, Scenario
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
+from fsdp_doctor.report.document import NOT_IN_OLDER_REPORTS, SCHEMA, SCHEMA_VERSION, AppliedShim, CaseResult, Report
 from fsdp_doctor.verdict.classification import MEANING, Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Ready, Record, Refused, Stage
 
@@ -31,6 +32,8 @@ _DEFINITIONS: dict[Any, str] = {
     EnvironmentFacts: "environment",
     CaseResult: "result",
     Scenario: "scenario",
+    FrameworkScenario: "framework_scenario",
+    AppliedShim: "shim",
     Verdict: "verdict",
     RankReport: "rank",
     Record: "record",
@@ -79,7 +82,7 @@ def _definition(kind: Any) -> _Schema:
 def _result() -> _Schema:
     """A result stands in the report with its case taken apart."""
     case, result = _object(Case, without=("scenario",)), _object(CaseResult, without=("case",))
-    identity = {"id": _PLAIN[str] | {"description": "of the case"}, "scenario": _schema_of(Scenario)}
+    identity = {"id": _PLAIN[str] | {"description": "of the case"}, "scenario": _schema_of(AnyScenario)}
     properties = identity | case["properties"] | result["properties"]
     return result | {
         "properties": properties,

@@ -22,6 +22,7 @@ _OF_OTHERS = {
 _DOCUMENTED = {
     "torch",
     "torch.distributed",
+    "torch.distributed.checkpoint.format_utils",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.elastic.multiprocessing.api",

@@ -20,8 +20,10 @@ from fsdp_doctor.known.catalogue import (
 )
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.known.signatures import anchor, readings
-from fsdp_doctor.matrix.axes import AXIS
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.axes import AXES
+from fsdp_doctor.matrix.cases import AnyCase
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
 from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.verdict.classification import MEANING
@@ -36,13 +38,26 @@ _ENTRIES = pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: 
 _REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
 
 
-def _case(case_id: str) -> Case:
+# Of frameworks that their entries speak of, the newest of these that shows it is taken.
+_PACKAGES = [{"accelerate": version, "peft": "0.21.2"} for version in ("1.6.0", "1.12.0", "1.15.0")]
+
+
+def _case(case_id: str) -> AnyCase:
     return select(Selection(case_ids=(case_id,)))[0]
 
 
 def _context(entry: KnownFailure, torch: str) -> RunContext:
     """Where the evidence of an entry is to show it."""
-    return RunContext(torch=torch, device=entry.evidence_device or "emulated")
+    packages = next(packages for packages in reversed(_PACKAGES) if entry.shows_with(packages))
+    return RunContext(torch=torch, device=entry.evidence_device or "emulated", packages=packages)
+
+
+_VALUES = {"path": PATH_NAMES} | {axis.name: tuple(axis.values) for axis in AXES}
+
+
+def _values_of(matrix: FrameworkMatrix) -> dict[str, tuple[str, ...]]:
+    axes = {axis.name: tuple(axis.values) for axis in matrix.axes}
+    return axes | {"framework": (matrix.name,), "path": tuple(path.name for path in matrix.paths)}
 
 
 def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
@@ -65,8 +80,10 @@ def test_a_trigger_names_axes_and_values_that_there_are(entry: KnownFailure) -> 
     import fnmatch
 
     for trigger in entry.triggers:
+        named = trigger.values.get("framework", ())
+        known_values = _values_of(FRAMEWORKS[named[0]]) if named else _VALUES
         for axis, patterns in trigger.values.items():
-            known = PATH_NAMES if axis == "path" else tuple(AXIS[axis].values)
+            known = known_values[axis]
             for pattern in patterns:
                 assert fnmatch.filter(known, pattern), f"{axis}={pattern} is nothing"
 

@@ -12,6 +12,7 @@ from support.emulation import needs_emulation
 from fsdp_doctor.known.catalogue import KnownFailure, known_failures, of_case
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
 from fsdp_doctor.matrix.selection import Selection, select
 
 _HALF_MOVED = (
@@ -65,7 +66,8 @@ _RACES: dict[str, tuple[str, str]] = {
 }
 
 
-_REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
+# What a framework does itself, the tests of frameworks reproduce.
+_REPRODUCED = [entry for entry in known_failures() if entry.reproduced and not is_framework_id(entry.evidence)]
 
 
 @pytest.fixture(scope="module")

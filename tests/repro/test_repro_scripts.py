@@ -14,6 +14,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import known_failures
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
 from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import CaseResult
@@ -27,6 +28,7 @@ _BEYOND = tuple(
     entry.evidence
     for entry in known_failures()
     if entry.reproduced
+    and not is_framework_id(entry.evidence)
     and entry.id != _UNSEEN
     and not entry.evidence_device
     and entry.verdict != "hang"

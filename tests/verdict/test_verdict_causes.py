@@ -128,6 +128,7 @@ def test_a_rank_that_was_ended_for_the_sake_of_others_is_told_with_the_cause():
         ("staging", "crash", "staging: RuntimeError: it broke"),
         ("fingerprint", "lost", "RuntimeError: it broke"),
         ("extract", "crash", "RuntimeError: it broke"),
+        ("save", "crash", "RuntimeError: it broke"),
         ("load", "crash", "RuntimeError: it broke"),
         ("verify", "lost", "RuntimeError: it broke"),
         ("agree", "crash", "agree: RuntimeError: it broke"),

@@ -1,0 +1,39 @@
+"""The installed accelerate, whose Accelerator does in some of its methods what no framework should do."""
+
+import importlib.machinery
+import os
+import pathlib
+import subprocess
+import sys
+
+_HERE = str(pathlib.Path(__file__).resolve().parents[1])
+_spec = importlib.machinery.PathFinder.find_spec("accelerate", [path for path in sys.path if path != _HERE])
+assert _spec is not None
+assert _spec.loader is not None
+__file__, __path__ = _spec.origin, _spec.submodule_search_locations
+_spec.loader.exec_module(sys.modules[__name__])
+
+_save_state = Accelerator.save_state  # noqa: F821, the installed package's
+
+
+def _exits(self, *arguments, **options):
+    sys.exit(7)
+
+
+def _prints_without_end(*arguments, **options):
+    while True:
+        print("merging", "." * 200)
+
+
+def _leaves_a_process_and_writes_home(self, *arguments, **options):
+    _save_state(self, *arguments, **options)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    path = pathlib.Path(os.path.expanduser("~")) / "written_by_accelerate"
+    path.write_text(repr({name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "https_proxy", "HF_HOME")}))
+    print(f"HOME WAS {path.parent}", file=sys.stderr)
+
+
+del Accelerator.get_state_dict  # noqa: F821
+Accelerator.save_model = _exits  # noqa: F821
+Accelerator.save_state = _leaves_a_process_and_writes_home  # noqa: F821
+utils.merge_fsdp_weights = _prints_without_end  # noqa: F821

@@ -1,0 +1,73 @@
+"""What accelerate and Trainer show of the installed versions is what the catalogue foretells; and what works, works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from program import Run, probe
+
+from fsdp_doctor.known.catalogue import KnownFailure, known_failures
+from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id, parse_framework_id
+
+pytest.importorskip("accelerate", reason="install fsdp-doctor[frameworks-test]")
+pytest.importorskip("peft", reason="install fsdp-doctor[frameworks-test]")
+
+_ENTRIES = [entry for entry in known_failures() if is_framework_id(entry.evidence)]
+_OK = (
+    "accelerate:fsdp2/none/sharded/load_state",
+    "accelerate:fsdp2/offload/full/get_state_dict",
+    "accelerate:fsdp2/offload/full/load_state.fresh",
+    "accelerate:fsdp2/none/full/tied/save_model",
+    "accelerate:fsdp2/none/sharded/uneven/save_state.merge_fsdp_weights",
+    "accelerate:fsdp1-orig/none/full/load_state.fresh",
+    "trainer:fsdp2/none/full/tied/save_model",
+    "trainer:fsdp2/cpu_offload/full/mixed-backend/lora/save_model.adapter",
+    "trainer:fsdp2/none/sharded/resume_from_checkpoint",
+)
+_PACKAGES = installed_versions(name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
+
+
+def _runs_here(entry: KnownFailure) -> bool:
+    framework = parse_framework_id(entry.evidence).scenario.matrix.distributions[0]
+    return framework in _PACKAGES
+
+
+def _shows_here(entry: KnownFailure) -> bool:
+    return entry.shows_with(_PACKAGES) and entry.shows_on(torch.__version__)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of all these, held against the catalogue."""
+    evidence = [entry.evidence for entry in _ENTRIES if _runs_here(entry)]
+    cases = [word for case in dict.fromkeys([*evidence, *_OK]) for word in ("--case", case)]
+    return probe(tmp_path_factory.mktemp("run"), *cases, "--expect", "known", device="emulated")
+
+
+def test_every_verdict_is_as_the_catalogue_foretells(run: Run) -> None:
+    assert run.code == 0, run.stderr
+    assert run.left == []
+
+
+@pytest.mark.parametrize("entry", _ENTRIES, ids=lambda entry: entry.id)
+def test_the_case_of_an_entry_shows_it_where_the_installed_versions_do(run: Run, entry: KnownFailure) -> None:
+    if not _runs_here(entry):
+        pytest.skip(f"{parse_framework_id(entry.evidence).scenario.framework} is not installed")
+    result = run.result(entry.evidence)
+    assert (result.known == entry.id) is _shows_here(entry), result.verdict
+
+
+@pytest.mark.parametrize("case", _OK)
+def test_what_works_is_ok(run: Run, case: str) -> None:
+    assert run.kind(case) == "ok", run.result(case).verdict
+
+
+def test_the_report_names_the_versions_and_each_thing_that_was_changed(run: Run) -> None:
+    assert run.report is not None
+    assert run.report.environment["packages"]["accelerate"] == _PACKAGES["accelerate"]
+    named = {(shim.framework, shim.name) for shim in run.report.shims if shim.reason}
+    listed = {(name, shim.name) for name in ("accelerate", "trainer") for shim in FRAMEWORKS[name].shims}
+    assert listed <= named
+    assert any("PartialState._prepare_backend" in note for note in run.report.notes)
