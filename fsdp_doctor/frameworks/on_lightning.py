@@ -19,7 +19,7 @@ from fsdp_doctor.frameworks.plain_model import PlainModel
 from fsdp_doctor.frameworks.shimming import Shimming
 from fsdp_doctor.matrix.frameworks.lightning_matrix import LIGHTNING
 
-_NUM_BATCHES = 16
+_NUM_SEQUENCES = 64
 
 
 class LightningSession(FrameworkSession):
@@ -29,8 +29,8 @@ class LightningSession(FrameworkSession):
         super().__init__(plain)
         import lightning.pytorch as pl
 
-        # Lightning would make it in fit; as it does, for CUDA.
-        dist.init_process_group("nccl")
+        if not dist.is_initialized():
+            dist.init_process_group("nccl")  # which Lightning would do in fit
         self._configuration = configuration
         self._is_fsdp1 = configuration["strategy"] == "fsdp"
         self._trainer = pl.Trainer(
@@ -86,9 +86,9 @@ class LightningSession(FrameworkSession):
             def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
                 at(trainer.global_step - before)
 
-        # One batch again and again: a resume within an epoch begins the data anew, as Lightning's documentation says.
-        batch = self.plain.batch(0)
-        loader = torch.utils.data.DataLoader(batch.repeat(_NUM_BATCHES, 1), batch_size=len(batch))
+        # One sequence again and again: a resume within an epoch begins its data anew, as the documentation says.
+        rows: Any = self.plain.batch(0)[:1].repeat(_NUM_SEQUENCES, 1)
+        loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
         self._trainer.fit_loop.epoch_loop.max_steps = before + num_steps
         self._trainer.callbacks.append(LookIn())
         self._trainer.fit(self._module, loader, ckpt_path=resume_from)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -104,7 +104,11 @@ class TrainerSession(FrameworkSession):
 
 class TrainerAdapter(Adapter):
     matrix = TRAINER
-    modules = ("transformers.trainer", "accelerate.utils.fsdp_utils", "transformers.models.qwen3.modeling_qwen3")
+    modules: ClassVar[tuple[str, ...]] = (
+        "transformers.trainer",
+        "accelerate.utils.fsdp_utils",
+        "transformers.models.qwen3.modeling_qwen3",
+    )
 
     def on_emulated(self, shims: Shimming) -> None:
         see_accelerator(shims)

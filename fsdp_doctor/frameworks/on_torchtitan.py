@@ -1,0 +1,171 @@
+"""torchtitan: its Trainer, its checkpointer, its own small model; only the tokenizer and the data are the doctor's."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.matrix.frameworks.torchtitan_matrix import TORCHTITAN
+
+_SEED = {"own": 0, "other": 1, "meta": 0}
+_SEQUENCE = 16
+
+
+class TorchtitanSession(FrameworkSession):
+    def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
+        super().__init__(plain)
+        self._trainer = _config(configuration, plain).build()
+        if configuration["offload"] != "none":
+            self.shards_on = torch.device("cpu")
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self._trainer.model_parts[0]
+        return model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        own: torch.optim.Optimizer = next(iter(self._trainer.optimizers))
+        return own
+
+    def step(self, tokens: torch.Tensor) -> None:
+        positions = torch.arange(_SEQUENCE).expand(2, _SEQUENCE).contiguous()
+        self._trainer.step = self.num_steps + 1
+        batches = [({"input": tokens, "positions": positions}, tokens.roll(-1, dims=1))]
+        self._trainer.train_step(self._trainer.batch_generator(batches))
+
+    def save(self, directory: pathlib.Path) -> None:
+        self._save(directory, last_step=False)
+
+    def _save(self, directory: pathlib.Path, last_step: bool) -> pathlib.Path:
+        """The folder of the step that it is called in, once all of it is written."""
+        checkpointer = self._trainer.checkpointer
+        checkpointer.folder = str(directory)
+        checkpointer.save(self.num_steps, last_step=last_step)
+        checkpointer.maybe_wait_for_staging()
+        if checkpointer.save_future is not None:
+            checkpointer.save_future.result()
+            checkpointer.save_future = None
+        torch.distributed.barrier()
+        return directory / f"step-{self.num_steps}"
+
+    def load(self, directory: pathlib.Path) -> None:
+        self._trainer.checkpointer.folder = str(directory)
+        self._trainer.checkpointer.load(step=2)
+
+    def extractions(self) -> Mapping[str, Extraction]:
+        return {"save.dcp": self._dcp, "save.hf": self._hf}
+
+    def _dcp(self, directory: pathlib.Path) -> SavedFiles:
+        names = set(self.model.state_dict())
+        folder = self._save(directory, last_step=False)
+        return SavedFiles(directory=folder, format="dcp", renamed=lambda name: name if name in names else None)
+
+    def _hf(self, directory: pathlib.Path) -> SavedFiles:
+        folder = self._save(directory, last_step=True)
+        own = dict(self.model.state_dict())
+        exported = self._trainer.checkpointer.sd_adapter.to_hf(dict(own))
+        names = {name: next(n for n, tensor in own.items() if tensor is value) for name, value in exported.items()}
+        return SavedFiles(directory=folder, format="safetensors", renamed=names.get)
+
+
+def _config(configuration: Mapping[str, str], plain: PlainModel) -> Any:
+    from torchtitan.models.qwen3 import model_registry
+    from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+
+    config = qwen3_debugmodel()
+    config.model_spec = model_registry("debugmodel_non_fused_qkv", attn_backend="sdpa")
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.tokenizer, config.dataloader = _stand_ins()
+    config.dump_folder = str(plain.workspace)
+    config.hf_assets_path = str(plain.workspace)
+    config.activation_checkpoint = None
+    config.debug.seed = _SEED[plain.weights]
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, _SEQUENCE, 100
+    config.training.enable_cpu_offload = configuration["offload"] != "none"
+    config.training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.checkpoint.enable, config.checkpoint.interval = True, 1
+    config.checkpoint.async_mode = "disabled" if configuration["async_mode"] == "sync" else "async"
+    config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
+    return config
+
+
+def _stand_ins() -> tuple[Any, Any]:
+    """The configurations of a tokenizer that is not used, and of data that ``step`` brings itself."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class Tokenizer(BaseTokenizer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):  # type: ignore[misc]
+            pass
+
+        def __init__(self, config: Any = None, *, tokenizer_path: str = "") -> None:
+            super().__init__()
+
+        def encode(self, *arguments: Any, **options: Any) -> list[int]:
+            return []
+
+        def decode(self, *arguments: Any, **options: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return 2048
+
+    class Data(BaseDataLoader):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):  # type: ignore[misc]
+            pass
+
+        def __init__(self, config: Any = None, **options: Any) -> None:
+            pass
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"none": 0}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            pass
+
+    return Tokenizer.Config(), Data.Config()
+
+
+class TorchtitanAdapter(Adapter):
+    matrix = TORCHTITAN
+    modules = ("torchtitan.trainer", "torchtitan.models.qwen3.config_registry")
+
+    def on_emulated(self, shims: Shimming) -> None:
+        from torchtitan.models.common.attention import ScaledDotProductAttention
+
+        device = torch.get_device_module("emulated")
+        total = device.mem_get_info()[1]
+        device.get_device_properties = lambda index=None: SimpleNamespace(name="emulated", total_memory=total)
+        shims.note("torch.emulated:get_device_properties")
+
+        def memory_stats(index: Any = None) -> dict[str, int]:
+            found = dict(before(index))
+            peak = found["allocated_bytes.all.peak"]
+            return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak} | found
+
+        before = shims.replace("torch.emulated:memory_stats", memory_stats)
+        shims.replace(
+            "torchtitan.models.qwen3:get_attention_config", lambda backend: ScaledDotProductAttention.Config()
+        )
+
+    def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
+        return TorchtitanSession(configuration, plain)
+
+
+ADAPTER = TorchtitanAdapter()

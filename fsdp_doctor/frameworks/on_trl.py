@@ -1,0 +1,104 @@
+"""TRL: a trainer of its own, and the class by which its online trainers give vLLM their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_doctor.frameworks.adapter import Extraction, FrameworkSession
+from fsdp_doctor.frameworks.on_trainer import TrainerAdapter, TrainerSession, training_arguments
+from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.matrix.frameworks.trl_matrix import STAND_IN, TRL
+
+_NUM_SEQUENCES = 64
+
+
+class TrlSession(TrainerSession):
+    def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
+        FrameworkSession.__init__(self, plain)
+        from datasets import Dataset
+        from trl import SFTTrainer
+
+        self._version = configuration["version"]
+        of_trainer = {**configuration, "state_dict_type": "full", "ddp_backend": "mixed-backend"}
+        arguments = training_arguments(of_trainer, plain.workspace / "output")
+        if self._version == "fsdp1":
+            arguments.fsdp_config["use_orig_params"] = False
+            arguments.fsdp_plugin_args["use_orig_params"] = False
+        self._trainer = SFTTrainer(
+            model=plain.module(),
+            args=arguments,
+            train_dataset=Dataset.from_dict({"input_ids": plain.sequences(_NUM_SEQUENCES).tolist()}),
+            processing_class=_tokenizer(),
+        )
+        if configuration["offload"] != "none":
+            self.shards_on = torch.device("cpu")
+
+    def extractions(self) -> Mapping[str, Extraction]:
+        return {
+            "sync_weights.colocate": lambda directory: self._synced("colocate"),
+            "sync_weights.merged": lambda directory: self._synced("colocate"),
+            "sync_weights.server": lambda directory: self._synced("server"),
+            "save_model": self._save_model,
+        }
+
+    def _synced(self, mode: str) -> dict[str, torch.Tensor]:
+        """What vLLM is given, of which TRL frees each tensor after the next: no engine runs."""
+        from trl.distributed import DistributedBackend
+        from trl.generation.vllm_generation import VLLMGeneration
+
+        given: dict[str, torch.Tensor] = {}
+
+        def load_weights(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            given.update((name, tensor.detach().clone()) for name, tensor in pairs)
+
+        accelerator = self._trainer.accelerator
+        generation = object.__new__(VLLMGeneration)  # its constructor would start an engine, or look for a server
+        generation.model, generation.accelerator, generation.mode = self.model, accelerator, mode
+        generation._dist, generation._weight_metadata = DistributedBackend(accelerator), None
+        generation.enable_sleep_mode = False
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=load_weights)))
+        executor = SimpleNamespace(driver_worker=worker)
+        generation.llm = SimpleNamespace(
+            llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None
+        )
+        generation.vllm_client = SimpleNamespace(
+            update_named_params=lambda metadata, pairs: load_weights(pairs), reset_prefix_cache=lambda: None
+        )
+        generation.sync_weights()
+        return given if mode == "colocate" or dist.get_rank() == 0 else {}
+
+
+def _tokenizer() -> Any:
+    """SFTTrainer asks for one; the data are tokens already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"end": 0}, unk_token="end")), eos_token="end", pad_token="end"
+    )
+
+
+class TrlAdapter(TrainerAdapter):
+    matrix = TRL
+    modules: ClassVar[tuple[str, ...]] = (
+        *TrainerAdapter.modules,
+        "trl.trainer.sft_trainer",
+        "trl.generation.vllm_generation",
+    )
+
+    def on_emulated(self, shims: Shimming) -> None:
+        super().on_emulated(shims)
+        shims.note(STAND_IN)
+
+    def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
+        return TrlSession(configuration, plain)
+
+
+ADAPTER = TrlAdapter()
