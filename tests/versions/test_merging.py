@@ -178,11 +178,17 @@ def test_it_keeps_to_its_schema_which_is_what_the_types_say() -> None:
         jsonschema.validate(data, schema, cls=jsonschema.Draft202012Validator)
 
 
-def test_a_link_to_a_report_never_leaves_the_directory(tmp_path: pathlib.Path) -> None:
-    merged = tmp_path / "docs" / "merged.json"
-    assert name_beside(tmp_path / "docs" / "runs" / "a.json", merged) == "runs/a.json"
+def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    merged = pathlib.Path("docs/merged.json")
+    assert name_beside(pathlib.Path("docs/runs/a.json"), merged) == "runs/a.json"
+    assert name_beside(pathlib.Path("reports/a.json"), merged) == "../reports/a.json"
     assert name_beside(tmp_path / "elsewhere" / "a.json", merged) == "a.json"
-    assert name_beside(tmp_path / "elsewhere" / "a.json", None) == "a.json"
+    assert name_beside(pathlib.Path("reports/a.json"), tmp_path / "elsewhere" / "merged.json") == "a.json"
+    assert name_beside(pathlib.Path("reports/a.json"), None) == "a.json"
 
 
 _GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()

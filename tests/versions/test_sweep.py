@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import signal
+import sys
 
 import pytest
-from program import Run, doctor
+from program import Run, Started, doctor
 from support.reports import every_kind, report
 from support.wheels import index_with_torch
 
@@ -82,6 +85,17 @@ def test_what_is_complete_is_not_run_again_and_a_report_of_other_options_is_not_
     assert other.code == 2
     assert "which has other options than this sweep" in other.stderr
     assert (swept.directory / "torch2.98.json").read_bytes() == before
+
+
+def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept, tmp_path: pathlib.Path) -> None:
+    arguments = ("sweep", "--torch", "2.98", "--directory", str(tmp_path), *_OPTIONS)
+    started = Started(sys.executable, "-m", "fsdp_doctor", *arguments, env=swept.variables)
+    assert started.first_message() == "fsdp-doctor: torch 2.98: installing\n"
+    os.kill(started.pid, signal.SIGTERM)
+    done = started.wait()
+    assert (done.code, done.left) == (130, [])
+    assert done.stderr == "fsdp-doctor: stopped by SIGTERM\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["torch2.98.log"]
 
 
 @pytest.mark.parametrize(
