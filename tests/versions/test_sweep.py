@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from program import Run, Started, doctor
+from support.places import ROOT
 from support.reports import every_kind, report
 from support.wheels import index_with_torch
 
@@ -21,7 +22,7 @@ from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import sweeping
 from fsdp_doctor.versions.installing import reason_of
-from fsdp_doctor.versions.sweeping import Sweep
+from fsdp_doctor.versions.sweeping import Program, Sweep
 
 _CASE = "fsdp2/none/unstaged/summon_full_params"
 _OPTIONS = ("--", "--device", "cpu", "--case", _CASE, "--expect", "known")
@@ -137,6 +138,22 @@ def test_what_ran_is_kept_where_the_version_no_longer_installs(
 
 def _partial() -> Report:
     return report(*every_kind(), num_selected=20, complete=False, ended="stopped by SIGINT")
+
+
+def test_a_version_without_a_compiler_for_its_device_cannot_run_and_says_why(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    program = Program(pathlib.Path(sys.executable), ROOT)
+    why = program.probe(["--device", "emulated", "--case", _CASE], tmp_path / "log")
+    assert isinstance(why, CannotRun)
+    assert "is built with a C++ compiler, and there is none (CXX=no-such-compiler not found)" in str(why)
+
+
+def test_a_value_that_the_probe_does_not_take_ends_the_sweep(tmp_path: pathlib.Path) -> None:
+    program = Program(pathlib.Path(sys.executable), ROOT)
+    with pytest.raises(UsageError, match="'zebra' is not a value of any axis"):
+        program.probe(["--device", "cpu", "--case", "zebra/none/unstaged/dcp"], tmp_path / "log")
 
 
 def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Path) -> None:
