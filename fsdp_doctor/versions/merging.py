@@ -49,11 +49,13 @@ def merge(reports: Mapping[str, Report]) -> MergedReport:
 
 
 def name_beside(report: pathlib.Path, merged: pathlib.Path | None) -> str:
-    """The report's path from where the merged one is written, if it lies below that; else its name alone."""
-    if merged is not None:
-        path = pathlib.Path(os.path.relpath(report.resolve(), merged.resolve().parent))
-        if ".." not in path.parts:
-            return path.as_posix()
+    """The report's path from where the merged one is written, if both lie below the working directory.
+
+    Else its name alone: a path says more of a machine than others need to know.
+    """
+    here = pathlib.Path.cwd()
+    if merged is not None and all(file.resolve().is_relative_to(here) for file in (report, merged)):
+        return pathlib.Path(os.path.relpath(report.resolve(), merged.resolve().parent)).as_posix()
     return report.name
 
 
@@ -142,7 +144,9 @@ def _place_in_order(column: _Column) -> tuple[object, ...]:
 
 def _named(environments: Sequence[Environment]) -> list[Environment]:
     """With names that tell them apart: torch and device, and as much more as it takes."""
-    short = [f"torch {public(one.torch) or 'unknown'}, {one.device}" for one in environments]
+    short = [
+        f"torch {public(one.torch) or 'unknown'}, {one.device if one.world_size else 'not run'}" for one in environments
+    ]
     longer = [
         ", ".join([name, machine(one), *(f"{key} {value}" for key, value in _others(one, environments))])
         for name, one in zip(short, environments, strict=True)

@@ -21,7 +21,12 @@ from fsdp_doctor.machine.environment import home_as_tilde, without_torch
 from fsdp_doctor.machine.versions import at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
-from fsdp_doctor.versions.installing import copy_of_the_doctor, make_environment, variables_of_another_python
+from fsdp_doctor.versions.installing import (
+    copy_of_the_doctor,
+    exact_versions,
+    make_environment,
+    variables_of_another_python,
+)
 
 # As fsdp_doctor/emulated/build.py has it, which imports torch.
 OLDEST_EMULATED_TORCH = "2.10"
@@ -106,7 +111,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
             except CannotRun as reason:
                 return CannotRun(f"torch {version} does not install: {reason}")
             os.mkdir(os.path.join(scratch, "doctor"))
-            program = _Program(python, copy_of_the_doctor(pathlib.Path(scratch, "doctor")))
+            program = Program(python, copy_of_the_doctor(pathlib.Path(scratch, "doctor")))
             options = [*sweep.options, *_device_options(sweep.options, program)]
             _say(f"torch {version}: running")
             return program.probe([*options, "--json", str(file), "--resume"], file.with_suffix(".log"))
@@ -115,7 +120,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """The doctor in an environment of its own. path: the directory that its package is in."""
 
     python: pathlib.Path
@@ -177,7 +182,7 @@ def _waited_for(process: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def _device_options(options: Sequence[str], program: _Program) -> list[str]:
+def _device_options(options: Sequence[str], program: Program) -> list[str]:
     """Before torch 2.10 there is no emulated device: the CPU, where torch sees no accelerator."""
     if "--device" in _words(options):
         return []
@@ -195,11 +200,17 @@ def _earlier(file: pathlib.Path) -> Report | None:
 
 
 def _same_request(sweep: Sweep, report: Report) -> bool:
-    return _request(shlex.split(report.command)[2:]) == _request(sweep.options)
+    same_device = _asked_device(sweep.options) in ("auto", report.device)
+    return same_device and _request(shlex.split(report.command)[2:]) == _request(sweep.options)
+
+
+def _asked_device(options: Sequence[str]) -> str:
+    pairs = itertools.pairwise(_words(options))
+    return next((value for name, value in pairs if name == "--device"), "auto")
 
 
 def _request(options: Sequence[str]) -> list[str]:
-    """What decides what runs."""
+    """What decides what runs, beside the device."""
     words = [home_as_tilde(word) for word in _words(options)]
     kept = []
     while words:
@@ -223,14 +234,12 @@ def _words(options: Sequence[str]) -> list[str]:
 def _report_of_nothing(sweep: Sweep, version: str, trouble: str) -> Report:
     """A version that could not run: a report that says why, so that it is in what is merged from the directory."""
     facts = without_torch()
-    facts["packages"] = {"torch": version}
-    pairs = itertools.pairwise(_words(sweep.options))
-    device = next((value for name, value in pairs if name == "--device"), "auto")
+    facts["packages"] = {"torch": version, **exact_versions(sweep.requirements)}
     return Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["fsdp-doctor", "probe", *map(home_as_tilde, sweep.options)]),
-        device=device,
+        device=_asked_device(sweep.options),
         world_size=0,
         num_selected=0,
         environment=facts,
