@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fsdp_doctor.bundle import contents, issue
 from fsdp_doctor.bundle.chosen_case import choose
-from fsdp_doctor.bundle.contents import Evidence
+from fsdp_doctor.bundle.contents import Gathered
 from fsdp_doctor.bundle.private_text import PLACEHOLDER, PrivateKind
 from fsdp_doctor.bundle.redaction import Redactor
 from fsdp_doctor.errors import DoctorFault
@@ -32,7 +32,7 @@ class Bundle:
     replaced: Counter[PrivateKind]
 
 
-def bundle_of(evidence: Evidence, redactor: Redactor | None = None) -> Bundle:
+def bundle_of(evidence: Gathered, redactor: Redactor | None = None) -> Bundle:
     """The bundle, with everything private replaced. redactor: by default one that knows this machine's names."""
     redactor = redactor or Redactor.of_this_machine()
     raw = contents.texts(evidence)

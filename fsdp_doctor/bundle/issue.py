@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jinja2
 
 from fsdp_doctor.bundle.chosen_case import SCRIPT, ChosenCase
-from fsdp_doctor.bundle.contents import Evidence
+from fsdp_doctor.bundle.contents import Gathered
 from fsdp_doctor.bundle.private_text import PrivateKind
 from fsdp_doctor.explain.text import telling_frames
 
@@ -48,7 +48,7 @@ class Head:
         return "\n".join((self.title, self.what, self.where, self.versions, self.reproduce))
 
 
-def head_of(evidence: Evidence, chosen: ChosenCase | None) -> Head:
+def head_of(evidence: Gathered, chosen: ChosenCase | None) -> Head:
     """Made of all that is known, whatever part of it there is."""
     return Head(
         title=_line(_title(evidence, chosen)),
@@ -76,7 +76,7 @@ def render(head: Head, files: Mapping[str, str], replaced: Counter[PrivateKind])
     return text[:MOST_CHARACTERS]
 
 
-def _title(evidence: Evidence, chosen: ChosenCase | None) -> str:
+def _title(evidence: Gathered, chosen: ChosenCase | None) -> str:
     found = evidence.found
     if found is not None and found.entry is not None:
         return found.entry.title
@@ -89,7 +89,7 @@ def _title(evidence: Evidence, chosen: ChosenCase | None) -> str:
     return f"{chosen.case.id} is known to fail" if chosen is not None else "No failure was found"
 
 
-def _what(evidence: Evidence, chosen: ChosenCase | None) -> str:
+def _what(evidence: Gathered, chosen: ChosenCase | None) -> str:
     parts = [evidence.run.sentence] if evidence.run is not None else []
     found = evidence.found
     if found is not None and found.cause is not None:
@@ -103,7 +103,7 @@ def _what(evidence: Evidence, chosen: ChosenCase | None) -> str:
     return " ".join(parts) or "nothing failed in what was given"
 
 
-def _where(evidence: Evidence, chosen: ChosenCase | None) -> str:
+def _where(evidence: Gathered, chosen: ChosenCase | None) -> str:
     parts = []
     run, found = evidence.run, evidence.found
     if run is not None:
@@ -117,7 +117,7 @@ def _where(evidence: Evidence, chosen: ChosenCase | None) -> str:
     return "; ".join(parts) or "not known"
 
 
-def _versions(evidence: Evidence) -> str:
+def _versions(evidence: Gathered) -> str:
     facts = evidence.report.environment if evidence.report is not None else evidence.facts
     packages = facts.get("packages", {})
     parts = [f"{name} {packages[name]}" for name in _VERSIONS if name in packages]
@@ -127,7 +127,7 @@ def _versions(evidence: Evidence) -> str:
     return ", ".join(parts) + (" (of the report)" if evidence.report is not None else "")
 
 
-def _reproduce(evidence: Evidence, chosen: ChosenCase | None) -> str:
+def _reproduce(evidence: Gathered, chosen: ChosenCase | None) -> str:
     if chosen is None:
         how = shlex.join(evidence.run.command) if evidence.run is not None else "see the log below"
         return f"{how} (no case of the matrix is known for it)"
