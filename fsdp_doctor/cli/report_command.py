@@ -21,11 +21,13 @@ def run(
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
     format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit, svg or github.")] = "table",
     expect: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="known|TOML|REPORT", help="For github: the expected verdicts, as for `fsdp-doctor probe --expect`."
+            metavar="known|TOML|REPORT",
+            help="For github and junit: the expected verdicts, as for `fsdp-doctor probe --expect`.  "
+            "[default: for github, known]",
         ),
-    ] = "known",
+    ] = None,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout.")
     ] = None,
@@ -40,9 +42,10 @@ def run(
 
     name = values.output_format(format)
     found = read_report(file)
-    surprises: list[str] = []
+    context = context_of(found)
+    expected = values.baseline(expect) if expect is not None else None
+    surprises = baseline.surprises(found, expected or "known", context) if name == "github" else []
     if name == "github":
-        surprises = baseline.surprises(found, values.baseline(expect), context_of(found))
         write_step_summary(found, surprises)
     on_terminal = output is None and sys.stdout.isatty()
     text = formats.render(
@@ -51,6 +54,7 @@ def run(
         width=shutil.get_terminal_size((132, 24)).columns,
         color=on_terminal and "NO_COLOR" not in os.environ,
         surprises=surprises,
+        expected=baseline.as_expected(found, expected, context),
     )
     files.write(output, text)
     for note in found.notes:

@@ -71,7 +71,7 @@ class SelectionOptions:
         str | None,
         _option(
             "--level",
-            help="quick (63 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,251 cases), or "
+            help="quick (35 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,251 cases), or "
             "full (9,528 cases: every axis).",
         ),
     ] = None

@@ -25,6 +25,8 @@ def entry_lines(entry: KnownFailure, width: int) -> list[str]:
         lines += wrapped(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     if entry.torch:
         lines += [f"torch: {entry.torch}"]
+    if entry.measured:
+        lines += wrapped(f"Measured with torch, by device: {'; '.join(entry.measured)}", width)
     if entry.frameworks:
         lines += wrapped(f"Seen in: {', '.join(entry.frameworks)}", width)
     lines += wrapped(f"References: {', '.join(entry.references)}", width)
@@ -41,6 +43,7 @@ def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
         "needs": [CLUES[name].fact for name in entry.needs],
         "check": entry.check,
         "torch": entry.torch,
+        "measured": list(entry.measured),
         "frameworks": list(entry.frameworks),
         "cause": entry.cause,
         "remedy": entry.remedy,

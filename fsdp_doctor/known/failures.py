@@ -87,6 +87,7 @@ class KnownFailure:
     torch: the versions that show it, as a version specifier; empty for all that were tried.
     evidence: the id of a case that reproduces it on two ranks, or ``reported``.
     evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
+    measured: for each device the versions of torch with which a committed run showed it.
     cause, remedy: sentences. code: the remedy in code.
     references: ``owner/repository#number``, or a file of torch.
     """
@@ -99,6 +100,7 @@ class KnownFailure:
     remedy: str
     evidence: str
     evidence_device: str = ""
+    measured: tuple[str, ...] = ()
     signatures: tuple[re.Pattern[str], ...] = ()
     frames: tuple[re.Pattern[str], ...] = ()
     place: str = ""

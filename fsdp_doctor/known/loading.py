@@ -20,12 +20,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_DIRECTORY = pathlib.Path(__file__).with_name("entries")
+DIRECTORY = pathlib.Path(__file__).with_name("entries")
 
 
 def entries() -> Iterator[KnownFailure]:
     """All of them, group after group. Raises TypeError for a key that an entry does not have."""
-    for file in sorted(_DIRECTORY.glob("*.toml")):
+    for file in sorted(DIRECTORY.glob("*.toml")):
         for fields in tomllib.loads(file.read_text(encoding="utf-8"))["failure"]:
             yield _entry(file.stem.partition("_")[2], fields)
 
@@ -78,6 +78,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "triggers": lambda rows: tuple(map(_trigger, rows)),
     "race": bool,
     "frameworks": tuple,
+    "measured": tuple,
     "references": tuple,
     "cause": _prose,
     "remedy": _prose,

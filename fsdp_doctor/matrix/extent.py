@@ -4,7 +4,8 @@ The default matrix is the part that answers the first questions: both strategies
 combinations, unstaged and staged, every path; on the way out after a training step, on the way in before the
 first one, also from the meta device and with checkpoints that do not fit. The level ``full`` adds every other axis
 value, one departure from the default at a time (and two where they are known to act together), each over the
-offloads that behave differently. The level ``quick`` is for whoever waits: the scenarios that break most often.
+offloads that behave differently. The level ``quick`` is for whoever waits: the scenarios that break most often, with
+the paths that a framework is known to use.
 """
 
 from __future__ import annotations
@@ -123,8 +124,6 @@ _QUICK: dict[Direction, tuple[dict[str, str], ...]] = {
         {"strategy": "fsdp2", "offload": "none", "staging": "unstaged", "init": "meta"},
     ),
 }
-# One rank raises and the others wait for it until the deadline.
-NOT_QUICK = frozenset({"set_model_state_dict.broadcast.again"})
 
 
 def quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:

@@ -14,7 +14,7 @@ from fsdp_doctor.matrix.axes import AXIS, check_axis_value, nearest
 from fsdp_doctor.matrix.cases import Case, Scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.expression import compile_expression
-from fsdp_doctor.matrix.extent import NOT_QUICK, Level, default_departures, full_matrix, product, quick_scenarios
+from fsdp_doctor.matrix.extent import Level, default_departures, full_matrix, product, quick_scenarios
 from fsdp_doctor.matrix.paths import PATH_NAMES, is_user_path, paths_for
 
 
@@ -124,8 +124,7 @@ def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
         for scenario in _scenarios(selection, direction):
             of_user = user_paths if direction == directions[0] else ()
             paths = paths_for(scenario, direction)
-            left_out = NOT_QUICK if selection.level == "quick" else frozenset()
-            usual = [path for path in paths if not path.is_fix and path.name not in left_out]
+            usual = [path for path in paths if not path.is_fix and (path.used_by or selection.level != "quick")]
             asked = [path for path in paths if path.name in named] if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
             yield from (Case(scenario, path.name) for path in paths if path in asked or (path.is_fix and with_fixes))

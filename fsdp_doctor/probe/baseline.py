@@ -43,6 +43,25 @@ def surprises(report: Report, baseline: Baseline, context: RunContext) -> list[s
             assert_never(baseline)
 
 
+def as_expected(report: Report, baseline: Baseline, context: RunContext) -> frozenset[str]:
+    """The ids of the bad cases that the baseline has, too."""
+    match baseline:
+        case None:
+            return frozenset()
+        case "known":
+            return frozenset(result.id for result in report.bad if not _unforeseen(result, context))
+        case Report():
+            kind_of = {result.id: result.verdict.kind for result in baseline.results}
+            return frozenset(result.id for result in report.bad if kind_of.get(result.id) == result.verdict.kind)
+        case ExpectedFailures():
+            expected = {result.id: baseline.of(result.id, context.torch) for result in report.bad}
+            return frozenset(
+                result.id for result in report.bad if (one := expected[result.id]) is not None and one.met_by(result)
+            )
+        case _:
+            assert_never(baseline)
+
+
 def conclusion(report: Report, surprises: Sequence[str], context: RunContext) -> str:
     """The last line of a run that was held against the catalogue."""
     ran = [result for result in report.results if result.verdict.bad or result.verdict.kind == "ok"]

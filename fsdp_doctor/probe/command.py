@@ -162,7 +162,9 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
     finally:
         with contextlib.suppress(RuntimeError):
             conductor.end()
-    report, lost = writer.finish(ended=str(trouble or ""))
+    report, lost = writer.finish(
+        ended=str(trouble or ""), expected=lambda report: baseline.as_expected(report, options.expect, context)
+    )
     if options.page is not None:
         lost = lost or _write_page(options.page, report)
     surprises = baseline.surprises(report, options.expect, context)
@@ -200,7 +202,9 @@ def _print(report: Report, options: ProbeOptions, surprises: Sequence[str], unfo
     name = options.format if options.format != "auto" else ("table" if tty else "lines")
     width = shutil.get_terminal_size((132, 24)).columns
     color = tty and "NO_COLOR" not in os.environ
-    sys.stdout.write(formats.render(report, name, width=width, color=color, surprises=unforeseen))
+    expected = baseline.as_expected(report, options.expect, context_of(report))
+    text = formats.render(report, name, width=width, color=color, surprises=unforeseen, expected=expected)
+    sys.stdout.write(text)
     sys.stdout.flush()
     for note in (*report.notes, *_not_selected(report, options.expect)):
         print(f"note: {note}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
@@ -26,11 +26,18 @@ _NARROWEST = 60
 
 
 def render(
-    report: Report, name: Format, *, width: int = 132, color: bool = False, surprises: Sequence[str] = ()
+    report: Report,
+    name: Format,
+    *,
+    width: int = 132,
+    color: bool = False,
+    surprises: Sequence[str] = (),
+    expected: Collection[str] = (),
 ) -> str:
     """The report in one of FORMATS, ending in a newline.
 
     width, color: of the table, in columns. surprises: what is not as expected, for annotations.
+    expected: the ids of bad cases that are, which for JUnit are no failures.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
     from fsdp_doctor.report import case_lines, github, junit, markdown, table
@@ -45,7 +52,7 @@ def render(
         case "markdown":
             return printable(markdown.render(report)).rstrip("\n") + "\n"
         case "junit":
-            return junit.render(report)
+            return junit.render(report, expected)
         case "svg":
             return printable(table.render_svg(report)) + "\n"
         case "github":

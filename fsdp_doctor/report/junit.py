@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, TypeAlias
 from xml.etree import ElementTree
 
@@ -12,15 +13,16 @@ from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import printable, rerun_command
 
 
-def render(report: Report) -> str:
+def render(report: Report, expected: Collection[str] = ()) -> str:
+    """``expected``: the ids of bad cases that are no failures of the job; they are told as skipped."""
     root = ElementTree.Element("testsuites", name="fsdp-doctor", time=f"{report.seconds:.3f}")
     suites: dict[Scenario, list[CaseResult]] = {}
     for result in report.results:
         suites.setdefault(result.case.scenario, []).append(result)
     for scenario, results in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": scenario.id, **_counts(results)})
+        suite = ElementTree.SubElement(root, "testsuite", {"name": scenario.id, **_counts(results, expected)})
         for result in results:
-            _testcase(suite, report, result)
+            _testcase(suite, report, result, expected)
     if report.notes:
         properties = ElementTree.SubElement(root, "properties")
         ElementTree.SubElement(properties, "property", name="notes", value=printable(" ".join(report.notes)))
@@ -34,8 +36,8 @@ def render(report: Report) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _counts(results: list[CaseResult]) -> dict[str, str]:
-    kinds = [_outcome(result) for result in results]
+def _counts(results: list[CaseResult], expected: Collection[str]) -> dict[str, str]:
+    kinds = [_outcome(result, expected) for result in results]
     return {
         "tests": str(len(results)),
         "failures": str(kinds.count("failure")),
@@ -48,8 +50,10 @@ def _counts(results: list[CaseResult]) -> dict[str, str]:
 _Outcome: TypeAlias = Literal["", "skipped", "error", "failure"]
 
 
-def _outcome(result: CaseResult) -> _Outcome:
+def _outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
     """The element that a test case has in it; none where it passed."""
+    if result.id in expected:
+        return "skipped"
     match result.verdict.kind:
         case "ok":
             return ""
@@ -63,7 +67,7 @@ def _outcome(result: CaseResult) -> _Outcome:
             assert_never(kind)
 
 
-def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) -> None:
+def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult, expected: Collection[str]) -> None:
     case = ElementTree.SubElement(
         suite,
         "testcase",
@@ -71,11 +75,11 @@ def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult) ->
         classname=result.case.scenario.id,
         time=f"{result.wall_seconds:.3f}",
     )
-    outcome = _outcome(result)
+    outcome = _outcome(result, expected)
     if not outcome:
         return
     verdict = result.verdict
-    message = f"{verdict.kind}: {verdict.reason}"
+    message = f"{'as expected, ' if result.id in expected else ''}{verdict.kind}: {verdict.reason}"
     if result.confirmation is not None:
         message += f" (run again in fresh workers: {result.confirmation.kind})"
     element = ElementTree.SubElement(case, outcome, message=printable(message))

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.machine.environment import EnvironmentFacts
@@ -54,8 +54,13 @@ class ReportWriter:
             if self._journal is not None and self._lost is None:
                 self._journal.add(result)
 
-    def finish(self, ended: str) -> tuple[Report, DoctorFault | None]:
-        """Writes every file; returns the report, and what could not be written."""
+    def finish(
+        self, ended: str, expected: Callable[[Report], Collection[str]] = lambda report: ()
+    ) -> tuple[Report, DoctorFault | None]:
+        """Writes every file; returns the report, and what could not be written.
+
+        expected: the ids of a report's bad cases that are as they were expected.
+        """
         report = dataclasses.replace(
             self._report,
             results=tuple(self._results),
@@ -66,7 +71,7 @@ class ReportWriter:
         for name, path in self._outputs.items():
             with self._noting_a_full_disk():
                 if name != "json":
-                    _write(path, formats.render(report, name))
+                    _write(path, formats.render(report, name, expected=expected(report)))
                 elif self._journal is not None:
                     self._journal.close(report)
                 else:

@@ -26,7 +26,7 @@ class Environment:
     device: the device type. accelerators: their names. packages: versions by package, torch's among them.
     version: of fsdp-doctor. command: that ran it. rerun_options: what a command that runs one case alone needs
     besides ``--case``. created: ISO 8601, of the last report. reports: its reports, as paths from the merged report
-    where they lie below its directory, else as file names. notes: what a reader must know to read the verdicts right.
+    where they are known, else as file names. notes: what a reader must know to read the verdicts right.
     complete: whether every selected case has a result. ended: what ended an incomplete run, or why there was none.
     """
 

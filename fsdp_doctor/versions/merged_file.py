@@ -48,12 +48,15 @@ def merged_from_dict(data: dict[str, Any]) -> MergedReport:
 
 
 def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
-    """The same bytes for the same report. Raises DoctorFault where the disk does not take it."""
+    """The same bytes for the same report. Raises DoctorFault where the disk does not take it; what was there stays."""
     text = json.dumps(merged_to_dict(merged), indent=1) + "\n"
     content = text.encode()
+    beside = path.with_name(path.name + ".new")
     try:
-        path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+        beside.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+        beside.replace(path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 

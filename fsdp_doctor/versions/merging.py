@@ -48,11 +48,13 @@ def merge(reports: Mapping[str, Report]) -> MergedReport:
 
 
 def name_beside(report: pathlib.Path, merged: pathlib.Path | None) -> str:
-    """The report's path from where the merged one is written, if it lies below that; else its name alone."""
-    if merged is not None:
-        path = pathlib.Path(os.path.relpath(report.resolve(), merged.resolve().parent))
-        if ".." not in path.parts:
-            return path.as_posix()
+    """The report's path from where the merged one is written, if both lie below the working directory.
+
+    Else its name alone: a path says more of a machine than others need to know.
+    """
+    here = pathlib.Path.cwd()
+    if merged is not None and all(file.resolve().is_relative_to(here) for file in (report, merged)):
+        return pathlib.Path(os.path.relpath(report.resolve(), merged.resolve().parent)).as_posix()
     return report.name
 
 

@@ -123,7 +123,7 @@ def machine(environment: Environment) -> str:
 def _row(package: str, where: str, environments: Sequence[Environment], group: Sequence[int]) -> VersionRow:
     full = {index: public(environments[index].packages[package]) for index in group}
     everywhere = in_order(public(one.packages[package]) for one in environments if one.packages.get(package))
-    told = _short_names(everywhere) if package == "torch" else {version: version for version in everywhere}
+    told = short_names(everywhere) if package == "torch" else {version: version for version in everywhere}
     ordered = sorted(group, key=lambda index: version_order(full[index]))
     ran = {told[full[index]]: index for index in ordered}
     first, last = version_order(full[ordered[0]]), version_order(full[ordered[-1]])
@@ -139,7 +139,7 @@ def public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _short_names(versions: Sequence[str]) -> dict[str, str]:
+def short_names(versions: Sequence[str]) -> dict[str, str]:
     """Of torch the first two numbers say enough where no other version has them."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     alone = {minor for minor in minors.values() if list(minors.values()).count(minor) == 1}

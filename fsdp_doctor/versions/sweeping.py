@@ -106,7 +106,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
             except CannotRun as reason:
                 return CannotRun(f"torch {version} does not install: {reason}")
             os.mkdir(os.path.join(scratch, "doctor"))
-            program = _Program(python, copy_of_the_doctor(pathlib.Path(scratch, "doctor")))
+            program = Program(python, copy_of_the_doctor(pathlib.Path(scratch, "doctor")))
             options = [*sweep.options, *_device_options(sweep.options, program)]
             _say(f"torch {version}: running")
             return program.probe([*options, "--json", str(file), "--resume"], file.with_suffix(".log"))
@@ -115,7 +115,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """The doctor in an environment of its own. path: the directory that its package is in."""
 
     python: pathlib.Path
@@ -177,7 +177,7 @@ def _waited_for(process: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def _device_options(options: Sequence[str], program: _Program) -> list[str]:
+def _device_options(options: Sequence[str], program: Program) -> list[str]:
     """Before torch 2.10 there is no emulated device: the CPU, where torch sees no accelerator."""
     if "--device" in _words(options):
         return []

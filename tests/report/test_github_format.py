@@ -82,3 +82,14 @@ def test_without_github_nothing_is_written_and_a_file_that_cannot_be_is_a_fault(
 
 def test_it_is_one_of_the_formats() -> None:
     assert formats.render(_REPORT, "github", surprises=["one"]) == workflow_commands(_REPORT, ["one"])
+
+
+def test_in_junit_a_failure_that_is_expected_is_skipped_and_says_so() -> None:
+    bad = [one for one in _REPORT.results if one.verdict.bad]
+    (foreseen, *others) = bad
+    text = formats.render(_REPORT, "junit", expected={foreseen.id})
+    assert f'message="as expected, {foreseen.verdict.kind}: ' in text
+    plain = formats.render(_REPORT, "junit")
+    assert plain.count("<failure") + plain.count("<error") == len(bad)
+    assert text.count("<failure") + text.count("<error") == len(others)
+    assert text.count("<skipped") == plain.count("<skipped") + 1

@@ -12,10 +12,11 @@ import pytest
 from support.places import ROOT
 from support.reports import CASES, report, result
 
+from fsdp_doctor.cli import merge_command
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
-from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import merged_schema
 from fsdp_doctor.versions.merged import MergedReport, Statement
@@ -178,11 +179,17 @@ def test_it_keeps_to_its_schema_which_is_what_the_types_say() -> None:
         jsonschema.validate(data, schema, cls=jsonschema.Draft202012Validator)
 
 
-def test_a_link_to_a_report_never_leaves_the_directory(tmp_path: pathlib.Path) -> None:
-    merged = tmp_path / "docs" / "merged.json"
-    assert name_beside(tmp_path / "docs" / "runs" / "a.json", merged) == "runs/a.json"
+def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    merged = pathlib.Path("docs/merged.json")
+    assert name_beside(pathlib.Path("docs/runs/a.json"), merged) == "runs/a.json"
+    assert name_beside(pathlib.Path("reports/a.json"), merged) == "../reports/a.json"
     assert name_beside(tmp_path / "elsewhere" / "a.json", merged) == "a.json"
-    assert name_beside(tmp_path / "elsewhere" / "a.json", None) == "a.json"
+    assert name_beside(pathlib.Path("reports/a.json"), tmp_path / "elsewhere" / "merged.json") == "a.json"
+    assert name_beside(pathlib.Path("reports/a.json"), None) == "a.json"
 
 
 _GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
@@ -219,3 +226,56 @@ def test_a_run_that_was_interrupted_is_merged_as_far_as_it_came(tmp_path: pathli
     write_report(file, partial)
     (environment,) = _merged(read_report(file)).environments
     assert (environment.complete, environment.ended) == (False, "stopped by SIGINT")
+
+
+def _as_gzip(text: str) -> bytes:
+    return gzip.compress(text.encode())
+
+
+_REPORT_TEXT = json.dumps(report_to_dict(_of("2.11.0", "ok")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("newer.json", _REPORT_TEXT.replace('"schema_version": 1', '"schema_version": 2').encode(), "upgrade it"),
+        ("cut.json", _REPORT_TEXT[:-50].encode(), "it is not JSON"),
+        ("cut.json.gz", _as_gzip(_REPORT_TEXT)[:-20], "cannot read the report"),
+        ("plain.json.gz", _REPORT_TEXT.encode(), "cannot read the report .*Not a gzipped file"),
+        ("merged.json", _GOOD, "its 'schema' is not 'fsdp-doctor/report'"),
+        ("empty.json", b"", "it is not JSON"),
+    ],
+)
+def test_one_bad_report_is_refused_in_a_sentence_and_nothing_is_written_over(
+    name: str, content: bytes, said: str, tmp_path: pathlib.Path
+) -> None:
+    good, bad, merged = tmp_path / "good.json", tmp_path / name, tmp_path / "all.json"
+    write_report(good, _of("2.10.0", "ok"))
+    bad.write_bytes(content)
+    merged.write_text("what was there")
+    with pytest.raises(UsageError, match=said) as refused:
+        merge_command.run(reports=[good, bad], json_file=merged)
+    assert "\n" not in str(refused.value)
+    assert name in str(refused.value)
+    assert merged.read_text() == "what was there"
+
+
+def test_a_report_is_merged_whether_it_is_compressed_or_not(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, compressed = tmp_path / "one.json", tmp_path / "two.json.gz"
+    write_report(plain, _of("2.10.0", "crash"))
+    compressed.write_bytes(_as_gzip(_REPORT_TEXT))
+    merge_command.run(reports=[plain, compressed], json_file=tmp_path / "all.json.gz")
+    printed = capsys.readouterr()
+    assert printed.out == f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11\n"
+    assert "1 cases in 2 environments" in printed.err
+    assert len(read_merged(tmp_path / "all.json.gz").environments) == 2
+
+
+def test_two_reports_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").mkdir()
+    for directory in (tmp_path, tmp_path / "a"):
+        write_report(directory / "one.json", _of("2.10.0", "ok"))
+    with pytest.raises(UsageError, match=r"two of the reports would be known as one.json; rename one of them"):
+        merge_command.run(reports=[tmp_path / "one.json", tmp_path / "a" / "one.json"])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import signal
+import sys
 
 import pytest
-from program import Run, doctor
+from program import Run, Started, doctor
+from support.places import ROOT
 from support.reports import every_kind, report
 from support.wheels import index_with_torch
 
@@ -18,7 +22,7 @@ from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import sweeping
 from fsdp_doctor.versions.installing import reason_of
-from fsdp_doctor.versions.sweeping import Sweep
+from fsdp_doctor.versions.sweeping import Program, Sweep
 
 _CASE = "fsdp2/none/unstaged/summon_full_params"
 _OPTIONS = ("--", "--device", "cpu", "--case", _CASE, "--expect", "known")
@@ -84,6 +88,17 @@ def test_what_is_complete_is_not_run_again_and_a_report_of_other_options_is_not_
     assert (swept.directory / "torch2.98.json").read_bytes() == before
 
 
+def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept, tmp_path: pathlib.Path) -> None:
+    arguments = ("sweep", "--torch", "2.98", "--directory", str(tmp_path), *_OPTIONS)
+    started = Started(sys.executable, "-m", "fsdp_doctor", *arguments, env=swept.variables)
+    assert started.first_message() == "fsdp-doctor: torch 2.98: installing\n"
+    os.kill(started.pid, signal.SIGTERM)
+    done = started.wait()
+    assert (done.code, done.left) == (130, [])
+    assert done.stderr == "fsdp-doctor: stopped by SIGTERM\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["torch2.98.log"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -123,6 +138,22 @@ def test_what_ran_is_kept_where_the_version_no_longer_installs(
 
 def _partial() -> Report:
     return report(*every_kind(), num_selected=20, complete=False, ended="stopped by SIGINT")
+
+
+def test_a_version_without_a_compiler_for_its_device_cannot_run_and_says_why(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    program = Program(pathlib.Path(sys.executable), ROOT)
+    why = program.probe(["--device", "emulated", "--case", _CASE], tmp_path / "log")
+    assert isinstance(why, CannotRun)
+    assert "is built with a C++ compiler, and there is none (CXX=no-such-compiler not found)" in str(why)
+
+
+def test_a_value_that_the_probe_does_not_take_ends_the_sweep(tmp_path: pathlib.Path) -> None:
+    program = Program(pathlib.Path(sys.executable), ROOT)
+    with pytest.raises(UsageError, match="'zebra' is not a value of any axis"):
+        program.probe(["--device", "cpu", "--case", "zebra/none/unstaged/dcp"], tmp_path / "log")
 
 
 def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Path) -> None:
