@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from fsdp_doctor.bundle.archive import Bundle, bundle_of, write_bundle
 from fsdp_doctor.bundle.command_run import CommandRun, run
-from fsdp_doctor.bundle.contents import Evidence, gather
+from fsdp_doctor.bundle.contents import Gathered, gather
 
-__all__ = ["Bundle", "CommandRun", "Evidence", "bundle_of", "gather", "run", "write_bundle"]
+__all__ = ["Bundle", "CommandRun", "Gathered", "bundle_of", "gather", "run", "write_bundle"]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from fsdp_doctor.bundle import contents, issue
 from fsdp_doctor.bundle.chosen_case import choose
-from fsdp_doctor.bundle.contents import Evidence
+from fsdp_doctor.bundle.contents import Gathered
+from fsdp_doctor.bundle.issue_head import Head, head_of
 from fsdp_doctor.bundle.private_text import PLACEHOLDER, PrivateKind
 from fsdp_doctor.bundle.redaction import Redactor
 from fsdp_doctor.errors import DoctorFault
@@ -32,7 +33,7 @@ class Bundle:
     replaced: Counter[PrivateKind]
 
 
-def bundle_of(evidence: Evidence, redactor: Redactor | None = None) -> Bundle:
+def bundle_of(evidence: Gathered, redactor: Redactor | None = None) -> Bundle:
     """The bundle, with everything private replaced. redactor: by default one that knows this machine's names."""
     redactor = redactor or Redactor.of_this_machine()
     raw = contents.texts(evidence)
@@ -42,9 +43,9 @@ def bundle_of(evidence: Evidence, redactor: Redactor | None = None) -> Bundle:
         evidence = dataclasses.replace(evidence, report=_without_private(evidence.report, redactor))
     # Of the clean report, so that what was private in it is not even in the pattern of a script.
     chosen = choose(evidence.found, evidence.checked, evidence.report)
-    head = issue.head_of(evidence, chosen)
+    head = head_of(evidence, chosen)
     redactor.learn(head.text)
-    clean_head = issue.Head(**{name: redactor.clean(text) for name, text in dataclasses.asdict(head).items()})
+    clean_head = Head(**{name: redactor.clean(text) for name, text in dataclasses.asdict(head).items()})
     raw |= contents.case_texts(chosen) if chosen is not None else {}
     files = {name: redactor.clean(text) for name, text in raw.items()}
     if evidence.report is not None:
@@ -57,6 +58,8 @@ def bundle_of(evidence: Evidence, redactor: Redactor | None = None) -> Bundle:
 
 def _without_private(report: Report, redactor: Redactor) -> Report:
     values = json.loads(json.dumps(report_to_dict(report)))
+    # Of `probe --host-name`: a name that nothing beside it shows to be one.
+    redactor.learn_host(report.environment.get("host", ""))
     redactor.learn_values(values)
     return report_from_dict(redactor.clean_values(values))
 

@@ -20,7 +20,7 @@ _WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Gathered:
     """What is known of a failure.
 
     facts: of this machine's environment. logs: files, the output of the command last, dumps of torch's flight
@@ -42,14 +42,14 @@ def gather(
     checked: CheckResult | None = None,
     report: Report | None = None,
     run: CommandRun | None = None,
-) -> Evidence:
+) -> Gathered:
     """Explains the logs. Raises UsageError for a log that cannot be read."""
     read = (*logs, *(_of_command(run) if run is not None else ()))
     found = explain(read) if read else None
-    return Evidence(facts=facts, logs=read, found=found, checked=checked, report=report, run=run)
+    return Gathered(facts=facts, logs=read, found=found, checked=checked, report=report, run=run)
 
 
-def texts(evidence: Evidence) -> dict[str, str]:
+def texts(evidence: Gathered) -> dict[str, str]:
     """What is known, but for the case and the report."""
     found = {"environment.txt": "\n".join(lines_of(evidence.facts)) + "\n"}
     if evidence.found is not None:

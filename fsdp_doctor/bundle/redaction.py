@@ -55,8 +55,10 @@ class Redactor:
         users = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
         with contextlib.suppress(OSError, KeyError, ImportError):
             users.append(getpass.getuser())
-        hosts = [host, host.split(".")[0], os.environ.get("HOSTNAME", "")]
-        return cls(homes=[os.path.expanduser("~")], hosts=hosts, users=users)
+        found = cls(homes=[os.path.expanduser("~")], users=users)
+        for name in (host, os.environ.get("HOSTNAME", "")):
+            found.learn_host(name)
+        return found
 
     def learn(self, text: str) -> None:
         """Takes in the names of hosts and users and the secrets that ``text`` shows to be such."""
@@ -65,6 +67,10 @@ class Redactor:
         for rule in RULES:
             if rule.kind in _SECRET_KINDS:
                 self._secrets |= {value for value in _found([rule.pattern], text) if _is_remarkable(value)}
+
+    def learn_host(self, name: str) -> None:
+        """Takes in the name of a host."""
+        self._hosts |= {part for part in (name, name.split(".")[0]) if _is_name(part)}
 
     def learn_values(self, value: Any) -> None:
         """The same of all strings in JSON."""

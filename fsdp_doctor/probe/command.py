@@ -166,8 +166,7 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
     report, lost = writer.finish(
         ended=str(trouble or ""), expected=lambda report: baseline.as_expected(report, options.expect, context)
     )
-    if options.page is not None:
-        lost = lost or _write_page(options.page, report)
+    no_page = _write_page(options.page, report) if options.page is not None else None
     surprises = baseline.surprises(report, options.expect, context)
     # Without an expectation the catalogue says what is unforeseen; the exit code stays what it is.
     unforeseen = surprises if options.expect is not None else baseline.surprises(report, "known", context)
@@ -176,8 +175,8 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
         write_step_summary(report, unforeseen)
     if options.expect == "known":
         print(baseline.conclusion(report, surprises, context), file=sys.stderr)
-    if trouble or lost:
-        raise trouble or lost or AssertionError
+    if problem := trouble or lost or no_page:
+        raise problem
     return baseline.exit_code(report, options.expect, surprises)
 
 

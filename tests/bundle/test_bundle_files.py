@@ -92,7 +92,8 @@ def test_an_issue_never_has_more_characters_than_github_takes(tmp_path: pathlib.
         )
     )
     _, files = _bundle(tmp_path, "--log", str(log), "--report", _report(tmp_path, _broken(line), notes=(line,)))
-    assert 10_000 < len(files["issue.md"]) <= MOST_CHARACTERS
+    assert 5_000 < len(files["issue.md"]) <= MOST_CHARACTERS
+    assert files["issue.md"].splitlines()[-1].startswith("The bundle also holds: ")
     assert files["issue.md"].count("<details>") >= 2
 
 

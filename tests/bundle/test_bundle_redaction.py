@@ -143,6 +143,12 @@ def test_the_bundle_lists_each_kind_that_was_replaced_and_how_often(planted: Bun
         assert f"{kind} ({count})" in planted.files["issue.md"]
 
 
+def test_the_host_of_a_report_is_not_in_the_bundle() -> None:
+    report = reports.report(reports.result(reason="beluga went away"), environment={"host": "beluga.nowhere"})
+    files = bundle_of(gather({}, report=report), Redactor()).files
+    assert [name for name, text in files.items() if "beluga" in text] == []
+
+
 def test_a_report_without_what_is_private_is_still_a_report(planted: Bundle) -> None:
     assert summary(report_from_dict(json.loads(planted.files["report.json"]))).startswith("1 cases")
 
