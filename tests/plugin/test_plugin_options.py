@@ -24,7 +24,7 @@ _NOTHING_KEPT = ("-p", "no:cacheprovider")
 
 def test_k_selects_by_the_values_of_the_axes(tmp_path: pathlib.Path) -> None:
     arguments = ("--collect-only", "-q", "-k", "test_ours and fsdp1 and not unstaged", *_NOTHING_KEPT)
-    done = run_pytest(tmp_path, *arguments, suite="scenarios")
+    done = run_pytest(tmp_path, *arguments, suites=["scenarios"])
     ids = re.findall(r"::(\S+)", done.run.stdout)
     assert ids == ["test_ours[fsdp1/none/staged]", "test_ours[fsdp1/policy/staged]"]
 
@@ -41,7 +41,7 @@ def test_all_stands_for_every_value_of_an_axis(tmp_path: pathlib.Path) -> None:
 
 
 def test_x_ends_the_run_and_lf_begins_with_what_failed(tmp_path: pathlib.Path) -> None:
-    first = run_pytest(tmp_path, "-x", suite="mixed")
+    first = run_pytest(tmp_path, "-x", suites=["mixed"])
     assert list(first.results) == ["test_first_fails"]
     again = run_pytest(tmp_path, "--lf")
     assert {name: result.outcome for name, result in again.results.items()} == {"test_first_fails": "failed"}
@@ -50,7 +50,7 @@ def test_x_ends_the_run_and_lf_begins_with_what_failed(tmp_path: pathlib.Path) -
 def test_xdist_runs_them_in_workers_of_its_own(tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec("xdist") is None:
         pytest.skip("pytest-xdist is not installed")
-    done = run_pytest(tmp_path, "-p", "xdist", "-n", "2", *_NOTHING_KEPT, suite="mixed")
+    done = run_pytest(tmp_path, "-p", "xdist", "-n", "2", *_NOTHING_KEPT, suites=["mixed"])
     assert {name: result.outcome for name, result in done.results.items()} == {
         "test_first_fails": "failed",
         "test_second_passes": "passed",
@@ -62,7 +62,7 @@ def test_xdist_runs_them_in_workers_of_its_own(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_run_that_does_not_use_it_says_what_it_says_without(tmp_path: pathlib.Path) -> None:
-    outputs = [run_pytest(tmp_path, *_NOTHING_KEPT, suite="plain", plugin=plugin).run for plugin in (False, True)]
+    outputs = [run_pytest(tmp_path, *_NOTHING_KEPT, suites=["plain"], plugin=plugin).run for plugin in (False, True)]
     without, with_it = (re.sub(r"in [\d.]+s", "in S", f"{done.stdout}{done.stderr}") for done in outputs)
     assert with_it == without
 

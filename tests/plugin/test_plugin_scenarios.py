@@ -10,7 +10,7 @@ from support.plugin_runs import PytestRun, run_pytest
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
     needs_emulation()
-    return run_pytest(tmp_path_factory.mktemp("scenarios"), "-p", "no:cacheprovider", suite="scenarios")
+    return run_pytest(tmp_path_factory.mktemp("scenarios"), "-p", "no:cacheprovider", suites=["scenarios"])
 
 
 def test_a_test_is_one_for_each_scenario_with_its_id(scenarios: PytestRun) -> None:
