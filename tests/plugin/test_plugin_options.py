@@ -61,6 +61,23 @@ def test_xdist_runs_them_in_workers_of_its_own(tmp_path: pathlib.Path) -> None:
     assert "-- ranks 0, 1 --" in done["test_first_fails"].text
 
 
+def test_s_shows_what_the_ranks_print(tmp_path: pathlib.Path) -> None:
+    done = run_pytest(tmp_path, "-s", "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+    assert done["test_second_passes"].outcome == "passed", done.run.stdout
+    for rank in (0, 1):
+        assert f"[Captured stdout call of rank {rank}, with stderr]\nsaid by a rank\n" in done.run.stdout
+
+
+def test_pytests_own_process_imports_no_torch(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import os, sys\ndef pytest_unconfigure():\n"
+        "    assert 'RANK' in os.environ or 'torch' not in sys.modules, 'torch is here'\n"
+    )
+    done = run_pytest(tmp_path, "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+    assert (done["test_second_passes"].outcome, done.run.stderr) == ("passed", "")
+    assert done.run.code == 0
+
+
 def test_a_run_that_does_not_use_it_says_what_it_says_without(tmp_path: pathlib.Path) -> None:
     outputs = [run_pytest(tmp_path, *_NOTHING_KEPT, suites=["plain"], plugin=plugin).run for plugin in (False, True)]
     without, with_it = (re.sub(r"in [\d.]+s", "in S", f"{done.stdout}{done.stderr}") for done in outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ def test_first_fails(this_rank: Any) -> None:
 
 
 @pytest.mark.ranks(2, device="cpu")
-def test_second_passes(this_rank: Any) -> None:
-    assert this_rank.world_size == 2
+def test_second_passes(tmp_path: pathlib.Path, this_rank: Any) -> None:
+    print("said by a rank")
+    assert (this_rank.world_size, list(tmp_path.iterdir())) == (2, [])
 
 
 @pytest.mark.ranks(2, device="cpu")
