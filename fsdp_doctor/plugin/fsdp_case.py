@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -159,8 +160,9 @@ class FsdpCase:
             pytest.skip(f"unsupported: {verdict.reason}")
         if verdict.bad:
             failure = self._run.record.failure
-            lines = [f"{verdict.kind}: {verdict.reason}", *verdict.also, *([failure.traceback] if failure else [])]
-            pytest.fail("\n".join(lines))
+            # It is shown with what the rank printed; the message is the same on all ranks.
+            sys.stderr.write(failure.traceback if failure is not None else "")
+            pytest.fail("\n".join([f"{verdict.kind}: {verdict.reason}", *verdict.also]))
 
     def _reports(self) -> list[RankReport]:
         everyone: list[Any] = [None] * self.world_size

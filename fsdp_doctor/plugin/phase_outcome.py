@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ _NO_FRAME = "<no Python frame>"
 class PhaseOutcome:
     """verdict: over all ranks. passed, skipped, xfailed: the ranks whose own pytest says so.
 
-    reason: of those that skipped or were expected to fail. skipped_at: file, line and reason, for pytest's summary.
+    reason: of those that skipped or were expected to fail.
     details: a section for each thing to be told of a failure. told: what the ranks printed and logged.
     alike: whether every rank ended in the same way.
     """
@@ -34,7 +33,6 @@ class PhaseOutcome:
     xfailed: tuple[int, ...]
     num_ranks: int
     reason: str
-    skipped_at: tuple[str, int, str] | None
     details: tuple[_Section, ...]
     told: tuple[_Section, ...]
 
@@ -58,10 +56,8 @@ class PhaseOutcome:
             ranks = ", ".join(map(str, self.skipped))
             pytest.fail(f"skipped on rank {ranks} and not on the others: {self.reason}", pytrace=False)
 
-    def add_to(self, report: pytest.TestReport) -> None:
-        """Puts what the ranks said into pytest's report of the phase."""
-        if report.skipped and self.skipped_at is not None and isinstance(report.longrepr, tuple):
-            report.longrepr = self.skipped_at
+    def add_details(self, report: pytest.TestReport) -> None:
+        """Puts what the ranks said of a failure into pytest's report of the phase."""
         add_section = getattr(report.longrepr, "addsection", None)
         if add_section is not None:
             for title, text in self.details:
@@ -85,15 +81,9 @@ def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> 
         xfailed=tuple(xfailed),
         num_ranks=len(answer.reports),
         reason=reasons[0] if reasons else "",
-        skipped_at=_place(next(iter(skipped.values()), None)),
         details=(*_alike(failed), *_seen_from_outside(answer.reports, failed)),
         told=tuple(section for report in answer.reports for section in _told(report, reports.get(report.rank), phase)),
     )
-
-
-def _place(skipped: Sequence[Any] | None) -> tuple[str, int, str] | None:
-    """As pytest wants it; its own way through JSON makes a list of it."""
-    return (skipped[0], skipped[1], skipped[2]) if skipped else None
 
 
 def _alike(texts: dict[int, str]) -> list[_Section]:

@@ -53,6 +53,7 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
     agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(start.store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= place.variables | agent
     directory = start.preparation.scratch / f"generation-{start.generation}"
+    directory.mkdir(exist_ok=True)
     try:
         runtime = _join(place, start, directory)
         options = start.preparation.options | {"basetemp": str(directory / f"rank-{place.rank}")}
@@ -106,8 +107,10 @@ class RankSession:
         for command in self._commands:
             self._command = command
             self._say_begun()
-            item = self._find(session)
-            if item is not None:
+            if command.phase != "setup":
+                # Of a test that this rank has not found.
+                self._say_done(None)
+            elif (item := self._find(session)) is not None:
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         return True
 
@@ -182,8 +185,8 @@ class RankSession:
         xfailed = str(raised.msg) if isinstance(raised, pytest.xfail.Exception) else None
         # What a report holds besides texts and numbers is of the user's own.
         self._ends.send(PhaseReport(report=json.loads(json.dumps(data, default=str)), xfailed=xfailed))
-        failed = raised is not None and report.failed and xfailed is None
-        self._say_done(failure_from(raised) if failed and raised is not None else None)
+        failed = raised if report.failed and xfailed is None else None
+        self._say_done(failure_from(failed) if failed is not None else None)
 
     def _find(self, session: pytest.Session) -> pytest.Item | None:
         """The test of the command; None, and what keeps it from being found is said, where there is none."""

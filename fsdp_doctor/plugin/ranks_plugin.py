@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-from fsdp_doctor.errors import DoctorFault, UsageError
+from fsdp_doctor.errors import CannotRun, DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
 from fsdp_doctor.plugin.marks import MarkedTest
 from fsdp_doctor.plugin.phase_outcome import PhaseOutcome, outcome_of
@@ -28,7 +28,7 @@ class RanksPlugin:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._device: str = config.getoption("--ranks-device")
-        self._host: RankHost | None = None
+        self._hosts: dict[bool, RankHost] = {}
         self._running: MarkedTest | None = None
         self._still_whole = True
         self._num_tests = 0
@@ -72,15 +72,21 @@ class RanksPlugin:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        told = item.stash.get(_TOLD, None)
+        if told is None:
+            return report
+        report.sections += told
         outcome = item.stash.get(_OUTCOME, None)
         if outcome is not None and outcome.phase == call.when:
-            outcome.add_to(report)
-        told: list[tuple[str, str]] = item.stash.get(_TOLD, [])
-        report.sections += told
+            outcome.add_details(report)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            # It would be a line of this file.
+            path, line, _ = item.reportinfo()
+            report.longrepr = (str(path), (line or 0) + 1, report.longrepr[2])
         return report
 
     def pytest_unconfigure(self) -> None:
-        self._end_host()
+        self._end_hosts()
 
     def _have_run(self, item: pytest.Item, phase: TestPhase, nextitem: pytest.Item | None = None) -> None:
         """Returns where the phase passed on every rank; otherwise raises what pytest understands."""
@@ -100,19 +106,21 @@ class RanksPlugin:
             builds_model=item.get_closest_marker("fsdp") is not None,
         )
         try:
-            answer = self._running_host().ask(request)
+            answer = self._host(request).ask(request)
         except DoctorFault as error:
             self._running = None
-            self._end_host()
+            self._end_hosts()
             pytest.fail(str(error), pytrace=False)
         except BaseException:
             # Of another plugin's time limit, or Ctrl-C: the ranks are still at it.
             self._running = None
-            self._end_host()
+            self._end_hosts()
             raise
         if isinstance(answer, Refusal):
             self._running = None
-            (pytest.fail if answer.exit_code == UsageError.exit_code else pytest.skip)(answer.reason)
+            if answer.exit_code == CannotRun.exit_code:
+                pytest.skip(answer.reason)
+            pytest.fail(answer.reason, pytrace=False)
         outcome = item.stash[_OUTCOME] = outcome_of(self._config, phase, answer)
         item.stash[_TOLD] += outcome.told
         if self._config.getoption("capture") == "no":
@@ -123,12 +131,13 @@ class RanksPlugin:
             self._running = None
         outcome.raise_if_not_passed()
 
-    def _running_host(self) -> RankHost:
-        if self._host is None:
-            self._host = RankHost(self._config)
-        return self._host
+    def _host(self, request: PhaseRequest) -> RankHost:
+        """CUDA must be hidden from the emulated device, and then it stays hidden: that is a process of its own."""
+        hides_cuda = request.needs.device == "emulated"
+        if hides_cuda not in self._hosts:
+            self._hosts[hides_cuda] = RankHost(self._config)
+        return self._hosts[hides_cuda]
 
-    def _end_host(self) -> None:
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+    def _end_hosts(self) -> None:
+        while self._hosts:
+            self._hosts.popitem()[1].close()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+
 import pytest
 from support.emulation import needs_emulation
-from support.plugin_runs import PytestRun, run_pytest
+from support.plugin_runs import PytestRun, run_pytest, start_pytest
 
 
 @pytest.fixture(scope="module")
 def behaviours(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
     needs_emulation()
     arguments = ("-p", "no:cacheprovider", "--durations=3", "-rA")
-    return run_pytest(tmp_path_factory.mktemp("behaviours"), *arguments, suite="behaviours")
+    return run_pytest(tmp_path_factory.mktemp("behaviours"), *arguments, suites=["behaviours", "raises_on_rank_1"])
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,7 @@ def behaviours(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
         "test_has_directories",
         "test_captures",
         "test_has_three_ranks_on_the_cpu",
+        "test_is_a_method",
         "test_passes_after_all_that",
     ],
 )
@@ -112,6 +116,7 @@ def test_a_test_that_is_expected_to_fail_may_do_so_on_any_rank(behaviours: Pytes
     [
         ("test_has_no_number_of_ranks", "the number of ranks is a positive whole number, not 'two'"),
         ("test_has_an_unknown_device", "unknown device 'tpu'; use one of auto, cuda, xpu, cpu, emulated"),
+        ("test_is_of_unittest", "test_is_of_unittest is no test function"),
         ("test_has_no_scenario", "fsdp_case is for tests marked fsdp, and this one is marked ranks"),
     ],
 )
@@ -119,6 +124,32 @@ def test_a_mark_that_means_nothing_is_one_sentence(behaviours: PytestRun, name: 
     assert behaviours[name].outcome == "error"
     assert sentence in behaviours[name].message
     assert "Traceback" not in behaviours[name].text
+
+
+def test_a_file_that_one_rank_cannot_import_fails_its_tests_alone(behaviours: PytestRun) -> None:
+    result = behaviours["test_is_in_a_file_that_raises"]
+    assert result.outcome == "error"
+    assert "rank 1: CollectError: this rank does not collect the test" in result.message
+    assert "ValueError: planted at the import" in result.text
+
+
+def test_a_supervisor_that_is_killed_fails_one_test(behaviours: PytestRun) -> None:
+    result = behaviours["test_kills_its_supervisor"]
+    assert result.outcome == "failed"
+    assert "the process that supervises the ranks ended with exit code -9" in result.message
+
+
+def test_ctrl_c_ends_the_ranks_with_the_run(tmp_path: pathlib.Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    started = start_pytest(
+        tmp_path, "-p", "no:cacheprovider", suites=["endless"], env={"FSDP_DOCTOR_TEST_FIFO": str(fifo)}
+    )
+    assert fifo.read_text() == "begun"
+    started.interrupt()
+    done = started.wait()
+    assert done.code == pytest.ExitCode.INTERRUPTED
+    assert done.left == []
 
 
 def test_durations_are_those_of_the_phases_on_the_ranks(behaviours: PytestRun) -> None:

@@ -6,9 +6,10 @@ import dataclasses
 import pathlib
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
-from program import Run, run
+from program import Run, Started
 
 from support.places import TESTS
 
@@ -41,16 +42,27 @@ class PytestRun:
         return self.results[name]
 
 
-def run_pytest(directory: pathlib.Path, *arguments: str, suite: str = "", plugin: bool = True) -> PytestRun:
-    """pytest in ``directory``, of the suite of that name where one is given; nothing of the run may be left."""
-    if suite:
-        shutil.copy(SUITES / f"{suite}.py", directory / f"test_{suite}.py")
+def run_pytest(directory: pathlib.Path, *arguments: str, suites: Sequence[str] = (), plugin: bool = True) -> PytestRun:
+    """pytest in ``directory``, of the suites of those names; nothing of the run may be left."""
     junit = directory / "junit.xml"
-    own = ("--rootdir", str(directory), "-c", "/dev/null", "--junitxml", str(junit), "-o", "junit_logging=all")
-    command = (sys.executable, "-m", "pytest", *(_PLUGIN if plugin else ()), *own, *arguments)
-    done = run(*command, env=_ALONE, cwd=directory)
+    report = ("--junitxml", str(junit), "-o", "junit_logging=all")
+    done = start_pytest(directory, *report, *arguments, suites=suites, plugin=plugin).wait()
     assert done.left == [], done.left
     return PytestRun(done, _results(junit) if junit.exists() else {})
+
+
+def start_pytest(
+    directory: pathlib.Path,
+    *arguments: str,
+    suites: Sequence[str] = (),
+    plugin: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> Started:
+    for suite in suites:
+        shutil.copy(SUITES / f"{suite}.py", directory / f"test_{suite}.py")
+    own = ("--rootdir", str(directory), "-c", "/dev/null")
+    command = (sys.executable, "-m", "pytest", *(_PLUGIN if plugin else ()), *own, *arguments)
+    return Started(*command, env={**_ALONE, **(env or {})}, cwd=directory)
 
 
 def _results(junit: pathlib.Path) -> dict[str, TestResult]:

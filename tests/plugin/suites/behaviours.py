@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import unittest
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,6 +136,24 @@ def test_has_an_unknown_device() -> None: ...
 
 
 def test_has_no_scenario(fsdp_case: Any) -> None: ...
+
+
+class TestInAClass:
+    def setup_method(self) -> None:
+        self.rank = dist.get_rank()
+
+    def test_is_a_method(self, this_rank: Any) -> None:
+        assert self.rank == this_rank.rank
+
+
+class TestOfUnittest(unittest.TestCase):
+    def test_is_of_unittest(self) -> None: ...
+
+
+def test_kills_its_supervisor(this_rank: Any) -> None:
+    if this_rank.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
 
 
 def test_passes_after_all_that(of_module: int) -> None:

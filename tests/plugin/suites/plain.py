@@ -1,0 +1,4 @@
+"""Nothing here is marked."""
+
+
+def test_plain() -> None: ...

@@ -1,0 +1,111 @@
+"""The options of pytest and of other plugins do with tests on ranks what they do with others."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+import sys
+
+import pytest
+from program import run
+from support.places import ROOT
+from support.plugin_runs import run_pytest
+
+from fsdp_doctor.matrix.axes import AXIS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_NOTHING_KEPT = ("-p", "no:cacheprovider")
+
+
+def test_k_selects_by_the_values_of_the_axes(tmp_path: pathlib.Path) -> None:
+    arguments = ("--collect-only", "-q", "-k", "test_ours and fsdp1 and not unstaged", *_NOTHING_KEPT)
+    done = run_pytest(tmp_path, *arguments, suites=["scenarios"])
+    ids = re.findall(r"::(\S+)", done.run.stdout)
+    assert ids == ["test_ours[fsdp1/none/staged]", "test_ours[fsdp1/policy/staged]"]
+
+
+def test_all_stands_for_every_value_of_an_axis(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_all.py").write_text(
+        "import pytest\n@pytest.mark.fsdp(offload='all', staging='all')\ndef test_all(fsdp_case): ...\n"
+    )
+    done = run_pytest(tmp_path, "--collect-only", "-q", *_NOTHING_KEPT)
+    ids = re.findall(r"::test_all\[(\S+)\]", done.run.stdout)
+    assert ids == [
+        f"fsdp2/{offload}/{staging}" for offload in AXIS["offload"].values for staging in AXIS["staging"].values
+    ]
+
+
+def test_x_ends_the_run_and_lf_begins_with_what_failed(tmp_path: pathlib.Path) -> None:
+    first = run_pytest(tmp_path, "-x", suites=["mixed"])
+    assert list(first.results) == ["test_first_fails"]
+    again = run_pytest(tmp_path, "--lf")
+    assert {name: result.outcome for name, result in again.results.items()} == {"test_first_fails": "failed"}
+
+
+def test_xdist_runs_them_in_workers_of_its_own(tmp_path: pathlib.Path) -> None:
+    if importlib.util.find_spec("xdist") is None:
+        pytest.skip("pytest-xdist is not installed")
+    done = run_pytest(tmp_path, "-p", "xdist", "-n", "2", *_NOTHING_KEPT, suites=["mixed"])
+    assert {name: result.outcome for name, result in done.results.items()} == {
+        "test_first_fails": "failed",
+        "test_second_passes": "passed",
+        "test_third_fails": "failed",
+        "test_plain": "passed",
+    }
+    assert "assert 2 == 3" in done["test_first_fails"].text
+    assert "-- ranks 0, 1 --" in done["test_first_fails"].text
+
+
+def test_s_shows_what_the_ranks_print(tmp_path: pathlib.Path) -> None:
+    done = run_pytest(tmp_path, "-s", "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+    assert done["test_second_passes"].outcome == "passed", done.run.stdout
+    for rank in (0, 1):
+        assert f"[Captured stdout call of rank {rank}, with stderr]\nsaid by a rank\n" in done.run.stdout
+
+
+def test_pytests_own_process_imports_no_torch(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import os, sys\ndef pytest_unconfigure():\n"
+        "    assert 'RANK' in os.environ or 'torch' not in sys.modules, 'torch is here'\n"
+    )
+    done = run_pytest(tmp_path, "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+    assert (done["test_second_passes"].outcome, done.run.stderr) == ("passed", "")
+    assert done.run.code == 0
+
+
+def test_a_run_that_does_not_use_it_says_what_it_says_without(tmp_path: pathlib.Path) -> None:
+    outputs = [run_pytest(tmp_path, *_NOTHING_KEPT, suites=["plain"], plugin=plugin).run for plugin in (False, True)]
+    without, with_it = (re.sub(r"in [\d.]+s", "in S", f"{done.stdout}{done.stderr}") for done in outputs)
+    assert with_it == without
+
+
+_COST = """
+import sys, time
+import pytest
+before = set(sys.modules)
+began = time.process_time()
+import fsdp_doctor.plugin.hooks
+seconds = time.process_time() - began
+print(seconds)
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_to_have_it_and_not_use_it_imports_three_modules_in_some_milliseconds() -> None:
+    seconds, imported = [], set()
+    for _ in range(3):
+        first, second = run(sys.executable, "-c", _COST).stdout.splitlines()
+        seconds.append(float(first))
+        imported.add(second)
+    assert imported == {"fsdp_doctor fsdp_doctor.plugin fsdp_doctor.plugin.hooks"}
+    assert min(seconds) < 0.005
+
+
+def test_it_is_an_entry_point_of_pytest() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"fsdp_doctor": "fsdp_doctor.plugin.hooks"}
