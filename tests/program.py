@@ -115,6 +115,13 @@ def run(*command: str, env: dict[str, str] | None = None, cwd: pathlib.Path | No
     return Started(*command, env=env, cwd=cwd).wait()
 
 
+def python_prints(code: str, env: dict[str, str] | None = None) -> str:
+    """What a process of its own prints; a failure of it is one of the test."""
+    done = run(sys.executable, "-W", "ignore", "-c", code, env=env)
+    assert done.code == 0, done.stderr
+    return done.stdout
+
+
 def doctor(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:
     """``fsdp-doctor ARGUMENTS``."""
     return run(sys.executable, "-m", "fsdp_doctor", *arguments, env=env, cwd=cwd)

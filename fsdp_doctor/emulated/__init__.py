@@ -40,6 +40,7 @@ def _register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
     if dist.is_available():
         dist.Backend.register_backend("emulated", _backend, devices=["emulated"])
+        dist.Backend.backend_capability["gloo"].append("emulated")
 
 
 def _backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
@@ -47,7 +48,8 @@ def _backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelt
 
     store = dist.PrefixStore("emulated", store)
     host = dist.ProcessGroupGloo(store, rank, size, timeout)
-    backend: dist.Backend = _C.make_backend(host, shared_memory.of_group(store, rank, size, _C.shared_bytes(size)))
+    file = shared_memory.of_group(store, rank, size, _C.shared_bytes(size))
+    backend: dist.Backend = _C.make_backend(host, file, timeout, _backend)
     return backend
 
 

@@ -2,21 +2,88 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+import dataclasses
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from fsdp_doctor.emulated.device_memory import (
+    empty_cache,
+    get_allocator_backend,
+    get_per_process_memory_fraction,
+    host_memory_stats,
+    max_memory_allocated,
+    max_memory_cached,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_cached,
+    memory_reserved,
+    memory_stats,
+    memory_stats_as_nested_dict,
+    memory_summary,
+    pinned_memory_allocated,
+    reset_accumulated_memory_stats,
+    reset_max_memory_allocated,
+    reset_max_memory_cached,
+    reset_peak_memory_stats,
+    set_memory_limit,
+    set_per_process_memory_fraction,
+)
+from fsdp_doctor.emulated.device_modes import (
+    copies_in_flight,
+    data_races,
+    late_completion,
+    poison_freed_memory,
+    race_detection,
+    set_late_completion,
+    use_caching_allocator,
+)
 from fsdp_doctor.emulated.library import _C
 
+__all__ = [
+    "copies_in_flight",
+    "data_races",
+    "empty_cache",
+    "get_allocator_backend",
+    "get_per_process_memory_fraction",
+    "host_memory_stats",
+    "late_completion",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_stats",
+    "memory_stats_as_nested_dict",
+    "memory_summary",
+    "pinned_memory_allocated",
+    "poison_freed_memory",
+    "race_detection",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "set_late_completion",
+    "set_memory_limit",
+    "set_per_process_memory_fraction",
+    "use_caching_allocator",
+]
+
 _NAME = "emulated"
-_TYPE = torch.Stream(device=_NAME).device_type
+_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 _Device = torch.device | str | int | None
 
 
-# torch.utils.checkpoint keeps a device's random state only where the device says so by this name.
-_initialized = True
+def __getattr__(name: str) -> Any:
+    # torch.utils.checkpoint keeps a device's random state only where the device says so by this name.
+    if name == "_initialized":
+        return is_initialized()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_available() -> bool:
@@ -25,20 +92,20 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Always: there is nothing to initialize."""
-    return True
-
-
-def _lazy_init() -> None:
-    """Nothing; without it torch 2.10 thinks the device unused, and its accelerator.synchronize() does nothing."""
+    """Whether this process has used the device, by a tensor or by ``set_device``; DeviceMesh sets it before that."""
+    return bool(_C.is_initialized())
 
 
 def init() -> None:
-    """Nothing to do; for symmetry with ``torch.cuda.init``."""
+    """As the first use. Raises RuntimeError in a process that was forked from one that used the device."""
+    _C.initialize()
+
+
+_lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    return bool(_C.is_in_bad_fork())
 
 
 def device_count() -> int:
@@ -66,19 +133,69 @@ def _exchange_device(device: int) -> int:
 _maybe_exchange_device = _exchange_device
 
 
-@contextlib.contextmanager
-def device(device: _Device) -> Iterator[None]:
+class device:  # noqa: N801, torch.cuda's name
     """The current device is ``device`` inside; None changes nothing."""
-    previous = _exchange_device(-1 if device is None else _index(device))
-    try:
-        yield
-    finally:
-        _exchange_device(previous)
+
+    def __init__(self, device: _Device) -> None:
+        self.idx = -1 if device is None else _index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = _exchange_device(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        _exchange_device(self.prev_idx)
+
+
+class device_of(device):  # noqa: N801, torch.cuda's name
+    """The current device is that of a tensor inside; a tensor elsewhere changes nothing."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.get_device() if tensor.device.type == _NAME else None)
 
 
 def get_device_name(device: _Device = None) -> str:
     """A name for reports."""
     return "emulated accelerator in host memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProperties:
+    """What is known of a device, under the names that ``torch.cuda.get_device_properties`` uses; memory in bytes."""
+
+    name: str
+    total_memory: int
+    major: int
+    minor: int
+    multi_processor_count: int
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    is_integrated: bool = False
+    gcnArchName: str = ""  # noqa: N815, torch.cuda's name
+
+
+def get_device_properties(device: _Device = None) -> DeviceProperties:
+    """The properties of ``device``. Raises AssertionError for a device that does not exist, as CUDA's does."""
+    index = _index(device)
+    if not 0 <= index < device_count():
+        raise AssertionError("Invalid device id")
+    major, minor = get_device_capability(index)
+    return DeviceProperties(get_device_name(index), mem_get_info(index)[1], major, minor, os.cpu_count() or 1)
+
+
+def get_device_capability(device: _Device = None) -> tuple[int, int]:
+    """That of an H100, (9, 0): what code asks it for is whether there is bfloat16."""
+    return 9, 0
+
+
+def can_device_access_peer(device: _Device, peer_device: _Device) -> bool:
+    """No device reads the memory of another."""
+    return False
+
+
+def get_arch_list() -> list[str]:
+    """Nothing is compiled for the device."""
+    return []
 
 
 def _index(device: _Device) -> int:
@@ -104,7 +221,18 @@ class Event(torch.Event):
     """An event on a stream of an emulated device."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, _NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+        event = super().__new__(cls, _NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+        event._timed = enable_timing
+        return event
+
+    _timed: bool
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Milliseconds on the host's clock between the two records."""
+        if not (self._timed and getattr(end_event, "_timed", True)):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        milliseconds: float = _C.milliseconds_between(self.event_id, end_event.event_id)
+        return milliseconds
 
 
 def current_stream(device: _Device = None) -> torch.Stream:
@@ -123,97 +251,43 @@ def set_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
-@contextlib.contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
+class StreamContext:
     """Kernels inside run on ``stream``; None changes nothing."""
-    if stream is None:
-        yield
-        return
-    device, there = current_device(), current_stream(stream.device)
-    set_stream(stream)
-    try:
-        yield
-    finally:
-        set_stream(there)
-        set_device(device)
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+        self._before: list[tuple[int, torch.Stream]] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before.append((current_device(), current_stream(self.stream.device)))
+            set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            device, there = self._before.pop()
+            set_stream(there)
+            set_device(device)
+
+
+def stream(stream: torch.Stream | None) -> StreamContext:
+    """Kernels inside run on ``stream``; None changes nothing."""
+    return StreamContext(stream)
+
+
+def is_current_stream_capturing() -> bool:
+    """There are no graphs."""
+    return False
+
+
+def _sleep(cycles: int) -> None:
+    """A kernel of ``cycles`` nanoseconds on the current stream: who waits for the stream waits for it."""
+    _C.sleep(cycles / 1e9)
 
 
 def synchronize(device: _Device = None) -> None:
     """Waits for every stream of the device: copies that were in flight have happened after it."""
     _C.synchronize_device(_index(device))
-
-
-# Memory, in bytes
-
-
-def memory_allocated(device: _Device = None) -> int:
-    """Memory of the device in tensors now, in multiples of 512 for each, as CUDA's allocator counts."""
-    return int(_C.memory_stats(_index(device))["allocated"])
-
-
-def max_memory_allocated(device: _Device = None) -> int:
-    """The most that ``memory_allocated`` has been since the last reset."""
-    return int(_C.memory_stats(_index(device))["peak"])
-
-
-# Nothing is cached, so nothing is reserved beyond what is allocated.
-memory_reserved = memory_allocated
-max_memory_reserved = max_memory_allocated
-
-
-def memory_stats(device: _Device = None) -> dict[str, int]:
-    """The counters under the names that ``torch.cuda.memory_stats`` uses."""
-    stats = _C.memory_stats(_index(device))
-    return {
-        "allocated_bytes.all.current": stats["allocated"],
-        "allocated_bytes.all.peak": stats["peak"],
-        "allocation.all.allocated": stats["allocations"],
-        "num_alloc_retries": 0,
-        "num_ooms": 0,
-    }
-
-
-def reset_peak_memory_stats(device: _Device = None) -> None:
-    """The peak is what is allocated now."""
-    _C.reset_peak(_index(device))
-
-
-def empty_cache() -> None:
-    """Nothing to do: memory is given back when a tensor is freed."""
-
-
-def mem_get_info(device: _Device = None) -> tuple[int, int]:
-    """(free, total). Without a limit the total is what this host has."""
-    free, total = _C.memory_info(_index(device))
-    return int(free), int(total)
-
-
-def set_memory_limit(nbytes: int | None) -> None:
-    """From now on an allocation beyond ``nbytes`` on one device raises ``torch.OutOfMemoryError``. None: no limit."""
-    _C.set_memory_limit(nbytes or 0)
-
-
-def pinned_memory_allocated() -> int:
-    """Pinned host memory in tensors now."""
-    return int(_C.pinned_bytes())
-
-
-# Late completion
-
-
-def set_late_completion(late: bool) -> None:
-    """Whether a non-blocking copy finishes as late as its contract allows (the default) or at once."""
-    _C.set_late(late)
-
-
-def late_completion() -> bool:
-    """Whether non-blocking copies are late."""
-    return bool(_C.is_late())
-
-
-def copies_in_flight() -> int:
-    """How many non-blocking copies were issued in this process and have not happened yet."""
-    return int(_C.copies_in_flight())
 
 
 # Random numbers
@@ -260,6 +334,9 @@ def get_rng_state_all() -> list[torch.Tensor]:
     return [get_rng_state(index) for index in range(device_count())]
 
 
+seed_all = seed
+
+
 def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
     """Sets what ``get_rng_state_all`` gave."""
     for index, state in enumerate(states):
@@ -272,6 +349,11 @@ def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """What autocast may use."""
     return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def is_tf32_supported() -> bool:
+    """The CPU has no such numbers."""
+    return False
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:

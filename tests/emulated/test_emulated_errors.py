@@ -49,7 +49,8 @@ def test_tensors_of_two_devices_are_refused(mix: Callable[[Tensor, Tensor], Any]
     here = torch.ones(4, 4)
     with pytest.raises(
         RuntimeError,
-        match=r"Expected all tensors to be on the same device|indices should be either on cpu or on the same device",
+        match=r"Expected all tensors to be on the same device|indices should be either on cpu or on the same device"
+        r"|Expected query, key, and value to have the same device type",
     ):
         mix(here, here.to(DEVICE))
 
@@ -102,8 +103,6 @@ WRONG: dict[str, Op] = {
     "shapes that do not fit": lambda t: t(3, 4) @ t(3, 4),
     "no broadcast": lambda t: t(3) + t(4),
     "dtypes that do not fit": lambda t: t(3, 3) @ t(3, 3, dtype=BF16),
-    "an index out of range": lambda t: t(3)[t.of([5])],
-    "embedding out of range": lambda t: functional.embedding(t.of([9]), t(8, 2)),
     "a view that is none": lambda t: t(3, 4).t().view(12),
     "a storage that is too small": lambda t: t(3).as_strided((9,), (1,)),
     "item of many": lambda t: t(3).item(),

@@ -4,7 +4,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,11 +18,13 @@
 #include <functional>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include "agreement.h"
 #include "fallback.h"
 #include "memory.h"
+#include "races.h"
 #include "streams.h"
 
 namespace emulated {
@@ -146,8 +153,12 @@ using MomentPtr = std::shared_ptr<Moment>;
 
 class Work : public c10d::Work {
  public:
-  Work(int rank, OpType type, Tensors outputs, c10::Device device, MomentPtr done)
-      : c10d::Work(rank, type), outputs_(std::move(outputs)), device_(device), done_(std::move(done)) {}
+  Work(int rank, OpType type, Tensors outputs, c10::Device device, MomentPtr done, std::shared_ptr<const Clock> clock)
+      : c10d::Work(rank, type),
+        outputs_(std::move(outputs)),
+        device_(device),
+        done_(std::move(done)),
+        clock_(std::move(clock)) {}
 
   bool isCompleted() override {
     return done_->is_reached();
@@ -160,10 +171,13 @@ class Work : public c10d::Work {
   }
   bool wait(std::chrono::milliseconds timeout) override {
     done_->wait(timeout);
+    if (clock_) {
+      follow(current_stream(device_.index()), *clock_);
+    }
     return true;
   }
   void synchronize() override {
-    done_->wait(::kNoTimeout);
+    wait(::kNoTimeout);
   }
   Tensors result() override {
     return outputs_;
@@ -182,6 +196,7 @@ class Work : public c10d::Work {
   Tensors outputs_;
   c10::Device device_;
   MomentPtr done_;
+  std::shared_ptr<const Clock> clock_; // null while no races are detected
 };
 
 struct Task {
@@ -352,12 +367,27 @@ class Line {
   std::atomic<bool> stopped_{false};
 };
 
+// What a group that is split off takes over of the one that it comes from.
+struct GroupOptions final : c10d::Backend::Options {
+  using c10d::Backend::Options::Options;
+};
+
+// From a store, a rank, a size and a timeout.
+using MakeBackend = std::function<c10::intrusive_ptr<
+    c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, int, int, std::chrono::milliseconds)>;
+
 class Backend final : public c10d::Backend {
  public:
-  Backend(const c10::intrusive_ptr<c10d::Backend>& host, std::unique_ptr<Agreement> agreement)
+  Backend(
+      const c10::intrusive_ptr<c10d::Backend>& host,
+      std::unique_ptr<Agreement> agreement,
+      std::chrono::milliseconds timeout,
+      MakeBackend make)
       : c10d::Backend(host->getRank(), host->getSize()),
         host_(host),
-        line_(std::make_shared<Line>(std::move(agreement))) {
+        line_(std::make_shared<Line>(std::move(agreement))),
+        options_(c10::make_intrusive<GroupOptions>("emulated", timeout)),
+        make_(std::move(make)) {
     // Detached: a rank whose peers are gone waits for ever, and must be able to exit all the same.
     std::thread([line = line_] { line->run(); }).detach();
   }
@@ -372,6 +402,41 @@ class Backend final : public c10d::Backend {
 
   void setTimeout(std::chrono::milliseconds timeout) override {
     host_->setTimeout(timeout);
+    options_->timeout = timeout;
+  }
+
+  bool supportsSplitting() const override {
+    return true;
+  }
+
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return options_;
+  }
+
+  // Of the ranks of this group, those that come together in the new one. The others call it too, and get none.
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options) override {
+    const auto own = std::find(ranks.begin(), ranks.end(), getRank());
+    if (own == ranks.end()) {
+      return nullptr;
+    }
+    auto prefix = "split/" + options->group_name;
+    for (const int rank : ranks) {
+      prefix += "/" + std::to_string(rank);
+    }
+    return make_(
+        c10::make_intrusive<c10d::PrefixStore>(prefix, store->clone()),
+        static_cast<int>(own - ranks.begin()),
+        static_cast<int>(ranks.size()),
+        options->timeout);
+  }
+
+  void setSequenceNumberForGroup() override {}
+
+  uint64_t getSequenceNumberForGroup() override {
+    return sequence_;
   }
 
   void startCoalescing() override {
@@ -714,9 +779,11 @@ class Backend final : public c10d::Backend {
     // A collective begins after what its caller's stream holds, as any kernel.
     before_kernel(current_stream(device_.index()));
     task.done = std::make_shared<Moment>();
-    auto work = c10::make_intrusive<Work>(getRank(), task.header.type, outputs, device_, task.done);
+    auto work =
+        c10::make_intrusive<Work>(getRank(), task.header.type, outputs, device_, task.done, launched(task, outputs));
     if (task.asks) {
       last_ = task.done;
+      sequence_ += 1;
     }
     if (coalesced_.has_value()) {
       coalesced_->push_back(work);
@@ -725,19 +792,61 @@ class Backend final : public c10d::Backend {
     return work;
   }
 
+  // On a stream of the group, as NCCL's: it waits for the caller's, and the caller's for it in Work::wait.
+  std::shared_ptr<const Clock> launched(const Task& task, const Tensors& outputs) {
+    if (!detects_races()) {
+      return nullptr;
+    }
+    const c10::Stream own(c10::Stream::UNSAFE, device_, stream_);
+    follow(own, *clock_of(current_stream(device_.index())));
+    std::vector<Access> accesses;
+    for (const auto& tensor : task.keeps) {
+      const auto is_same = [&](const Tensor& output) { return output.is_same(tensor); };
+      if (tensor.numel() > 0) {
+        accesses.push_back(access_of(tensor, std::any_of(outputs.begin(), outputs.end(), is_same)));
+      }
+    }
+    launch("a collective", own, accesses);
+    return clock_of(own);
+  }
+
+  static c10::StreamId next_stream() {
+    static std::atomic<c10::StreamId> last{0};
+    return --last;
+  }
+
   c10::intrusive_ptr<c10d::Backend> host_;
   std::shared_ptr<Line> line_;
+  const c10::StreamId stream_ = next_stream();
+  c10::intrusive_ptr<GroupOptions> options_;
+  MakeBackend make_;
+  uint64_t sequence_ = 0;
   MomentPtr last_;
   std::optional<std::vector<HostWork>> coalesced_;
   c10::Device device_{kEmulated, 0};
 };
 
-} // namespace
-
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Backend>& host, int file) {
+c10::intrusive_ptr<Backend> make_backend(
+    const c10::intrusive_ptr<c10d::Backend>& host,
+    int file,
+    std::chrono::milliseconds timeout,
+    MakeBackend make) {
   auto agreement =
       file >= 0 ? agree_over_memory(file, host->getRank(), host->getSize()) : agree_over_messages(host);
-  return c10::make_intrusive<Backend>(host, std::move(agreement));
+  return c10::make_intrusive<Backend>(host, std::move(agreement), timeout, std::move(make));
+}
+
+} // namespace
+
+void bind_collectives(py::module_& m) {
+  py::class_<GroupOptions, c10::intrusive_ptr<GroupOptions>, c10d::Backend::Options>(m, "GroupOptions")
+      .def("__deepcopy__", [](const GroupOptions& self, const py::dict&) { return c10::make_intrusive<GroupOptions>(self); });
+  // Of a group that some ranks are no part of, NCCL has those take note.
+  py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(m, "Backend")
+      .def("perform_nocolor_split", [](Backend&, const py::object&) {})
+      .def_property_readonly("options", &Backend::getBackendOptions);
+  m.def("shared_bytes", &shared_bytes);
+  m.def("make_backend", &make_backend);
 }
 
 } // namespace emulated

@@ -18,6 +18,16 @@ bool is_emulated(const at::Tensor& tensor) {
 }
 
 void copy_within(at::Tensor& self, const at::Tensor& source) {
+  if (detects_races()) {
+    const auto stream = current_stream(source.device().index());
+    if (const auto clock = clock_of(current_stream(self.device().index())); self.device() != source.device()) {
+      follow(stream, *clock);
+    }
+    launch("copy_", stream, {access_of(source, false), access_of(self, true)});
+    if (self.device() != source.device()) {
+      follow(current_stream(self.device().index()), *clock_of(stream));
+    }
+  }
   before_kernel(current_stream(source.device().index()));
   before_kernel(current_stream(self.device().index()));
   HostView view;
@@ -43,6 +53,9 @@ void copy_piece(const at::Tensor& self, const at::Tensor& source, bool non_block
       to_device ? device_block(self.storage().data_ptr()) : pinned_block(self.const_data_ptr()),
       to_device ? pinned_block(source.const_data_ptr()) : BlockPtr(),
   };
+  if (detects_races()) {
+    launch("copy_", stream, {access_of(to_device ? self : source, to_device)});
+  }
   const bool pinned = static_cast<bool>(to_device ? copy.keeps_from : copy.keeps_to);
   if (non_blocking && pinned) {
     to_device ? copy_to_device(stream, copy) : copy_to_host(stream, copy);
@@ -66,7 +79,7 @@ void copy_between(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     return;
   }
   const auto wanted = is_emulated(self) ? source.to(self.dtype()) : source;
-  auto target = self.is_contiguous() && self.dtype() == wanted.dtype()
+  auto target = self.is_contiguous() && self.dtype() == wanted.dtype() && !self.is_conj() && !self.is_neg()
       ? self
       : at::empty_like(self, self.options().dtype(wanted.dtype()), at::MemoryFormat::Contiguous);
   const auto flat = wanted.contiguous().resolve_conj().resolve_neg();
@@ -84,6 +97,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.is_same(source)) {
     return self;
   }
+  TORCH_CHECK(
+      !self._is_zerotensor(),
+      "ZeroTensors are immutable. Please materialize the tensor using `.clone()`, if you want a mutable zero tensor.");
   const auto shape = at::infer_size(self.sizes(), source.sizes());
   TORCH_CHECK(
       self.sizes() == shape,
@@ -94,6 +110,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::AutoDispatchBelowAutograd below;
   if (self.numel() == 0) {
     return self;
+  }
+  if (source._is_zerotensor()) {
+    return self.zero_();
   }
   check_memory(self);
   check_memory(source);

@@ -3,8 +3,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <pthread.h>
 
 #include <atomic>
 #include <cstring>
@@ -18,6 +19,8 @@ namespace emulated {
 namespace {
 
 std::atomic<c10::DeviceIndex> number_of_devices{1};
+std::atomic<bool> initialized{false};
+std::atomic<bool> in_bad_fork{false};
 thread_local c10::DeviceIndex current_index = 0;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -86,8 +89,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
-    TORCH_CHECK(begin != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
-    return 1000 * (static_cast<Event*>(end)->seconds - static_cast<Event*>(begin)->seconds);
+    return milliseconds_between(reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(end));
   }
 
  private:
@@ -200,7 +202,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     const auto device = storage.device().index();
     before_kernel(current_stream(device));
-    auto data = on_device(c10::GetCPUAllocator()->allocate(nbytes), nbytes, device);
+    auto data = on_device(host_memory(nbytes, device), nbytes, device);
     const auto kept = std::min(nbytes, storage.nbytes());
     if (kept > 0) {
       std::memcpy(data.get(), storage.data(), kept);
@@ -211,6 +213,30 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 } // namespace
+
+void initialize() {
+  if (initialized) {
+    return;
+  }
+  TORCH_CHECK(
+      !in_bad_fork,
+      "Cannot re-initialize the emulated device in forked subprocess. To use the emulated device with "
+      "multiprocessing, you must use the 'spawn' start method");
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    in_bad_fork = in_bad_fork || initialized;
+    initialized = false;
+  });
+  TORCH_CHECK(registered == 0, "what is to be done after a fork cannot be registered");
+  initialized = true;
+}
+
+bool is_initialized() {
+  return initialized;
+}
+
+bool is_in_bad_fork() {
+  return in_bad_fork;
+}
 
 void set_device_count(c10::DeviceIndex count) {
   const bool possible = count > 0 && count <= kMaxDevices;
@@ -238,6 +264,7 @@ void check_device(c10::DeviceIndex device) {
 c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
   const auto previous = current_index;
   if (device >= 0) {
+    initialize();
     check_device(device);
     current_index = device;
   }

@@ -6,6 +6,12 @@
 
 namespace emulated {
 
+// The process uses the device from here on. Throws in a process that was forked from one that did: what
+// CUDA cannot take over, this device does not either.
+void initialize();
+bool is_initialized();
+bool is_in_bad_fork();
+
 void set_device_count(c10::DeviceIndex count);
 c10::DeviceIndex device_count();
 c10::DeviceIndex current_device();

@@ -4,21 +4,18 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/SDPBackend.h>
-#include <ATen/ops/_fused_sdp_choice.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
-#include <ATen/ops/histc.h>
-#include <ATen/ops/scaled_dot_product_attention_native.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <string>
+#include <string_view>
 #include <unordered_set>
+#include <vector>
 
+#include "attention.h"
 #include "copy.h"
+#include "cuda_kernels.h"
 #include "device.h"
 #include "memory.h"
 #include "streams.h"
@@ -40,14 +37,20 @@ c10::Storage host_storage_on(const c10::Storage& device) {
       c10::Storage::use_byte_size_t(), device.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true};
 }
 
+// Sizes and strides, and what is put off until the elements are read: conjugation and negation.
 at::Tensor shaped(at::Tensor tensor, const at::Tensor& like) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  tensor._set_conj(like.is_conj());
+  tensor._set_neg(like.is_neg());
   return tensor;
 }
 
 at::Tensor new_tensor(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
-  return shaped(
-      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype()), like);
+  c10::DispatchKeySet keys(key);
+  if (like._is_zerotensor()) {
+    keys = keys.add(c10::DispatchKey::ZeroTensor);
+  }
+  return shaped(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype()), like);
 }
 
 at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
@@ -60,10 +63,14 @@ at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
 // A host storage that a CPU kernel made becomes the device's.
 c10::DataPtr adopted(c10::Storage host, c10::DeviceIndex device) {
   void* data = host.mutable_data();
-  const auto nbytes = host.nbytes();
+  // A tensor that is known to be zero has no memory.
+  const auto nbytes = data == nullptr ? 0 : host.nbytes();
   auto* impl = host.unsafeReleaseStorageImpl();
   return on_device(c10::DataPtr(data, impl, &release_storage, c10::Device(c10::kCPU)), nbytes, device);
 }
+
+// cudaErrorAssert.
+constexpr int kDeviceSideAssert = 710;
 
 // What is to be known of an operation before its arguments are seen.
 struct Traits {
@@ -140,6 +147,24 @@ Where where(c10::ArrayRef<IValue> arguments) {
     }
   }
   return {result.device < 0 ? current_device() : result.device, result.result_on_cpu};
+}
+
+bool is_on_device(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined() && tensor->device().type() == kEmulated;
+}
+
+// CUDA's words for a host tensor that is indexed by a tensor of the device.
+void check_indices(const at::Tensor& indexed, const c10::List<std::optional<at::Tensor>>& indices) {
+  if (!indexed.device().is_cpu()) {
+    return;
+  }
+  for (const std::optional<at::Tensor>& index : indices) {
+    TORCH_CHECK(
+        !is_on_device(index),
+        "indices should be either on cpu or on the same device as the indexed tensor (",
+        indexed.device(),
+        ")");
+  }
 }
 
 void check_same_device(const at::Tensor& tensor, c10::DeviceIndex device, bool is_index) {
@@ -283,30 +308,94 @@ bool has_mask(c10::ArrayRef<IValue> arguments) {
   return false;
 }
 
+void launch_of(const c10::OperatorHandle& op, c10::Stream stream, c10::ArrayRef<IValue> arguments) {
+  std::vector<Access> accesses;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = op.schema().arguments()[i].alias_info();
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      if (is_on_device(tensor) && tensor.numel() > 0 && !tensor._is_zerotensor()) {
+        accesses.push_back(access_of(tensor, alias != nullptr && alias->isWrite()));
+      }
+    });
+  }
+  launch(op.schema().name(), stream, accesses);
+}
+
+bool only_allocates(const c10::OperatorHandle& op) {
+  const auto& name = op.schema().name();
+  return name.rfind("aten::empty", 0) == 0 || name.rfind("aten::new_empty", 0) == 0;
+}
+
+// The results, which are known only now: new memory, or arguments that were there before.
+void written_by(const c10::OperatorHandle& op, c10::Stream stream, c10::ArrayRef<IValue> results) {
+  std::vector<Access> accesses;
+  for (const auto& result : results) {
+    each_tensor(result, [&](const at::Tensor& tensor) {
+      if (is_on_device(tensor) && tensor.numel() > 0 && !tensor._is_zerotensor()) {
+        accesses.push_back(access_of(tensor, true));
+      }
+    });
+  }
+  launch(op.schema().name(), stream, accesses);
+}
+
+bool says(const c10::Error& error, const char* words) {
+  return std::string_view(error.what_without_backtrace()).find(words) != std::string_view::npos;
+}
+
+// The host's kernel has failed: the same in the words of a device, where those are others.
+[[noreturn]] void rethrow_as_device(const c10::Error& error, const Where& place) {
+  if (says(error, "DefaultCPUAllocator: can't allocate memory")) {
+    const std::string text = error.what_without_backtrace();
+    const auto number = text.find_first_of("0123456789", text.find("tried to allocate"));
+    throw_out_of_memory(std::stoull(text.substr(number)), place.device);
+  }
+  for (const char* words : {"is out of bounds for dimension", "index out of range in self", "Target "}) {
+    if (says(error, words) && says(error, " out of ")) {
+      throw c10::AcceleratorError(
+          {__func__, __FILE__, __LINE__},
+          kDeviceSideAssert,
+          c10::str("emulated error: device-side assert triggered (", error.what_without_backtrace(), ")"));
+    }
+  }
+  throw;
+}
+
 // waits: the operation returns a value or a size to the host, so the host waits for the stream.
 template <bool waits>
-void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+void run(const c10::OperatorHandle& op, Stack* stack) {
   const auto& declared = op.schema().arguments();
   const auto begin = stack->size() - declared.size();
   const auto arguments = c10::ArrayRef<IValue>(*stack).slice(begin);
   const auto place = where(arguments);
   const auto stream = current_stream(place.device);
   waits || has_mask(arguments) ? synchronize(stream) : before_kernel(stream);
+  if (detects_races() && traits_of(op).touches_memory) {
+    launch_of(op, stream, arguments);
+  }
   Call call(op, place);
+  if (declared.size() > 1 && arguments[0].isTensor() && arguments[1].isOptionalTensorList()) {
+    check_indices(arguments[0].toTensor(), arguments[1].toOptionalTensorList());
+  }
   for (size_t i = 0; i < declared.size(); ++i) {
     auto& value = (*stack)[begin + i];
     value = call.argument(value, declared[i]);
   }
-  {
+  try {
     const LentGenerator lent(call.draws_from_the_cpu(), place.device);
     const at::AutoDispatchBelowAutograd below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (const c10::Error& error) {
+    rethrow_as_device(error, place);
   }
   call.write_back();
   if (!place.result_on_cpu) {
     const auto first = stack->size() - op.schema().returns().size();
     for (size_t i = first; i < stack->size(); ++i) {
       (*stack)[i] = call.result((*stack)[i]);
+    }
+    if (detects_races() && traits_of(op).touches_memory && !only_allocates(op)) {
+      written_by(op, stream, c10::ArrayRef<IValue>(*stack).slice(first));
     }
   }
 }
@@ -320,47 +409,9 @@ bool may_replace(const at::Tensor& tensor, const at::Tensor& data) {
   return tensor.key_set() == data.key_set() || (dense(tensor) && dense(data));
 }
 
-void record_stream(at::Tensor& tensor, c10::Stream stream) {
+void record_stream_of(at::Tensor& tensor, c10::Stream stream) {
   TORCH_CHECK(stream.device_type() == kEmulated, "record_stream: ", stream, " is not a stream of an emulated device");
-}
-
-// PyTorch asks each device that it knows how it wants to attend, and takes the plain way for others.
-at::Tensor scaled_dot_product_attention(
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const std::optional<at::Tensor>& mask,
-    double dropout,
-    bool is_causal,
-    std::optional<double> scale,
-    bool enable_gqa) {
-  // The CPU's fused kernel has no gradient for the mask.
-  const bool fused = !(mask.has_value() && mask->requires_grad()) &&
-      at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa) ==
-          static_cast<int64_t>(at::SDPBackend::flash_attention);
-  if (!fused) {
-    return at::native::scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal, scale, enable_gqa);
-  }
-  auto bias = mask;
-  if (mask.has_value() && mask->defined() && mask->scalar_type() == at::kBool) {
-    bias = at::zeros_like(*mask, query.options())
-               .masked_fill_(mask->logical_not(), -std::numeric_limits<double>::infinity());
-  }
-  return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
-      query, key, value, dropout, is_causal, bias, scale));
-}
-
-// The CPU has no histogram of integers, CUDA has: mixture-of-experts models count their tokens with it.
-at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
-  HostView view;
-  before_kernel(current_stream(self.device().index()));
-  const at::AutoDispatchBelowAutograd below;
-  check_memory(self);
-  const auto values = view.to_host(self);
-  const bool integral = at::isIntegralType(self.scalar_type(), /*includeBool=*/false);
-  const auto counts = at::histc(integral ? values.to(at::kDouble) : values, bins, min, max);
-  return view.to_device(counts.to(self.scalar_type()), self.device().index());
+  record_stream(tensor.storage().data_ptr(), stream.id());
 }
 
 bool waits_for_the_host(const std::string& name) {
@@ -380,11 +431,15 @@ bool whole_on_the_host(const std::string& name) {
 bool is_ours(const std::string& name) {
   static const std::unordered_set<std::string> kOurs{
       "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::copy_", "aten::histc",
-      "aten::record_stream"};
+      "aten::native_batch_norm", "aten::native_batch_norm_backward", "aten::record_stream"};
   return kOurs.count(name) > 0;
 }
 
 } // namespace
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  run<false>(op, stack);
+}
 
 void check_memory(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || tensor.device().type() != kEmulated) {
@@ -418,10 +473,7 @@ at::Tensor HostView::to_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kEmulated) {
     return tensor;
   }
-  auto host = new_tensor(to_host(tensor.storage()), c10::DispatchKey::CPU, tensor);
-  host._set_conj(tensor.is_conj());
-  host._set_neg(tensor.is_neg());
-  tensors_.emplace_back(tensor, std::move(host));
+  tensors_.emplace_back(tensor, new_tensor(to_host(tensor.storage()), c10::DispatchKey::CPU, tensor));
   return tensors_.back().second;
 }
 
@@ -478,7 +530,7 @@ void HostView::write_back(c10::DeviceIndex device) {
 void register_kernels() {
   static auto* everything =
       new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host<false>>());
+  everything->fallback(torch::CppFunction::makeFromBoxedFunction<&run<false>>());
 
   // A backend's fallback comes after the composite kernels of PyTorch, which would take an operation
   // apart, or compute into an `out=` of their own making, where the CPU has one kernel for it.
@@ -495,19 +547,19 @@ void register_kernels() {
     }
     aten->impl(
         c10::toString(name).c_str(),
-        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run_on_host<true>>()
-                                      : torch::CppFunction::makeFromBoxedFunction<&run_on_host<false>>());
+        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run<true>>()
+                                      : torch::CppFunction::makeFromBoxedFunction<&run<false>>());
   }
   aten->impl("copy_", TORCH_FN(copy_));
   aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
-  aten->impl("record_stream", TORCH_FN(record_stream));
-  aten->impl("histc", TORCH_FN(histc));
+  aten->impl("record_stream", TORCH_FN(record_stream_of));
+  register_cuda_kernels(*aten);
 
   // Composites whose kernel here comes before autograd's and before a tensor subclass's, as they do.
   static auto* composite =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   composite->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
-  composite->impl("scaled_dot_product_attention", TORCH_FN(scaled_dot_product_attention));
+  register_attention(*aten, *composite);
 }
 
 } // namespace emulated

@@ -34,6 +34,9 @@ class HostView {
 // end the process.
 void check_memory(const at::Tensor& tensor);
 
+// The CPU's kernel on the arguments on the stack.
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 // Gives kEmulated its kernels.
 void register_kernels();
 

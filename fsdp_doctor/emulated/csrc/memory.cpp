@@ -9,12 +9,15 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
 
+#include "device.h"
+#include "races.h"
 #include "streams.h"
 
 namespace emulated {
@@ -27,7 +30,10 @@ constexpr int kOldByte = 0xff;
 
 std::mutex mutex;
 std::array<MemoryStats, kMaxDevices> stats;
+std::array<CachingModel, kMaxDevices> models;
 int64_t limit = 0;
+bool caching = false;
+std::atomic<bool> poisoning{false};
 
 int64_t rounded(size_t nbytes) {
   return static_cast<int64_t>((nbytes + kGranularity - 1) / kGranularity * kGranularity);
@@ -46,23 +52,40 @@ std::string readable(int64_t nbytes) {
   return text.data();
 }
 
-void take(size_t nbytes, c10::DeviceIndex device) {
+[[noreturn]] void refuse(int64_t size, c10::DeviceIndex device, const MemoryStats& own) {
+  const auto total = limit > 0 ? limit : host_bytes();
+  const auto in_use = caching ? models.at(device).reserved : own.allocated;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      false,
+      "emulated out of memory. Tried to allocate ",
+      readable(size),
+      ". Device ",
+      static_cast<int>(device),
+      " has a total capacity of ",
+      readable(total),
+      " of which ",
+      readable(std::max<int64_t>(0, total - in_use)),
+      " is free. Of the allocated memory ",
+      readable(own.allocated),
+      " is allocated by PyTorch, and ",
+      readable(in_use - own.allocated),
+      " is reserved by PyTorch but unallocated.");
+}
+
+void take(Block& block) {
+  initialize();
   std::lock_guard<std::mutex> lock(mutex);
+  const auto device = block.device.index();
   auto& own = stats.at(device);
-  const auto size = rounded(nbytes);
-  if (limit > 0 && own.allocated + size > limit) {
-    TORCH_CHECK_WITH(
-        OutOfMemoryError,
-        false,
-        "emulated out of memory. Tried to allocate ",
-        readable(size),
-        ". Device ",
-        static_cast<int>(device),
-        " has a total capacity of ",
-        readable(limit),
-        " of which ",
-        readable(limit - own.allocated),
-        " is free.");
+  const auto size = rounded(block.nbytes);
+  const auto most = limit > 0 ? limit : host_bytes();
+  if (caching && size > 0) {
+    block.cached = models.at(device).allocate(size, block.stream, most);
+  }
+  if (caching ? size > 0 && block.cached == nullptr : own.allocated + size > most) {
+    own.refusals += 1;
+    refuse(size, device, own);
   }
   own.allocated += size;
   own.allocations += 1;
@@ -72,17 +95,26 @@ void take(size_t nbytes, c10::DeviceIndex device) {
 void give_back(const Block& block) {
   std::lock_guard<std::mutex> lock(mutex);
   stats.at(block.device.index()).allocated -= rounded(block.nbytes);
+  if (block.cached != nullptr) {
+    models.at(block.device.index()).free(block.cached);
+  }
 }
 
 void free_on_device(void* context) {
   auto block = BlockPtr::reclaim(static_cast<Block*>(context));
+  const c10::Stream owner(c10::Stream::UNSAFE, block->device, block->stream);
+  release(block->memory.get(), owner, block->recorded);
+  if (poisoning && block->memory) {
+    poison_reads(block->memory.get(), block->nbytes, owner, block->recorded);
+    std::memset(block->memory.get(), kOldByte, block->nbytes);
+  }
   give_back(*block);
 }
 
 struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const c10::impl::VirtualGuardImpl guard(kEmulated);
-    return on_device(c10::GetCPUAllocator()->allocate(nbytes), nbytes, guard.getDevice().index());
+    return on_device(host_memory(nbytes, guard.getDevice().index()), nbytes, guard.getDevice().index());
   }
 
   void copy_data(void* to, const void* from, size_t nbytes) const override {
@@ -93,19 +125,26 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     return true;
   }
 
-  // Nothing is cached: what a tensor gives back is free at once.
-  void emptyCache(c10::MempoolId_t = {0, 0}) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {
+    empty_cache();
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    record_stream(data, stream.id());
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    reset_accumulated(device);
+  }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const auto own = memory_stats(device);
     c10::CachingDeviceAllocator::DeviceStats result;
-    for (auto* bytes : {&result.allocated_bytes, &result.reserved_bytes, &result.active_bytes}) {
-      auto& all = bytes->at(static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE));
-      all.current = own.allocated;
-      all.peak = own.peak;
+    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    for (auto* bytes : {&result.allocated_bytes, &result.active_bytes}) {
+      bytes->at(kAll).current = own.allocated;
+      bytes->at(kAll).peak = own.peak;
     }
+    result.reserved_bytes.at(kAll).current = own.reserved;
+    result.reserved_bytes.at(kAll).peak = own.reserved_peak;
     return result;
   }
 
@@ -177,18 +216,65 @@ REGISTER_HOST_ALLOCATOR(kEmulated, &the_pinned_allocator);
 MemoryStats memory_stats(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(mutex);
   auto result = stats.at(device);
+  const auto& model = models.at(device);
   result.limit = limit;
+  result.reserved = caching ? model.reserved : result.allocated;
+  result.reserved_peak = caching ? model.peak : result.peak;
+  result.split = model.split;
+  result.segments = model.segments;
+  result.retries = model.retries;
   return result;
 }
 
 void reset_peak(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(mutex);
   stats.at(device).peak = stats.at(device).allocated;
+  models.at(device).peak = models.at(device).reserved;
+}
+
+int64_t host_bytes() {
+  static const int64_t bytes = sysconf(_SC_PAGESIZE) * sysconf(_SC_PHYS_PAGES);
+  return bytes;
+}
+
+void reset_accumulated(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& own = stats.at(device);
+  own.allocations = 0;
+  own.refusals = 0;
+  models.at(device).retries = 0;
 }
 
 void set_memory_limit(int64_t nbytes) {
   std::lock_guard<std::mutex> lock(mutex);
   limit = nbytes;
+}
+
+void set_caching(bool on) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& own : stats) {
+    TORCH_CHECK(on == caching || own.allocated == 0, "the allocator cannot be changed while there are tensors");
+  }
+  caching = on;
+  models = {};
+}
+
+void empty_cache() {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& model : models) {
+    model.empty();
+  }
+}
+
+void set_poisoning(bool on) {
+  poisoning = on;
+}
+
+void record_stream(const c10::DataPtr& data, c10::StreamId stream) {
+  if (const auto block = device_block(data)) {
+    std::lock_guard<std::mutex> lock(mutex);
+    block->recorded.push_back(stream);
+  }
 }
 
 int64_t pinned_bytes() {
@@ -198,16 +284,31 @@ int64_t pinned_bytes() {
 
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
   const auto own = memory_stats(device);
-  const auto total = own.limit > 0 ? own.limit : sysconf(_SC_PAGESIZE) * sysconf(_SC_PHYS_PAGES);
+  const auto total = own.limit > 0 ? own.limit : host_bytes();
   return {static_cast<size_t>(std::max<int64_t>(0, total - own.allocated)), static_cast<size_t>(total)};
 }
 
+void throw_out_of_memory(size_t nbytes, c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(mutex);
+  stats.at(device).refusals += 1;
+  refuse(rounded(nbytes), device, stats.at(device));
+}
+
+c10::DataPtr host_memory(size_t nbytes, c10::DeviceIndex device) {
+  try {
+    return c10::GetCPUAllocator()->allocate(nbytes);
+  } catch (const c10::Error&) {
+    throw_out_of_memory(nbytes, device);
+  }
+}
+
 c10::DataPtr on_device(c10::DataPtr host, size_t nbytes, c10::DeviceIndex device) {
-  take(nbytes, device);
   auto block = c10::make_intrusive<Block>();
   block->memory = std::move(host);
   block->nbytes = nbytes;
   block->device = c10::Device(kEmulated, device);
+  block->stream = current_stream(device).id();
+  take(*block);
   void* data = block->memory.get();
   return {data, block.release(), &free_on_device, c10::Device(kEmulated, device)};
 }

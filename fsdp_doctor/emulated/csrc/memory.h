@@ -4,10 +4,14 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <utility>
+#include <vector>
+
+#include "caching.h"
 
 namespace emulated {
 
@@ -19,6 +23,9 @@ struct Block : c10::intrusive_ptr_target {
   c10::DataPtr memory;
   size_t nbytes = 0;
   c10::Device device = c10::Device(c10::kCPU);
+  c10::StreamId stream = 0; // that it was allocated on, and goes back to
+  std::vector<c10::StreamId> recorded{}; // others that use it, by record_stream
+  CachingModel::Block* cached = nullptr;
 };
 
 using BlockPtr = c10::intrusive_ptr<Block>;
@@ -27,16 +34,35 @@ struct MemoryStats {
   int64_t allocated = 0; // bytes in tensors now
   int64_t peak = 0; // the highest that `allocated` has been since the last reset
   int64_t allocations = 0; // how many there were in all
+  int64_t reserved = 0; // bytes in the segments of the caching allocator; what is allocated where there is none
+  int64_t reserved_peak = 0;
+  int64_t split = 0; // free bytes in segments that are in use
+  int64_t segments = 0;
+  int64_t retries = 0;
+  int64_t refusals = 0; // how many raised OutOfMemoryError
   int64_t limit = 0; // bytes a device has; 0: no limit
 };
 
 MemoryStats memory_stats(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
+void reset_accumulated(c10::DeviceIndex device);
+// What a device has without a limit.
+int64_t host_bytes();
 void set_memory_limit(int64_t nbytes);
+// Whether memory is reserved in segments that fragment, as by CUDA's caching allocator. Only while nothing is allocated.
+void set_caching(bool on);
+void empty_cache();
+// Whether what is freed holds not-a-number from then on, also for the copies that still read it on a stream that
+// the memory's own does not wait for.
+void set_poisoning(bool on);
+void record_stream(const c10::DataPtr& data, c10::StreamId stream);
 int64_t pinned_bytes();
 // Free and total bytes of a device. Without a limit the total is what this host has.
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
 
+// Memory of the host, to become a device's. Throws OutOfMemoryError where there is not so much.
+c10::DataPtr host_memory(size_t nbytes, c10::DeviceIndex device);
+[[noreturn]] void throw_out_of_memory(size_t nbytes, c10::DeviceIndex device);
 // Host memory becomes memory of a device: counted from now until the result is freed. Throws
 // OutOfMemoryError where the device's limit does not allow it.
 c10::DataPtr on_device(c10::DataPtr host, size_t nbytes, c10::DeviceIndex device);

@@ -1,5 +1,7 @@
 #include "streams.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -10,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace emulated {
@@ -35,6 +38,7 @@ struct Item {
 struct Queue {
   std::deque<Item> items;
   uint64_t issued = 0;
+  double busy_until = 0; // seconds on the host's clock
 };
 
 // A copy may free a tensor's last block, and freeing takes no lock of ours: the blocks know nothing of streams.
@@ -43,6 +47,7 @@ std::map<Name, Queue> queues;
 std::atomic<int64_t> in_flight{0};
 std::atomic<bool> late{true};
 std::atomic<int64_t> streams_made{0};
+std::atomic<bool> has_slept{false};
 
 thread_local std::array<c10::StreamId, kMaxDevices> current{};
 
@@ -78,6 +83,24 @@ uint64_t last_for_device(const Queue& queue, uint64_t through) {
     }
   }
   return last;
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void sleep_until(double moment) {
+  if (moment > now()) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(moment - now()));
+  }
+}
+
+double busy_until(const Name& name) {
+  if (!has_slept) {
+    return 0;
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  return queues[name].busy_until;
 }
 
 bool has_any(const Queue& queue, uint64_t through) {
@@ -166,7 +189,37 @@ void before_kernel(c10::Stream stream) {
   complete(queue, last_for_device(queue, kAll));
 }
 
+void busy(c10::Stream stream, double seconds) {
+  std::lock_guard<std::mutex> lock(mutex);
+  has_slept = true;
+  auto& until = queues[name_of(stream)].busy_until;
+  until = std::max(until, now()) + seconds;
+}
+
+void poison_reads(const void* memory, size_t nbytes, c10::Stream owner, const std::vector<c10::StreamId>& recorded) {
+  const auto* begin = static_cast<const char*>(memory);
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto& own = queues[name_of(owner)].items;
+  for (auto& [name, queue] : queues) {
+    if (name == name_of(owner) || std::find(recorded.begin(), recorded.end(), name.second) != recorded.end()) {
+      continue;
+    }
+    for (auto& item : queue.items) {
+      const auto* from = static_cast<const char*>(item.copy.from);
+      const auto waits = [&, other = name](const Item& one) {
+        return one.kind == Kind::wait && one.other == other && one.through >= item.number;
+      };
+      if (item.kind == Kind::to_host && begin <= from && from < begin + nbytes &&
+          std::none_of(own.begin(), own.end(), waits)) {
+        std::memset(item.bytes.get(), 0xff, item.copy.nbytes);
+      }
+    }
+  }
+}
+
 void synchronize(c10::Stream stream) {
+  host_follows(stream);
+  sleep_until(busy_until(name_of(stream)));
   if (in_flight == 0) {
     return;
   }
@@ -175,41 +228,62 @@ void synchronize(c10::Stream stream) {
 }
 
 void synchronize_device(c10::DeviceIndex device) {
-  if (in_flight == 0) {
+  host_follows(device);
+  if (in_flight == 0 && !has_slept) {
     return;
   }
-  std::lock_guard<std::mutex> lock(mutex);
-  for (auto& [name, queue] : queues) {
-    if (name.first == device) {
-      complete(queue, kAll);
+  double until = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& [name, queue] : queues) {
+      if (name.first == device) {
+        complete(queue, kAll);
+        until = std::max(until, queue.busy_until);
+      }
     }
   }
+  sleep_until(until);
 }
 
 void synchronize(const Event& event) {
+  if (event.clock) {
+    host_follows(*event.clock);
+  }
+  sleep_until(event.seconds);
   std::lock_guard<std::mutex> lock(mutex);
   complete(queues[name_of(event.stream)], event.number);
 }
 
 bool query(c10::Stream stream) {
-  return query(name_of(stream), kAll);
+  return busy_until(name_of(stream)) <= now() && query(name_of(stream), kAll);
 }
 
 bool query(const Event& event) {
-  return query(name_of(event.stream), event.number);
+  return event.seconds <= now() && query(name_of(event.stream), event.number);
 }
 
 Event record(c10::Stream stream) {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  auto clock = clock_of(stream);
   std::lock_guard<std::mutex> lock(mutex);
-  return {stream, queues[name_of(stream)].issued, std::chrono::duration<double>(now).count()};
+  const auto& queue = queues[name_of(stream)];
+  return {stream, queue.issued, std::max(now(), queue.busy_until), std::move(clock)};
+}
+
+double milliseconds_between(uintptr_t begin, uintptr_t end) {
+  TORCH_CHECK(begin != 0 && end != 0, "Both events must be recorded before calculating elapsed time.");
+  return 1000 * (reinterpret_cast<const Event*>(end)->seconds - reinterpret_cast<const Event*>(begin)->seconds);
 }
 
 void wait_for(c10::Stream stream, const Event& event) {
-  if (in_flight == 0 || stream == event.stream) {
+  if (event.clock) {
+    follow(stream, *event.clock);
+  }
+  if ((in_flight == 0 && !has_slept) || stream == event.stream) {
     return;
   }
   std::lock_guard<std::mutex> lock(mutex);
+  auto& until = queues[name_of(stream)].busy_until;
+  until = std::max(until, has_slept ? event.seconds : 0);
   auto& other = queues[name_of(event.stream)];
   complete(other, last_for_device(other, event.number));
   if (has_any(other, event.number)) {

@@ -11,8 +11,11 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "memory.h"
+#include "races.h"
 
 namespace emulated {
 
@@ -31,7 +34,8 @@ struct Copy {
 struct Event {
   c10::Stream stream;
   uint64_t number; // of the last copy before it
-  double seconds;
+  double seconds; // when it is over, on the host's clock
+  std::shared_ptr<const Clock> clock;
 };
 
 void set_late(bool late);
@@ -48,6 +52,13 @@ void copy_to_device(c10::Stream stream, Copy copy);
 // The bytes are those of the moment of the call: a kernel that comes later cannot change them.
 void copy_to_host(c10::Stream stream, const Copy& copy);
 
+// A kernel that does nothing for so long: the host waits for it where it waits for the stream, and a query of
+// the stream says no before.
+void busy(c10::Stream stream, double seconds);
+// What copies to the host have yet to bring of this memory is not-a-number, but for those on streams that its owner
+// waits for, or that were recorded.
+void poison_reads(const void* memory, size_t nbytes, c10::Stream owner, const std::vector<c10::StreamId>& recorded);
+
 // A kernel of this stream is about to run.
 void before_kernel(c10::Stream stream);
 // The host waits for all of a stream, of a device, of what is before an event.
@@ -60,6 +71,8 @@ bool query(c10::Stream stream);
 bool query(const Event& event);
 
 Event record(c10::Stream stream);
+// Of two events by what torch.Event.event_id says; 0 is one that was not recorded.
+double milliseconds_between(uintptr_t begin, uintptr_t end);
 // Kernels of `stream` that come later see what came before the event.
 void wait_for(c10::Stream stream, const Event& event);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import pathlib
 import shlex
@@ -20,7 +21,7 @@ import torch
 from packaging.version import Version
 
 OLDEST_TORCH = "2.10"
-_SOURCES = pathlib.Path(__file__).parent / "csrc"
+_SOURCES = pathlib.Path(__file__).parents[1] / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 
@@ -30,12 +31,14 @@ class EmulationUnavailable(ImportError):
 
 
 def library() -> pathlib.Path:
-    """The shared library for this torch, built if it is not in the cache yet.
+    """The shared library for this torch: the one that is installed, else built if it is not in the cache yet.
 
     Any number of processes may call it at once: one builds, the others wait for it. Raises
     EmulationUnavailable.
     """
     _check_torch()
+    if installed := _installed():
+        return installed
     compiler = _compiler()
     directory = cache_directory() / _key(compiler)
     target = directory / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -44,6 +47,26 @@ def library() -> pathlib.Path:
             if not target.exists():
                 _build(compiler, target)
     return target
+
+
+# The distribution of a library that is built already, and the package in it.
+PREBUILT = "fsdp_doctor_emulated_prebuilt"
+
+
+def prebuilt_name() -> str:
+    """The file of the library in ``PREBUILT``: other sources, another torch or Python have another name."""
+    digest = hashlib.sha256(f"{torch.version.git_version} {torch.compiled_with_cxx11_abi()}".encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return f"_C_{digest.hexdigest()[:16]}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _installed() -> pathlib.Path | None:
+    package = importlib.util.find_spec(PREBUILT)
+    if package is None or package.origin is None:
+        return None
+    file = pathlib.Path(package.origin).with_name(prebuilt_name())
+    return file if file.exists() else None
 
 
 def cache_directory() -> pathlib.Path:

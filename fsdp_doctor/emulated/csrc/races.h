@@ -1,0 +1,45 @@
+// Which accesses of the same memory nothing orders: a clock of what each stream has seen of the others, after which two
+// kernels on streams that did not wait for one another are told. Off unless asked for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emulated {
+
+// Of each stream, how many of its kernels are known to have run.
+using Clock = std::map<std::pair<c10::DeviceIndex, c10::StreamId>, uint64_t>;
+
+struct Access {
+  const void* base; // of the storage
+  size_t begin; // bytes from there
+  size_t end;
+  bool writes;
+};
+
+void set_race_detection(bool on);
+bool detects_races();
+// What was found since the last call, a sentence for each pair of kernels.
+std::vector<std::string> take_races();
+
+Access access_of(const at::Tensor& tensor, bool writes);
+// A kernel of the stream is about to make these accesses.
+void launch(const std::string& kernel, c10::Stream stream, const std::vector<Access>& accesses);
+// What the stream has done and seen until now; null while nothing is detected.
+std::shared_ptr<const Clock> clock_of(c10::Stream stream);
+// What follows on the stream, or on every stream, comes after what the clock has.
+void follow(c10::Stream stream, const Clock& clock);
+void host_follows(const Clock& clock);
+void host_follows(c10::Stream stream);
+void host_follows(c10::DeviceIndex device);
+
+// The storage's memory goes back to the stream that it was allocated on; `recorded` may use it all the same.
+void release(const void* base, c10::Stream owner, const std::vector<c10::StreamId>& recorded);
+
+} // namespace emulated
