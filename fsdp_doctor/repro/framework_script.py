@@ -25,25 +25,21 @@ def framework_script(case: FrameworkCase, expectation: Expectation, file_name: s
     packages = ("torch", *scenario.matrix.distributions)
     adapter = (_ADAPTERS / f"on_{scenario.framework}.py").read_text(encoding="utf-8")
     interface = (_ADAPTERS / "adapter.py").read_text(encoding="utf-8")
-    return (
-        _TEMPLATES.get_template("framework.py.jinja").render(
-            case=case,
-            kind=case.way.kind,
-            model=scenario.values["model"],
-            configuration=repr(dict(scenario.values)),
-            scratch=case.id.replace("/", "-").replace(":", "-"),
-            expected=expectation,
-            file_name=file_name,
-            version=__version__,
-            versions=", ".join(
-                f"{p} {expectation.versions.get(p, 'any')}" for p in ("torch", *scenario.matrix.distributions)
-            ),
-            imports=_imports(adapter),
-            interface=_definitions(interface, keep=_INTERFACE),
-            adapter=_adapter(adapter),
-        )
-        + "\n"
+    text: str = _TEMPLATES.get_template("framework.py.jinja").render(
+        case=case,
+        kind=case.way.kind,
+        model=scenario.values["model"],
+        configuration=repr(dict(scenario.values)),
+        scratch=case.id.replace("/", "-").replace(":", "-"),
+        expected=expectation,
+        file_name=file_name,
+        version=__version__,
+        versions=", ".join(f"{name} {expectation.versions.get(name, 'any')}" for name in packages),
+        imports=_imports(adapter),
+        interface=_definitions(interface, keep=_INTERFACE),
+        adapter=_adapter(adapter),
     )
+    return text + "\n"
 
 
 def _imports(source: str) -> str:
