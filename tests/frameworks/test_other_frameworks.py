@@ -1,4 +1,4 @@
-"""What is right in verl, TRL, Lightning, torchtitan and SkyRL where they are installed; the failures are the catalogue's."""
+"""What works in verl, TRL, Lightning, torchtitan and SkyRL where they are installed; the catalogue has what fails."""
 
 from __future__ import annotations
 
