@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from fsdp_doctor.cli import files
-from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.selection import Selection, select
 
@@ -29,13 +28,16 @@ def run(
 ) -> None:
     """Write a standalone script that reproduces a case.
 
-    It runs under torchrun and needs torch and transformers alone (and peft, for a case with adapters).
+    It runs under torchrun and needs torch and transformers alone (and peft, for a case with adapters); that of a
+    framework's case needs the framework, and two GPUs.
     """
     from fsdp_doctor import repro
     from fsdp_doctor.report.journal import read_report
 
     chosen = select(Selection(case_ids=(case,)))[0]
-    if isinstance(chosen, FrameworkCase):
-        raise UsageError(f"case {case!r}: there is no script for a framework's own code yet")
     expectation = repro.reported(chosen, read_report(report)) if report is not None else repro.expected(chosen)
-    files.write(out, repro.script(chosen, expectation, out.name if out is not None else "repro.py"))
+    name = out.name if out is not None else "repro.py"
+    if isinstance(chosen, FrameworkCase):
+        files.write(out, repro.framework_script(chosen, expectation, name))
+    else:
+        files.write(out, repro.script(chosen, expectation, name))

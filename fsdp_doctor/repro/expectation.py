@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +10,9 @@ from dataclasses import dataclass, field
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.cases import AnyCase, Case
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.repro.patterns import pattern_of
@@ -43,16 +43,18 @@ class Expectation:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def expected(case: Case) -> Expectation:
+def expected(case: AnyCase) -> Expectation:
     """What the catalogue knows of the case, on the torch that is installed here if there is one.
 
     Raises UsageError for what a script cannot see.
     """
     versions = _installed()
-    entry = next(iter(catalogue.of_case(case, RunContext(torch=versions.get("torch", "")))), None)
+    context = RunContext(torch=versions.get("torch", ""), packages=versions)
+    entry = next(iter(catalogue.of_case(case, context)), None)
     if entry is None:
         return Expectation(kind="ok", title="Nothing is known to break here", source=_CATALOGUE, versions=versions)
-    _check_that_a_script_can_see(case, entry.verdict)
+    if isinstance(case, Case):
+        _check_that_a_script_can_see(case, entry.verdict)
     return Expectation(
         kind=entry.verdict,
         # What also shows without an exception is known by its verdict alone.
@@ -72,14 +74,11 @@ def _check_that_a_script_can_see(case: Case, kind: VerdictKind) -> None:
 
 @functools.cache
 def _installed() -> Mapping[str, str]:
-    found = {}
-    for package in ("torch", "transformers", "peft"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    of_frameworks = (name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
+    return installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_frameworks)))
 
 
-def reported(case: Case, report: Report) -> Expectation:
+def reported(case: AnyCase, report: Report) -> Expectation:
     """What a report says of the case. Raises UsageError if it has not run it."""
     result = next((result for result in report.results if result.id == case.id), None)
     if result is None:
@@ -88,13 +87,15 @@ def reported(case: Case, report: Report) -> Expectation:
         raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
     if found := _UNSEEN.search(result.verdict.reason):
         raise UsageError(f"case {case.id!r}: that {found[0]}, the doctor alone can see")
-    if report.world_size != 2 and case.scenario.sharding != "hsdp":
+    hsdp = isinstance(case, Case) and case.scenario.sharding == "hsdp"
+    if report.world_size != 2 and not hsdp:
         raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
-    _check_that_a_script_can_see(case, result.verdict.kind)
+    if isinstance(case, Case):
+        _check_that_a_script_can_see(case, result.verdict.kind)
     known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
     return Expectation(
         kind=result.verdict.kind,
-        message=pattern_of(result),
+        message=pattern_of(result) if isinstance(case, Case) else "",
         title=known.title if known is not None else "",
         references=known.references if known is not None else (),
         source=f"a run on {report.world_size} ranks of {report.device}",

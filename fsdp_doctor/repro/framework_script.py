@@ -1,0 +1,89 @@
+"""The script of a framework's case: its adapter is copied, with the interface that it is written against."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import jinja2
+
+from fsdp_doctor import __version__
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.repro.expectation import Expectation
+
+_ROOM = pathlib.Path(__file__).parent
+_ADAPTERS = _ROOM.parent / "frameworks"
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_INTERFACE = ("FileFormat", "SavedFiles", "Extracted", "Extraction", "FrameworkSession")
+
+
+def framework_script(case: FrameworkCase, expectation: Expectation, file_name: str = "repro.py") -> str:
+    """The text of a script that runs ``case`` on two GPUs, and ends with 0 if the case ends as expected."""
+    scenario = case.scenario
+    packages = ("torch", *scenario.matrix.distributions)
+    adapter = (_ADAPTERS / f"on_{scenario.framework}.py").read_text(encoding="utf-8")
+    interface = (_ADAPTERS / "adapter.py").read_text(encoding="utf-8")
+    text: str = _TEMPLATES.get_template("framework.py.jinja").render(
+        case=case,
+        kind=case.way.kind,
+        model=scenario.values["model"],
+        configuration=repr(dict(scenario.values)),
+        scratch=case.id.replace("/", "-").replace(":", "-"),
+        expected=expectation,
+        file_name=file_name,
+        version=__version__,
+        versions=", ".join(f"{name} {expectation.versions.get(name, 'any')}" for name in packages),
+        imports=_imports(adapter),
+        interface=_definitions(interface, keep=_INTERFACE),
+        adapter=_adapter(adapter),
+    )
+    return text + "\n"
+
+
+def _imports(source: str) -> str:
+    """Those at the top that are neither ours nor in every script."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = [ast.unparse(node) for node in nodes]
+    return "\n".join(line for line in modules if "fsdp_doctor" not in line and "__future__" not in line)
+
+
+def _definitions(source: str, keep: tuple[str, ...] = ()) -> str:
+    """The statements of a module that define one of the names, as they stand."""
+    found = [node for node in ast.parse(source).body if _name(node) in keep]
+    return "\n\n\n".join(_text(source, node) for node in found)
+
+
+def _adapter(source: str) -> str:
+    """The module without its imports, and without what is for the emulated device alone."""
+    tree = ast.parse(source)
+    parts = []
+    for node in tree.body[1:]:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or _takes_shims(node):
+            continue
+        if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Adapter"]:
+            build = next(part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "build")
+            parts.append(f"class {node.name}:\n{_text(source, build)}")
+        else:
+            parts.append(_text(source, node))
+    return "\n\n\n".join(parts)
+
+
+def _takes_shims(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    return any(argument.arg == "shims" for argument in node.args.args)
+
+
+def _name(node: ast.stmt) -> str:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def _text(source: str, node: ast.stmt) -> str:
+    """With its decorators, which ``ast`` counts apart."""
+    first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+    return "\n".join(source.splitlines()[first - 1 : node.end_lineno])

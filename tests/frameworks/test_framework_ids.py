@@ -1,0 +1,93 @@
+"""The cases of frameworks: their ids, what selects them, and what their matrices say; no framework is imported."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.cases import any_case_of
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
+from fsdp_doctor.matrix.frameworks.framework_scenarios import (
+    FrameworkCase,
+    frameworks_named,
+    parse_framework_id,
+    scenarios_of,
+)
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.repro import Expectation, framework_script
+
+_ALL = pytest.mark.parametrize("matrix", FRAMEWORKS.values(), ids=lambda matrix: matrix.name)
+
+
+@_ALL
+def test_every_case_can_be_read_back_from_its_id_and_from_a_report(matrix: FrameworkMatrix) -> None:
+    cases = select(Selection(frameworks=(matrix.name,)))
+    assert len({case.id for case in cases}) == len(cases) > 10
+    for case in cases:
+        assert isinstance(case, FrameworkCase)
+        assert parse_framework_id(case.id) == case
+        scenario = {"framework": case.scenario.framework, "configuration": case.scenario.configuration}
+        assert any_case_of(scenario, case.path) == case
+
+
+@_ALL
+def test_no_value_stands_on_two_axes_and_one_axis_is_the_offload(matrix: FrameworkMatrix) -> None:
+    values = [value for axis in matrix.axes for value in axis.values]
+    assert len(values) == len(set(values))
+    assert matrix.axis("offload").always_in_id
+
+
+@_ALL
+def test_a_configuration_is_written_as_its_id_is(matrix: FrameworkMatrix) -> None:
+    for scenario in scenarios_of(matrix.name):
+        assert "/".join(scenario.id_values()) == scenario.configuration
+        assert scenario.paths()[0].kind == "prepare"
+
+
+@_ALL
+def test_every_shim_has_a_reason(matrix: FrameworkMatrix) -> None:
+    assert all(shim.reason and not shim.reason.endswith(".") for shim in matrix.shims)
+    assert len({shim.name for shim in matrix.shims}) == len(matrix.shims)
+
+
+@_ALL
+def test_a_script_can_be_written_of_each_kind_of_case(matrix: FrameworkMatrix) -> None:
+    for case in {case.way.kind: case for case in select(Selection(frameworks=(matrix.name,)))}.values():
+        text = framework_script(case, Expectation(kind="ok"))
+        ast.parse(text)
+        assert "fsdp_doctor." not in text
+
+
+@pytest.mark.parametrize(
+    ("case_id", "sentence"),
+    [
+        ("accelerate:fsdp3/none/full/prepare", "'fsdp3' is not a value of accelerate"),
+        ("accelerate:fsdp2/none/full/sharded/prepare", "names state_dict_type twice: full and sharded"),
+        ("accelerate:fsdp2/none/prepare", "has no value for state_dict_type"),
+        ("accelerate:fsdp2/none/full/load_stat", "has no path 'load_stat' (did you mean load_state"),
+    ],
+)
+def test_an_id_that_is_none_is_refused_by_the_part_that_is_wrong(case_id: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        select(Selection(case_ids=(case_id,)))
+    assert sentence in str(refused.value)
+
+
+def test_a_framework_without_an_adapter_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UsageError, match="there is no framework 'acelerate' \\(did you mean accelerate"):
+        frameworks_named(["acelerate"])
+
+
+@pytest.mark.parametrize("option", [{"axes": {"offload": ("policy",)}}, {"full": True}, {"fix": True}])
+def test_what_selects_in_the_matrix_is_refused_beside_a_framework(option: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="--framework has axes of its own"):
+        select(Selection(frameworks=("accelerate",), **option))  # type: ignore[arg-type]
+
+
+def test_paths_and_words_of_ids_pick_among_a_frameworks_cases() -> None:
+    selection = Selection(frameworks=("accelerate", "trainer"), paths=("load_state.fresh",), expression="lora and full")
+    assert {case.path for case in select(selection)} == {"load_state.fresh"}
+    assert all("/lora/" in case.id and "/full/" in case.id for case in select(selection))
