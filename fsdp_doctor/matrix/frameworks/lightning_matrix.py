@@ -42,7 +42,7 @@ LIGHTNING = FrameworkMatrix(
     ),
     configurations=(
         *product(("fsdp", "model-parallel"), ("none", "cpu_offload"), ("full", "sharded")),
-        *product(("fsdp",), ("none", "cpu_offload"), ("full", "sharded"), ("uneven", "tied", "buffers")),
+        *product(("fsdp",), ("none", "cpu_offload"), ("full", "sharded"), ("uneven", "tied")),
         *product(("model-parallel",), ("none",), ("full", "sharded"), ("uneven", "tied", "buffers")),
     ),
     paths=(

@@ -1,0 +1,52 @@
+"""What works in verl, TRL, Lightning, torchtitan and SkyRL where they are installed; the catalogue has what fails."""
+
+from __future__ import annotations
+
+import pytest
+from program import Run, probe
+
+from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.frameworks.framework_scenarios import parse_framework_id
+
+_OK: dict[FrameworkName, tuple[str, ...]] = {
+    "verl": (
+        "verl:fsdp2/param+optimizer/get_per_tensor_param",
+        "verl:fsdp2/policy/merge/lora/get_per_tensor_param.merged",
+        "verl:fsdp/param+optimizer/load_checkpoint.fresh",
+    ),
+    "trl": ("trl:fsdp2/cpu_offload/sync_weights.colocate", "trl:fsdp1-orig/none/sync_weights.server"),
+    "lightning": (
+        "lightning:fsdp/cpu_offload/sharded/fit.ckpt_path",
+        "lightning:model-parallel/none/full/fit.ckpt_path",
+    ),
+    "torchtitan": ("torchtitan:cpu_offload/async/load", "torchtitan:none/sync/save.hf"),
+    "skyrl": ("skyrl:manual/extract_weights", "skyrl:cpu_offload/load_checkpoint.fresh"),
+}
+
+
+@pytest.mark.parametrize("framework", _OK)
+def test_what_works_is_ok(framework: FrameworkName, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = _run(framework, tmp_path_factory)
+    assert run.report is not None, run.stderr
+    verdicts = {result.id: result.verdict for result in run.report.results}
+    assert {id: verdict.kind for id, verdict in verdicts.items()} == dict.fromkeys(_OK[framework], "ok"), verdicts
+    assert run.left == []
+
+
+@pytest.mark.parametrize("framework", _OK)
+def test_the_cases_are_cases_of_the_matrix(framework: FrameworkName) -> None:
+    for case in _OK[framework]:
+        found = parse_framework_id(case)
+        assert found.id == case
+        assert found.scenario.framework == framework
+        assert FRAMEWORKS[framework].path(found.path).applies(found.scenario.values)
+
+
+def _run(framework: FrameworkName, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    own = FRAMEWORKS[framework].distributions[0]
+    if not installed_versions([own]):
+        pytest.skip(f"{own} is not installed: docs/frameworks.md says how")
+    words = [word for case in _OK[framework] for word in ("--case", case)]
+    return probe(tmp_path_factory.mktemp("run"), *words, device="emulated")
