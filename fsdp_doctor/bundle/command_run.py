@@ -85,14 +85,15 @@ class CommandRun:
 def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, hang_after: float) -> CommandRun:
     """Runs ``command``, shows what it writes, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    output: the file that takes what it writes. dumps: a folder for torch's flight recorder. Raises UsageError where
+    output: the file that takes what it writes. dumps: a new folder for torch's flight recorder. Raises UsageError where
     the command cannot be started.
     """
     processes.keep_orphans()
+    dumps.mkdir()
     environment = {**_SAY_MORE, **{name: str(dumps / "nccl_trace_rank_") for name in _DUMPS}, **os.environ}
     begun = time.monotonic()
+    process = _started(command, environment)
     with open(output, "wb") as kept, _signals_as_interrupts():
-        process = _started(command, environment)
         watched = _Output(process, kept)
         end: CommandEnd = "hung"
         stacks: list[RankStack] = []
@@ -105,7 +106,9 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
             if end != "exited":
                 stacks = rank_stacks.take(os.getpid(), watched.collect)
         finally:
-            rank_stacks.end(os.getpid())
+            # What a command that ended by itself has left running is its own business.
+            if end != "exited":
+                rank_stacks.end(os.getpid())
             process.wait()
     return CommandRun(
         command=tuple(command),
