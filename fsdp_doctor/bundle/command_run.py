@@ -29,7 +29,6 @@ CommandEnd: TypeAlias = Literal["exited", "hung", "stopped"]
 # Of the flight recorder there are two names: the first is that of torch 2.9 and newer.
 _SAY_MORE = {
     "PYTHONFAULTHANDLER": "1",
-    "PYTHONUNBUFFERED": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
