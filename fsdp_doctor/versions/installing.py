@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 import fsdp_doctor
 from fsdp_doctor.errors import CannotRun
@@ -54,6 +55,18 @@ def own_requirements() -> list[str]:
     parsed = [Requirement(text) for text in declared]
     needed = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
     return [f"{one.name}{one.specifier}" for one in needed]
+
+
+def exact_versions(requirements: Sequence[str]) -> dict[str, str]:
+    """By package, the versions that requirements like ``transformers==5.23.0`` name; others are left out."""
+    versions: dict[str, str] = {}
+    for text in requirements:
+        with contextlib.suppress(InvalidRequirement):
+            wanted = Requirement(text)
+            exact = [one.version for one in wanted.specifier if one.operator == "=="]
+            if exact:
+                versions[wanted.name] = exact[0]
+    return versions
 
 
 def copy_of_the_doctor(directory: pathlib.Path) -> pathlib.Path:

@@ -14,6 +14,9 @@ from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind
 MERGED_SCHEMA = "fsdp-doctor/merged"
 MERGED_SCHEMA_VERSION = 1
 
+# Verdicts of cases that ran nothing.
+NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
+
 # "not run": the environment has no result of the case, or could not be made.
 Shown: TypeAlias = VerdictKind | Literal["not run"]
 
@@ -94,8 +97,8 @@ class Statement:
 
     @property
     def changes(self) -> bool:
-        """Whether two versions differ."""
-        return len(self.periods) > 1
+        """Whether two versions that could run the case differ."""
+        return len({(period.kind, period.known) for period in self.periods if period.kind not in NOT_RUN}) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,7 @@ class MergedReport:
 
     def ran(self, case: MergedCase) -> bool:
         """Whether some environment could run the case."""
-        return any(kind not in ("not run", "unsupported", "skipped") for kind in self._kinds(case))
+        return any(kind != "not run" and kind not in NOT_RUN for kind in self._kinds(case))
 
     def _kinds(self, case: MergedCase) -> list[Shown]:
         return [self.shown(case, number) for number in range(len(self.environments))]

@@ -141,7 +141,9 @@ def _place_in_order(column: _Column) -> tuple[object, ...]:
 
 def _named(environments: Sequence[Environment]) -> list[Environment]:
     """With names that tell them apart: torch and device, and as much more as it takes."""
-    short = [f"torch {public(one.torch) or 'unknown'}, {one.device}" for one in environments]
+    short = [
+        f"torch {public(one.torch) or 'unknown'}, {one.device if one.world_size else 'not run'}" for one in environments
+    ]
     longer = [
         ", ".join([name, machine(one), *(f"{key} {value}" for key, value in _others(one, environments))])
         for name, one in zip(short, environments, strict=True)

@@ -21,7 +21,12 @@ from fsdp_doctor.machine.environment import home_as_tilde, without_torch
 from fsdp_doctor.machine.versions import at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
-from fsdp_doctor.versions.installing import copy_of_the_doctor, make_environment, variables_of_another_python
+from fsdp_doctor.versions.installing import (
+    copy_of_the_doctor,
+    exact_versions,
+    make_environment,
+    variables_of_another_python,
+)
 
 # As fsdp_doctor/emulated/build.py has it, which imports torch.
 OLDEST_EMULATED_TORCH = "2.10"
@@ -195,11 +200,17 @@ def _earlier(file: pathlib.Path) -> Report | None:
 
 
 def _same_request(sweep: Sweep, report: Report) -> bool:
-    return _request(shlex.split(report.command)[2:]) == _request(sweep.options)
+    same_device = _asked_device(sweep.options) in ("auto", report.device)
+    return same_device and _request(shlex.split(report.command)[2:]) == _request(sweep.options)
+
+
+def _asked_device(options: Sequence[str]) -> str:
+    pairs = itertools.pairwise(_words(options))
+    return next((value for name, value in pairs if name == "--device"), "auto")
 
 
 def _request(options: Sequence[str]) -> list[str]:
-    """What decides what runs."""
+    """What decides what runs, beside the device."""
     words = [home_as_tilde(word) for word in _words(options)]
     kept = []
     while words:
@@ -223,14 +234,12 @@ def _words(options: Sequence[str]) -> list[str]:
 def _report_of_nothing(sweep: Sweep, version: str, trouble: str) -> Report:
     """A version that could not run: a report that says why, so that it is in what is merged from the directory."""
     facts = without_torch()
-    facts["packages"] = {"torch": version}
-    pairs = itertools.pairwise(_words(sweep.options))
-    device = next((value for name, value in pairs if name == "--device"), "auto")
+    facts["packages"] = {"torch": version, **exact_versions(sweep.requirements)}
     return Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["fsdp-doctor", "probe", *map(home_as_tilde, sweep.options)]),
-        device=device,
+        device=_asked_device(sweep.options),
         world_size=0,
         num_selected=0,
         environment=facts,

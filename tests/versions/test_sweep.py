@@ -21,7 +21,7 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import sweeping
-from fsdp_doctor.versions.installing import reason_of
+from fsdp_doctor.versions.installing import exact_versions, reason_of
 from fsdp_doctor.versions.sweeping import Program, Sweep
 
 _CASE = "fsdp2/none/unstaged/summon_full_params"
@@ -74,7 +74,7 @@ def test_both_are_in_the_merged_report(swept: _Swept) -> None:
     assert done.code == 0, done.stderr
     first, second, third = json.loads(merged.read_text())["environments"], *done.stdout.splitlines()
     assert [one["complete"] for one in first] == [False, True]
-    assert second.startswith("torch 2.99, cpu\tincomplete\ttorch 2.99 does not install: ")
+    assert second.startswith("torch 2.99, not run\tincomplete\ttorch 2.99 does not install: ")
     assert third.split("\t")[0] == _CASE
 
 
@@ -161,13 +161,20 @@ def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Pa
     assert sweep.file("2.98").name == "torch2.98-transformers5.0-.mypkg.json"
 
 
+def test_what_the_requirements_name_exactly_is_in_the_report_of_a_version_that_does_not_install() -> None:
+    wanted = ("transformers==5.23.0", "accelerate>=1", "./mine", "a==1 ; python_version > '3'")
+    assert exact_versions(wanted) == {"transformers": "5.23.0", "a": "1"}
+
+
 def test_how_the_device_is_given_does_not_make_it_another_request(tmp_path: pathlib.Path) -> None:
     sweep = Sweep(versions=("2.98",), requirements=(), options=("--device=cpu", "-k", "a"), directory=tmp_path)
-    write_report(sweep.file("2.98"), dataclasses.replace(_partial(), command="fsdp-doctor probe -k a --resume"))
+    on_the_cpu = dataclasses.replace(_partial(), command="fsdp-doctor probe -k a --resume", device="cpu")
+    write_report(sweep.file("2.98"), on_the_cpu)
     sweeping.check(sweep)
-    write_report(sweep.file("2.98"), dataclasses.replace(_partial(), command="fsdp-doctor probe -k b"))
-    with pytest.raises(UsageError, match="give another --directory, or remove it"):
-        sweeping.check(sweep)
+    for other in ({"command": "fsdp-doctor probe -k b"}, {"device": "emulated"}):
+        write_report(sweep.file("2.98"), dataclasses.replace(on_the_cpu, **other))
+        with pytest.raises(UsageError, match="give another --directory, or remove it"):
+            sweeping.check(sweep)
 
 
 @pytest.mark.parametrize(
