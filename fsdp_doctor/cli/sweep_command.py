@@ -31,7 +31,7 @@ _WRITTEN_HERE = ("json_file", "markdown", "junit", "svg")
 def run(
     *,
     options: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- PROBE OPTIONS]", help="Options of `fsdp-doctor probe`.")
+        list[str] | None, typer.Argument(metavar="-- PROBE OPTIONS", help="Options of `fsdp-doctor probe`.")
     ] = None,
     torch: Annotated[
         list[str] | None,
