@@ -9,5 +9,6 @@ from __future__ import annotations
 from fsdp_doctor.bundle.archive import Bundle, bundle_of, write_bundle
 from fsdp_doctor.bundle.command_run import CommandRun, run
 from fsdp_doctor.bundle.contents import Gathered, gather
+from fsdp_doctor.bundle.log_excerpt import as_file
 
-__all__ = ["Bundle", "CommandRun", "Gathered", "bundle_of", "gather", "run", "write_bundle"]
+__all__ = ["Bundle", "CommandRun", "Gathered", "as_file", "bundle_of", "gather", "run", "write_bundle"]

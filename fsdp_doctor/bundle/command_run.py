@@ -29,7 +29,6 @@ CommandEnd: TypeAlias = Literal["exited", "hung", "stopped"]
 # Of the flight recorder there are two names: the first is that of torch 2.9 and newer.
 _SAY_MORE = {
     "PYTHONFAULTHANDLER": "1",
-    "PYTHONUNBUFFERED": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -85,14 +84,15 @@ class CommandRun:
 def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, hang_after: float) -> CommandRun:
     """Runs ``command``, shows what it writes, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    output: the file that takes what it writes. dumps: a folder for torch's flight recorder. Raises UsageError where
+    output: the file that takes what it writes. dumps: a new folder for torch's flight recorder. Raises UsageError where
     the command cannot be started.
     """
     processes.keep_orphans()
+    dumps.mkdir()
     environment = {**_SAY_MORE, **{name: str(dumps / "nccl_trace_rank_") for name in _DUMPS}, **os.environ}
     begun = time.monotonic()
+    process = _started(command, environment)
     with open(output, "wb") as kept, _signals_as_interrupts():
-        process = _started(command, environment)
         watched = _Output(process, kept)
         end: CommandEnd = "hung"
         stacks: list[RankStack] = []
@@ -105,7 +105,9 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
             if end != "exited":
                 stacks = rank_stacks.take(os.getpid(), watched.collect)
         finally:
-            rank_stacks.end(os.getpid())
+            # What a command that ended by itself has left running is its own business.
+            if end != "exited":
+                rank_stacks.end(os.getpid())
             process.wait()
     return CommandRun(
         command=tuple(command),

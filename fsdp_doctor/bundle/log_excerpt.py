@@ -17,6 +17,20 @@ _SHOWN_OTHERS = 3
 _LINE_CHARACTERS = 4_000
 
 
+def as_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+    """The log as a file that can be read twice: a copy in ``directory`` of what is none, like a pipe or ``-``.
+
+    Raises UsageError for what cannot be read.
+    """
+    if path.is_file() or not (path.exists() or str(path) == "-"):
+        return path
+    copy = directory / f"log-{len(list(directory.iterdir())) + 1}.txt"
+    with open(copy, "w", encoding="utf-8", errors="replace") as file:
+        for _, lines in LogInput(None if str(path) == "-" else path).chunks():
+            file.writelines(f"{line}\n" for line in lines)
+    return copy
+
+
 def excerpt(path: pathlib.Path, found: Explanation) -> str:
     """Whole lines of the log at ``path``, with what is left out between them counted. found: what explains the log."""
     places = _places(found, LogInput(path).name)

@@ -118,8 +118,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "token",
-        BEGIN + r"(?P<x>hf_(?=[A-Za-z0-9]*[A-Z])[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
-        r"|gl(?:pat|rt|dt)-[\w-]{16,}|sk-(?=[\w-]*\d)[\w-]{16,}|sk_(?:live|test)_\w{16,}|A(?:KIA|SIA|IDA|ROA|GPA)[A-Z0-9]{12,}"
+        BEGIN + r"(?P<x>hf_(?:(?=[A-Za-z0-9]*[A-Z0-9])[A-Za-z0-9]{16,}|[a-z]{28,})|gh[pousr]_[A-Za-z0-9]{16,}"
+        r"|github_pat_\w{16,}"
+        r"|gl(?:pat|rt|dt)-[\w-]{16,}|sk-(?:(?=[\w-]*\d)[\w-]{16,}|[A-Za-z]{24,})|sk_(?:live|test)_\w{16,}"
+        r"|A(?:KIA|SIA|IDA|ROA|GPA)[A-Z0-9]{12,}"
         r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{16,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}"
         r"|dckr_pat_[\w-]{16,}|dapi[0-9a-f]{28,}|SG\.[\w-]{16,}\.[\w-]{16,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}"
         r"|gsk_[A-Za-z0-9]{30,}|hv[sb]\.[\w-]{20,}|wandb_v\d_\w{20,}|\d{8,10}:AA[\w-]{30,}"
@@ -165,6 +167,7 @@ HOSTS: tuple[re.Pattern[str], ...] = (
     re.compile(rf"\bslurmstepd: error: [^\n]*? ON {_HOST} CANCELLED"),
     re.compile(rf"\b[a-z_][\w.-]{{0,31}}@{_HOST}(?=:[~/]|\s+[~/]\S*[\])]?[$#%]|\][$#])"),
     re.compile(rf"\b(?:ssh|scp|rsync)\s[^\n]{{0,80}}?[\w.-]{{1,64}}@{_HOST}"),
+    re.compile(r"\b[a-z][\w.-]{1,31}@(?P<x>(?!v\d)[A-Za-z]{2,20}-?\d{1,5})(?![\w.-])"),
     re.compile(rf"^{_HOST} slots=\d", _LINES),
     re.compile(rf"\bLinux {_HOST} \d+\.\d+\.\d+"),
     re.compile(rf"^[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d {_HOST} [\w.-]+(?:\[\d+\])?:", _LINES),
@@ -180,6 +183,9 @@ USERS: tuple[re.Pattern[str], ...] = (
     re.compile(rf"\b(?:user_?name|login_?name|entity){_IS}{_NAME}"),
     re.compile(rf"(?:/home|/homes|/Users|/users|/scratch|/fsx|:\\{{1,2}}Users\\{{1,2}})[/\\]?{_NAME}"),
     re.compile(rf"(?<![\w./])~{_NAME}(?=/)"),
+    re.compile(rf"\b{_NAME}@(?!v\d)[A-Za-z]{{2,20}}-?\d{{1,5}}(?![\w.-])"),
+    re.compile(rf"\b(?:user|UserId)={_NAME}"),
+    re.compile(rf"^[^\S\n]*User(?:name)?:[^\S\n]+{_NAME}$", _LINES),
     re.compile(rf"\b[Ll]ogged in as:? {_NAME}"),
     re.compile(rf"\blogin {_NAME} password\b"),
     re.compile(rf"\b{_NAME}@[A-Za-z][\w.-]*(?=:[~/]|\s+[~/]\S*[\])]?[$#%]|\][$#])"),

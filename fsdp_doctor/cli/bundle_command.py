@@ -27,7 +27,7 @@ def run(
     *,
     log: Annotated[
         list[pathlib.Path] | None,
-        typer.Option(metavar="FILE", help="A log, or a dump of torch's flight recorder. Can be repeated."),
+        typer.Option(metavar="FILE", help="A log, - for standard input, or a flight recorder's dump. Can be repeated."),
     ] = None,
     config: Annotated[
         list[str] | None,
@@ -56,22 +56,24 @@ def run(
         raise UsageError("nothing to report; give --log, --config, --report, or a command after --")
     values.positive("--hang-after", hang_after)
     files.check_writable(output)
-    if command:
-        # What cannot be read is said before the command runs for hours.
-        bundle.gather({}, logs=log or ())
-    checked = check(config) if config else None
-    found = read_report(report) if report is not None else None
     # Where the disk is full in the end, what the command wrote is still there.
     record = output.with_name(output.name + ".log")
-    with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as dumps:
-        ran = bundle.run(command, output=record, dumps=pathlib.Path(dumps), hang_after=hang_after) if command else None
-        evidence = bundle.gather(collect(), logs=log or (), checked=checked, report=found, run=ran)
-        made = bundle.bundle_of(evidence)
-    bundle.write_bundle(output, made)
     if command:
+        files.check_writable(record)
+    with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as directory:
+        logs = [bundle.as_file(path, pathlib.Path(directory)) for path in log or ()]
+        # What cannot be read is said before the command runs for hours.
+        bundle.gather({}, logs=logs)
+        checked = check(config) if config else None
+        found = read_report(report) if report is not None else None
+        dumps = pathlib.Path(directory) / "dumps"
+        ran = bundle.run(command, output=record, dumps=dumps, hang_after=hang_after) if command else None
+        gathered = bundle.gather(collect(), logs=logs, checked=checked, report=found, run=ran)
+        made = bundle.bundle_of(gathered)
+    bundle.write_bundle(output, made)
+    if ran is not None:
         with contextlib.suppress(OSError):
             record.unlink()
-    if ran is not None:
         print(f"fsdp-doctor: {ran.sentence}", file=sys.stderr)
     _say(output, made)
 

@@ -3,7 +3,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const AXES = ["strategy", "offload", "staging", "direction"];
-const SHOWN = { all: "all cases", bad: "only those that fail somewhere", changed: "only those that changed" };
+const SHOWN = { all: "all cases", bad: "failing cases", changed: "changed cases" };
 const ANY = "any";
 const MOST_ROWS = 300;
 const MOST_FOUND = 12;

@@ -138,3 +138,4 @@ def test_ctrl_c_gives_the_stacks_of_a_command_that_does_not_end(tmp_path: pathli
 def test_a_command_that_cannot_be_started_is_one_sentence(tmp_path: pathlib.Path) -> None:
     done = doctor("bundle", "-o", str(tmp_path / "bug.zip"), "--", "/nowhere/at-all")
     assert (done.code, done.stderr) == (2, "fsdp-doctor: cannot start /nowhere/at-all: No such file or directory\n")
+    assert list(tmp_path.iterdir()) == []

@@ -67,6 +67,14 @@ def test_the_first_ten_lines_of_the_issue_say_what_where_versions_and_how_to_rep
         assert [line for line in first if line.startswith(begin) and content in line], first
 
 
+def test_a_log_may_come_from_standard_input(tmp_path: pathlib.Path) -> None:
+    done = doctor("bundle", "--log", "-", "-o", str(tmp_path / "bug.zip"), stdin=_LOG.read_text())
+    assert done.code == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / "bug.zip") as archive:
+        assert "Known: fsdp2-pinned-policy-half-moved" in archive.read("explain.txt").decode()
+        assert "Attempted to set the storage" in archive.read("log.txt").decode()
+
+
 def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken()))
     assert files["case.txt"].startswith(f"{_CASE}\n")

@@ -20,6 +20,7 @@ from fsdp_doctor.report.layout import summary
 # so that nothing takes this file for one that holds secrets.
 PLANTED: dict[str, tuple[str, str]] = {
     "Hugging Face": ("loading with h" + "f_AbCdEfGhIjKlMnOpQrStUvWxYz012345 set", "AbCdEfGhIjKlMnOpQrStUvWxYz012345"),
+    "Hugging Face, small letters": ("h" + "f_abcdefghijklmnopqrstuvwxyzabcdefgh", "abcdefghijklmnopqrstuvwxyz"),
     "GitHub": ("remote: gh" + "p_abcdefghijklmnopqrstuvwxyz0123456789", "abcdefghijklmnopqrstuvwxyz0123456789"),
     "GitHub, fine-grained": ("github" + "_pat_11ABCDE0Y0abcdefghijkl_mnopq", "11ABCDE0Y0abcdefghijkl"),
     "GitLab": ("glp" + "at-xYz123_abcDEF456ghi7", "xYz123_abcDEF456ghi7"),
@@ -87,6 +88,9 @@ PLANTED: dict[str, tuple[str, str]] = {
     "home on Windows": (r"C:\Users\Zebedee\x.py", "Zebedee"),
     "home on a cluster": ("/mnt/nfs/home/brian/ckpt/step_5", "brian"),
     "prompt": ("dougal@nowherebox:~/work$ torchrun train.py", "dougal"),
+    "user at a host": ("started by zebulon@gpu07 at noon", "zebulon"),
+    "host of a user": ("started by zebulon@gpu07 at noon", "gpu07"),
+    "owner of a job": ("JobId=77 UserId=florimel(1001) GroupId=lab", "florimel"),
     "wandb account": ("wandb: Currently logged in as: mcHenry (magic). Use", "mcHenry"),
     "wandb run": ("https://wandb.ai/magicteam/llm/runs/ab12", "magicteam"),
 }
@@ -110,7 +114,7 @@ threading.local google.protobuf.internal model.module.net torch.distributed.fsdp
 tcp://127.0.0.1:29500 localhost:29500 0.0.0.0 ::1 [default0]: AllGather 126
 use_auth_token=None token=token secrets.py self.password = password
 /usr/lib/x86_64-linux-gnu/libc.so.6 /workspace/train.py /tmp/torchelastic_ab12/attempt_0/0/error.json
-git@github.com:pytorch/pytorch.git verl@main actions/checkout@v4.2.2
+hf_transfer hf_checkpoint_weights_iterator sk-learn git@github.com:pytorch/pytorch.git verl@main actions/checkout@v4.2.2
 device_mesh=DeviceMesh('cuda', [0, 1], mesh_dim_names=('fsdp',)) placements=(Shard(dim=0),)
 """
 
