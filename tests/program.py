@@ -180,6 +180,20 @@ def torchrun(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Pa
     return run(sys.executable, "-m", "torch.distributed.run", *arguments, env=env, cwd=cwd)
 
 
+def torchrun_script(script: pathlib.Path, directory: pathlib.Path) -> Run:
+    """A script on two ranks, with nothing of ours in their processes; what they print, rank after rank.
+
+    Of one pipe that both print into, the lines of one rank may lie within those of the other.
+    """
+    arguments = ("--nproc-per-node=2", "--redirects=3", f"--log-dir={directory / 'printed'}", str(script))
+    done = torchrun(*arguments, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, cwd=directory)
+    stdout, stderr = (
+        "".join(file.read_text() for file in sorted(directory.glob(f"printed/*/attempt_0/*/{stream}.log")))
+        for stream in ("stdout", "stderr")
+    )
+    return dataclasses.replace(done, stdout=stdout, stderr=stderr)
+
+
 def user_paths(*names: str) -> list[str]:
     return [word for name in names for word in ("--path", f"faults.{name}")]
 

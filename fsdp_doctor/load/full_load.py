@@ -41,7 +41,7 @@ def load_full_tensors(
 
     No rank holds a full model. Device memory in use beside the shards: two buckets on rank 0 where it alone has the
     source, elsewhere what it gets of them; nothing where every rank has it, except a tensor that is cast or whose
-    shard is not contiguous. Host memory: 256 MiB that are pinned.
+    shard is not contiguous. Host memory: 336 MiB at most that are pinned.
 
     model: under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not), under any
         offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.

@@ -6,9 +6,11 @@ a fresh worker costs no import.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from fsdp_doctor.case.runner import CaseRunner
 
 _PR_SET_PDEATHSIG = 1
+_IMPORTED_LATE = ("fsspec", "torch.distributed.checkpoint")
+# Without those of peft, which only the scenarios with an adapter need.
+_PATHS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,11 @@ def import_what_cases_need() -> None:
     import_what_all_workers_need()
     import transformers
 
-    # Lazy attributes of transformers: looked up here once instead of in every worker.
+    # What torch's and our own code import when they are first called: here once instead of in every worker.
+    for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{room}" for room in _PATHS)):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    # Lazy attributes of transformers.
     for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
         getattr(transformers, name, None)
     # Workers collect garbage often; what was imported need not be looked at again each time.

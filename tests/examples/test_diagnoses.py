@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from program import default_matrix, probe, torchrun
+from program import default_matrix, probe, torchrun_script
 from support.forked import run_script
 from support.inside import Done, doctor
 from support.places import ROOT
@@ -113,9 +113,7 @@ def test_the_report_has_the_verdicts_that_the_matrix_gives_here(example: Example
 def test_a_reported_script_needs_nothing_of_ours(tmp_path: pathlib.Path) -> None:
     """Under torchrun on the CPU, where an offload moves nothing: it says what it needs, and judges nothing."""
     (tmp_path / "repro.py").write_text(_EXAMPLES[0].text("repro.py"))
-    done = torchrun(
-        "--nproc-per-node=2", str(tmp_path / "repro.py"), env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, cwd=tmp_path
-    )
+    done = torchrun_script(tmp_path / "repro.py", tmp_path)
     assert done.code == 1
     assert "AssertionError: start it on 2 accelerators" in done.stderr
     assert "PASS" not in done.stdout

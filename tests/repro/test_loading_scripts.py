@@ -7,7 +7,7 @@ import functools
 import pathlib
 
 import pytest
-from program import default_matrix, doctor, torchrun
+from program import default_matrix, doctor, torchrun_script
 from support.forked import ScriptRun, run_script
 
 from fsdp_doctor.matrix.cases import Case
@@ -145,5 +145,5 @@ def test_a_loading_script_runs_under_torchrun_without_anything_of_ours_in_the_pr
     file = tmp_path / "r.py"
     made = doctor("repro", "fsdp2/none/unstaged/fresh/dcp.load.model+optimizer", "--out", str(file))
     assert (made.code, made.stdout) == (0, "")
-    done = torchrun("--nproc-per-node=2", str(file), env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, cwd=tmp_path)
+    done = torchrun_script(file, tmp_path)
     assert (done.code, done.stdout.count("ok: PASS")) == (0, 2), done.stderr

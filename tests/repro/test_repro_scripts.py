@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 import torch
-from program import default_matrix, doctor, torchrun
+from program import default_matrix, doctor, torchrun_script
 from support.forked import ScriptRun, run_script
 
 from fsdp_doctor.errors import UsageError
@@ -108,7 +108,7 @@ def test_a_script_runs_under_torchrun_as_its_docstring_says(tmp_path: pathlib.Pa
     made = doctor("repro", "fsdp2/none/unstaged/summon_full_params", "--out", str(file))
     assert (made.code, made.stdout) == (0, "")
     assert "torchrun --nproc-per-node 2 r.py" in file.read_text()
-    done = torchrun("--nproc-per-node=2", str(file), env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, cwd=tmp_path)
+    done = torchrun_script(file, tmp_path)
     assert (done.code, "wrong: 25 entries: model.embed_tokens.weight" in done.stdout) == (0, True), done.stderr
 
 

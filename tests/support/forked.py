@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
@@ -44,14 +44,19 @@ _SECONDS_AFTER = 10
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Ranks that were started together, and the files that they print into."""
+    """Ranks that were started together, and the directory with the files that each prints into."""
 
     ranks: list[BaseProcess]
-    stdout: pathlib.Path
-    stderr: pathlib.Path
+    directory: pathlib.Path
 
     def printed(self) -> str:
-        return self.stdout.read_text(errors="replace") + self.stderr.read_text(errors="replace")
+        return self.stream("stdout") + self.stream("stderr")
+
+    def stream(self, name: Literal["stdout", "stderr"]) -> str:
+        """What the ranks wrote into it, one rank after the other."""
+        files = (_file(self.directory, name, rank) for rank in range(len(self.ranks)))
+        # A rank that was only just started has none.
+        return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
 @contextlib.contextmanager
@@ -60,11 +65,11 @@ def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Ite
     # Listens on the loopback interface alone.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:
-        started = Job([], pathlib.Path(directory) / "stdout", pathlib.Path(directory) / "stderr")
+        started = Job([], pathlib.Path(directory))
         for rank, own in enumerate(arguments):
             place = _place(rank, len(arguments), store.port)
-            start = (place, started.stdout, started.stderr, target, own)
-            started.ranks.append(_fork_server().Process(target=_rank, args=start, daemon=True))
+            files = [_file(started.directory, name, rank) for name in ("stdout", "stderr")]
+            started.ranks.append(_fork_server().Process(target=_rank, args=(place, files, target, own), daemon=True))
             started.ranks[-1].start()
         try:
             yield started
@@ -117,7 +122,7 @@ def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> Doc
                 # As torchrun does once a rank has failed.
                 process.terminate()
             process.join(_SECONDS_AFTER)
-        printed = started.stdout.read_text(errors="replace"), started.stderr.read_text(errors="replace")
+        printed = started.stream("stdout"), started.stream("stderr")
     with alive, contextlib.suppress(EOFError):
         if not alive.poll(_SECONDS_AFTER):
             return DoctorRun(first.exitcode, *printed, _end_all_that_hold(kept_by_all))
@@ -154,14 +159,17 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
     return own | address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
+def _file(directory: pathlib.Path, stream: str, rank: int) -> pathlib.Path:
+    return directory / f"{stream}.{rank}"
+
+
 def _rank(
     place: dict[str, str],
-    stdout: pathlib.Path,
-    stderr: pathlib.Path,
+    files: Sequence[pathlib.Path],
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    for number, path in ((1, stdout), (2, stderr)):
+    for number, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     for name in ("COLUMNS", "LINES"):
