@@ -132,6 +132,7 @@ def test_a_rank_that_was_ended_for_the_sake_of_others_is_told_with_the_cause():
         ("verify", "lost", "RuntimeError: it broke"),
         ("agree", "crash", "agree: RuntimeError: it broke"),
         ("next step", "poisoned", "RuntimeError: it broke"),
+        ("test", "crash", "RuntimeError: it broke"),
     ],
 )
 def test_the_stage_of_an_exception_decides_its_verdict(stage, kind, reason):
