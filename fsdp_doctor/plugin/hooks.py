@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Registered under this name is what asks ranks to run tests, or in a rank what runs them.
 REGISTERED_AS = "fsdp-doctor-ranks"
+_OLDEST = (8, 4)
 
 _FSDP = (
     "fsdp(strategy=..., offload=..., staging=..., ranks=2, ...): the test runs on that many ranks, once for each "
@@ -47,6 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.pluginmanager.has_plugin(REGISTERED_AS) or not any(map(_is_marked, items)):
         return
+    if pytest.version_tuple < _OLDEST:
+        raise pytest.UsageError(f"tests marked fsdp or ranks need pytest 8.4 or newer; this is {pytest.__version__}")
     from fsdp_doctor.plugin.ranks_plugin import RanksPlugin
 
     config.pluginmanager.register(RanksPlugin(config), REGISTERED_AS)

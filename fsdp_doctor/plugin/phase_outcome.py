@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -20,17 +20,17 @@ _NO_FRAME = "<no Python frame>"
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseOutcome:
-    """verdict: over all ranks. passed, skipped, xfailed: the ranks whose own pytest says so.
+    """verdict: over all ranks. skipped, xfailed: the ranks whose own pytest says so.
 
-    reason: of those that skipped or were expected to fail.
+    silent: those whose pytest said nothing. reason: of those that skipped or were expected to fail.
     details: a section for each thing to be told of a failure. told: what the ranks printed and logged.
-    alike: whether every rank ended in the same way.
     """
 
     phase: TestPhase
     verdict: Verdict
     skipped: tuple[int, ...]
     xfailed: tuple[int, ...]
+    silent: tuple[int, ...]
     num_ranks: int
     reason: str
     details: tuple[_Section, ...]
@@ -48,13 +48,14 @@ class PhaseOutcome:
             # What pytest.fail() raises is named so again where it is raised here.
             reason = self.verdict.reason.replace("Failed: ", "", 1)
             pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
+        if self.silent and self.phase != "teardown":
+            pytest.fail(f"nothing was said of the test by {_ranks(self.silent)}", pytrace=False)
         if self.xfailed:
             pytest.xfail(self.reason)
         if len(self.skipped) == self.num_ranks:
             pytest.skip(self.reason)
         if self.skipped:
-            ranks = ", ".join(map(str, self.skipped))
-            pytest.fail(f"skipped on rank {ranks} and not on the others: {self.reason}", pytrace=False)
+            pytest.fail(f"skipped on {_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
 
     def add_details(self, report: pytest.TestReport) -> None:
         """Puts what the ranks said of a failure into pytest's report of the phase."""
@@ -70,7 +71,7 @@ def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> 
         for rank, said in enumerate(answer.phases)
         if said is not None
     }
-    xfailed = {rank: said.xfailed for rank, said in enumerate(answer.phases) if said is not None and said.xfailed}
+    xfailed = {rank: said.xfailed for rank, said in enumerate(answer.phases) if said and said.xfailed is not None}
     skipped = {rank: report.longrepr for rank, report in reports.items() if report.skipped}
     failed = {rank: str(r.longrepr) for rank, r in reports.items() if r.failed and rank not in xfailed}
     reasons = [*xfailed.values(), *(said[2].removeprefix("Skipped: ") for said in skipped.values())]
@@ -79,6 +80,7 @@ def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> 
         verdict=classify(answer.reports, len(answer.reports)),
         skipped=tuple(skipped),
         xfailed=tuple(xfailed),
+        silent=tuple(rank for rank in range(len(answer.reports)) if rank not in reports),
         num_ranks=len(answer.reports),
         reason=reasons[0] if reasons else "",
         details=(*_alike(failed), *_seen_from_outside(answer.reports, failed)),
@@ -124,5 +126,5 @@ def _told(report: RankReport, said: pytest.TestReport | None, phase: TestPhase) 
     return printed + [(f"{title} of {of_rank}", text) for title, text in (said.sections if said else ())]
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

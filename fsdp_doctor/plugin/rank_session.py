@@ -64,6 +64,8 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
     except pytest.UsageError as error:
         ends.send(Refused(reason=str(error), exit_code=UsageError.exit_code))
         return
+    # A rank prints no report, but pytest asks for its reporter, to show what an assert has compared.
+    config.pluginmanager.register(pytest.TerminalReporter(config, open(os.devnull, "w")), "terminalreporter")
     config.pluginmanager.register(RankSession(ends, runtime), REGISTERED_AS)
     config.hook.pytest_cmdline_main(config=config)
 

@@ -79,7 +79,7 @@ def import_what_cases_need() -> None:
     for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{room}" for room in _PATHS)):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    # Lazy attributes of transformers: likewise.
+    # Lazy attributes of transformers.
     for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
         getattr(transformers, name, None)
     # Workers collect garbage often; what was imported need not be looked at again each time.
