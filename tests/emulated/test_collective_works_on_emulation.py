@@ -217,7 +217,7 @@ def test_a_group_of_the_device_alone_refuses_cpu_tensors() -> None:
 @on_the_device
 def test_a_group_of_the_cpu_alone_refuses_tensors_of_the_device() -> None:
     with raises_saying("No backend type associated with device type emulated"):
-        dist.all_reduce(unfilled(1), group=control())
+        dist.all_reduce(unfilled(1), group=dist.new_group(backend="cpu:gloo"))
 
 
 @on_the_device
