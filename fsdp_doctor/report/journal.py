@@ -8,6 +8,7 @@ Reading FILE takes a journal beside it into account.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -119,6 +120,9 @@ def _with_journal(results: list[Any], journal: pathlib.Path) -> list[Any]:
 def _replace(path: pathlib.Path, report: Report) -> None:
     """Writes beside ``path`` and renames, so that a reader never sees half a report."""
     beside = path.with_name(path.name + ".new")
+    if path.exists() and not path.is_file():
+        # A device or a pipe would be replaced like a file.
+        raise OSError(errno.EINVAL, "it is there, and no regular file")
     try:
         with open(beside, "w", encoding="utf-8") as file:
             json.dump(report_to_dict(report), file, indent=1)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -225,6 +226,15 @@ def test_a_directory_that_cannot_be_written_is_the_doctors_fault(start, tmp_path
         start(file, report())
     assert str(caught.value).startswith(f"cannot write {file}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_report(start, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(DoctorFault, match="no regular file"):
+        start(pipe, report())
+    assert pipe.is_fifo()
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_report_that_cannot_be_put_in_its_place_leaves_nothing_beside_it(start, tmp_path, file):
