@@ -36,6 +36,7 @@ class WorkerGroup:
         self._deadlines = Deadlines(limits)
         self._check = check
         self._workers: list[WorkerProcess] = []
+        self._idle_seconds = 0.0
         try:
             for rank, run in enumerate(runs):
                 self._workers.append(WorkerProcess(rank, run))
@@ -80,7 +81,7 @@ class WorkerGroup:
     def _reports(self, deadlines: Deadlines) -> list[RankReport]:
         began = asked_at = time.monotonic()
         watch = Watch(deadlines, self._limits.grace, self._records())
-        idle_seconds = 0.0
+        self._idle_seconds = 0.0
         while working := [worker for worker in self._workers if not worker.settled]:
             self._check()
             now = time.monotonic()
@@ -90,8 +91,8 @@ class WorkerGroup:
                 worker.keep_within(self._limits.host_bytes)
             if now - asked_at > _IDLE_POLL:
                 asked_at = now
-                idle_seconds = min(worker.idle_seconds() for worker in working)
-            stop = watch.look(self._records(), self._is_in_trouble, lambda idle=idle_seconds: idle)  # type: ignore[misc]
+                self._idle_seconds = min(worker.idle_seconds() for worker in working)
+            stop = watch.look(self._records(), self._is_in_trouble, lambda: self._idle_seconds)
             if stop is not None:
                 self._stop(stop)
         return [worker.report() for worker in self._workers]

@@ -10,7 +10,7 @@ import sys
 import pytest
 from program import run
 from support.places import ROOT
-from support.plugin_runs import run_pytest
+from support.plugin_runs import PytestRun, run_pytest
 
 from fsdp_doctor.matrix.axes import AXIS
 
@@ -61,21 +61,25 @@ def test_xdist_runs_them_in_workers_of_its_own(tmp_path: pathlib.Path) -> None:
     assert "-- ranks 0, 1 --" in done["test_first_fails"].text
 
 
-def test_s_shows_what_the_ranks_print(tmp_path: pathlib.Path) -> None:
-    done = run_pytest(tmp_path, "-s", "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
-    assert done["test_second_passes"].outcome == "passed", done.run.stdout
-    for rank in (0, 1):
-        assert f"[Captured stdout call of rank {rank}, with stderr]\nsaid by a rank\n" in done.run.stdout
-
-
-def test_pytests_own_process_imports_no_torch(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "conftest.py").write_text(
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
+    """A run with -s whose own process looks at what it has imported in the end."""
+    directory = tmp_path_factory.mktemp("shown")
+    (directory / "conftest.py").write_text(
         "import os, sys\ndef pytest_unconfigure():\n"
         "    assert 'RANK' in os.environ or 'torch' not in sys.modules, 'torch is here'\n"
     )
-    done = run_pytest(tmp_path, "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
-    assert (done["test_second_passes"].outcome, done.run.stderr) == ("passed", "")
-    assert done.run.code == 0
+    return run_pytest(directory, "-s", "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+
+
+def test_s_shows_what_the_ranks_print(shown: PytestRun) -> None:
+    assert shown["test_second_passes"].outcome == "passed", shown.run.stdout
+    for rank in (0, 1):
+        assert f"[Captured stdout call of rank {rank}, with stderr]\nsaid by a rank\n" in shown.run.stdout
+
+
+def test_pytests_own_process_imports_no_torch(shown: PytestRun) -> None:
+    assert (shown.run.code, shown.run.stderr) == (0, "")
 
 
 def test_a_run_that_does_not_use_it_says_what_it_says_without(tmp_path: pathlib.Path) -> None:
