@@ -20,7 +20,7 @@ from fsdp_doctor.plugin import rank_session
 from fsdp_doctor.plugin.marks import RanksNeeded
 from fsdp_doctor.plugin.rank_session import RankStart
 from fsdp_doctor.plugin.requests import Answer, PhaseAnswer, PhaseRequest, Preparation, Refusal
-from fsdp_doctor.probe import worker
+from fsdp_doctor.probe import left_processes, worker
 from fsdp_doctor.probe.job import Limits
 from fsdp_doctor.probe.readiness import check_ready
 from fsdp_doctor.probe.worker_group import WorkerGroup
@@ -34,6 +34,7 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     preparation: Preparation = connection.recv()
+    left_processes.adopt()
     worker.import_what_all_workers_need()
     supervision = Supervision(preparation, connection)
     try:
