@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+import torch
+
 from fsdp_doctor.frameworks.adapter import Adapter
 from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
@@ -49,6 +51,8 @@ def _import(adapter: Adapter, seconds: float) -> str:
         # SystemExit too: a framework that ends its importer is not to end the run.
         message = (str(error).strip().splitlines() or [""])[0]
         return f"{in_words(adapter)} cannot be imported: {type(error).__name__}: {message}".rstrip(": ")
+    if torch.cuda.is_initialized():
+        return f"{in_words(adapter)} initializes CUDA as it is imported, and no worker can be forked after that"
     return ""
 
 
