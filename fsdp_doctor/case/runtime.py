@@ -98,7 +98,7 @@ def start(
     """Joins the process groups of one generation of workers. Every rank must call it."""
     device = device_of(place, run_device)
     if device.type == "cuda":
-        _wait_for_cuda_without_spinning(place.local_rank)
+        wait_for_cuda_without_spinning(place.local_rank)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     set_up_device(device, run_device)
@@ -143,7 +143,7 @@ def of_present_group(
     )
 
 
-def _wait_for_cuda_without_spinning(index: int) -> None:
+def wait_for_cuda_without_spinning(index: int) -> None:
     """Has CUDA block a thread that waits for the device; by default it spins.
 
     So a worker that waits for a collective which never ends can be told from one that works. It is a

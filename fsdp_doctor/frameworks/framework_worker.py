@@ -86,6 +86,8 @@ def start(
     device = runtime.device_of(place, run_device)
     _replace_environment(environment(scratch, [framework]))
     os.environ |= _store_variables(place, store)
+    if device.type == "cuda":
+        runtime.wait_for_cuda_without_spinning(place.local_rank)
     runtime.set_up_device(device, run_device)
     if device.type == "emulated" and not why_unavailable(framework):
         torch.get_device_module(device).set_device(device)

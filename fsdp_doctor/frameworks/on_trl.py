@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.frameworks.adapter import Extraction, FrameworkSession
-from fsdp_doctor.frameworks.on_trainer import TrainerAdapter, TrainerSession, training_arguments
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession
+from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER
+from fsdp_doctor.frameworks.on_trainer import TrainerSession, training_arguments
 from fsdp_doctor.frameworks.plain_model import PlainModel
 from fsdp_doctor.frameworks.shimming import Shimming
 from fsdp_doctor.matrix.frameworks.trl_matrix import STAND_IN, TRL
@@ -85,16 +86,12 @@ def _tokenizer() -> Any:
     )
 
 
-class TrlAdapter(TrainerAdapter):
+class TrlAdapter(Adapter):
     matrix = TRL
-    modules: ClassVar[tuple[str, ...]] = (
-        *TrainerAdapter.modules,
-        "trl.trainer.sft_trainer",
-        "trl.generation.vllm_generation",
-    )
+    modules = (*TRAINER.modules, "trl.trainer.sft_trainer", "trl.generation.vllm_generation")
 
     def on_emulated(self, shims: Shimming) -> None:
-        super().on_emulated(shims)
+        TRAINER.on_emulated(shims)
         shims.note(STAND_IN)
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:

@@ -37,7 +37,7 @@ def framework_script(case: FrameworkCase, expectation: Expectation, file_name: s
         versions=", ".join(f"{name} {expectation.versions.get(name, 'any')}" for name in packages),
         imports=_imports(adapter),
         interface=_definitions(interface, keep=_INTERFACE),
-        adapter=_adapter(adapter),
+        adapter="\n\n\n".join(filter(None, (_borrowed(adapter), _adapter(adapter)))),
     )
     return text + "\n"
 
@@ -51,8 +51,19 @@ def _imports(source: str) -> str:
 
 def _definitions(source: str, keep: tuple[str, ...] = ()) -> str:
     """The statements of a module that define one of the names, as they stand."""
-    found = [node for node in ast.parse(source).body if _name(node) in keep]
+    found = [node for node in ast.parse(source).body if _name(node) in keep and not _takes_shims(node)]
     return "\n\n\n".join(_text(source, node) for node in found)
+
+
+def _borrowed(source: str) -> str:
+    """What an adapter takes from another one, but for what is for the emulated device alone."""
+    found = []
+    for node in ast.parse(source).body:
+        room, _, module = (getattr(node, "module", None) or "").rpartition(".")
+        if isinstance(node, ast.ImportFrom) and room == "fsdp_doctor.frameworks" and module.startswith("on_"):
+            other = (_ADAPTERS / f"{module}.py").read_text(encoding="utf-8")
+            found.append(_definitions(other, keep=tuple(alias.name for alias in node.names)))
+    return "\n\n\n".join(filter(None, found))
 
 
 def _adapter(source: str) -> str:

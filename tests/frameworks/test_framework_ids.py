@@ -44,7 +44,8 @@ def test_no_value_stands_on_two_axes_and_one_axis_is_the_offload(matrix: Framewo
 def test_a_configuration_is_written_as_its_id_is(matrix: FrameworkMatrix) -> None:
     for scenario in scenarios_of(matrix.name):
         assert "/".join(scenario.id_values()) == scenario.configuration
-        assert scenario.paths()[0].kind == "prepare"
+        # torchtitan trains a model of its own, which the plain model's weights cannot be held against.
+        assert scenario.paths()[0].kind == "prepare" or matrix.name == "torchtitan"
 
 
 @_ALL
