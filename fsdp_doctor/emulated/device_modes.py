@@ -45,8 +45,8 @@ def poison_freed_memory(poison: bool = True) -> None:
 def race_detection() -> Iterator[None]:
     """Inside, two kernels that touch the same bytes, one of them writing, on streams that nothing orders are a race.
 
-    So is memory that is freed while another stream uses it, without ``record_stream``. Of all threads of the process.
-    Raises RuntimeError at the end, with a line for each race that was found.
+    So is memory that its stream may be given again while another stream still uses it, without ``record_stream``. It
+    sees all threads of the process. Raises RuntimeError at the end, with a line for each race that was found.
     """
     _C.set_race_detection(True)
     try:

@@ -126,12 +126,27 @@ def test_halves_of_one_memory_are_no_race() -> None:
         emulated.synchronize()
 
 
-def test_memory_that_is_freed_without_record_stream_is_told() -> None:
+def test_memory_that_is_freed_without_record_stream_is_told_when_it_may_be_given_out_again() -> None:
     with (
-        pytest.raises(RuntimeError, match=r"is freed while copy_ .* reads it.* no record_stream"),
+        pytest.raises(RuntimeError, match=r"is given out again while copy_ .* reads it.* without record_stream"),
         emulated.race_detection(),
     ):
-        copied_on_a_stream_and_freed()
+        copied_and_allocated()
     with emulated.race_detection():
-        copied_on_a_stream_and_freed(record=True)
-        copied_on_a_stream_and_freed(wait=True)
+        copied_and_allocated(record=True)
+        copied_and_allocated(wait=True)
+
+
+def copied_and_allocated(record: bool = False, wait: bool = False) -> None:
+    side, target = emulated.Stream(), pinned(0, 0)
+    source = torch.ones(2, device=DEVICE)
+    side.wait_stream(emulated.current_stream())
+    with emulated.stream(side):
+        target.copy_(source, non_blocking=True)
+        if record:
+            source.record_stream(side)
+    del source
+    if wait:
+        emulated.current_stream().wait_stream(side)
+    torch.empty(2, device=DEVICE)
+    side.synchronize()

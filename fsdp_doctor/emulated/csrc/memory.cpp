@@ -103,7 +103,7 @@ void give_back(const Block& block) {
 void free_on_device(void* context) {
   auto block = BlockPtr::reclaim(static_cast<Block*>(context));
   const c10::Stream owner(c10::Stream::UNSAFE, block->device, block->stream);
-  release(block->memory.get(), owner, block->recorded);
+  release(block->memory.get(), block->nbytes, owner, block->recorded);
   if (poisoning && block->memory) {
     poison_reads(block->memory.get(), block->nbytes, owner, block->recorded);
     std::memset(block->memory.get(), kOldByte, block->nbytes);
@@ -309,6 +309,7 @@ c10::DataPtr on_device(c10::DataPtr host, size_t nbytes, c10::DeviceIndex device
   block->device = c10::Device(kEmulated, device);
   block->stream = current_stream(device).id();
   take(*block);
+  reuse(nbytes, current_stream(device));
   void* data = block->memory.get();
   return {data, block.release(), &free_on_device, c10::Device(kEmulated, device)};
 }

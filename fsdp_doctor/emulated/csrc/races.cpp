@@ -26,6 +26,8 @@ std::map<Name, Clock> clocks;
 Clock host;
 std::unordered_map<const void*, std::vector<Record>> records; // by storage
 std::set<std::string> found;
+// By the stream that the memory goes back to: uses of it that the stream may not have seen yet.
+std::map<Name, std::vector<std::pair<size_t, Record>>> freed;
 
 Name name_of(c10::Stream stream) {
   return {stream.device_index(), stream.id()};
@@ -69,6 +71,7 @@ void set_race_detection(bool value) {
   clocks.clear();
   host.clear();
   records.clear();
+  freed.clear();
   found.clear();
 }
 
@@ -149,7 +152,7 @@ void host_follows(c10::DeviceIndex device) {
   }
 }
 
-void release(const void* base, c10::Stream owner, const std::vector<c10::StreamId>& recorded) {
+void release(const void* base, size_t nbytes, c10::Stream owner, const std::vector<c10::StreamId>& recorded) {
   if (!on) {
     return;
   }
@@ -158,20 +161,35 @@ void release(const void* base, c10::Stream owner, const std::vector<c10::StreamI
   if (own == records.end()) {
     return;
   }
-  auto clock = clocks[name_of(owner)];
-  merge(clock, host);
-  for (const auto& record : own->second) {
+  for (auto& record : own->second) {
     const auto id = record.stream.second;
     const bool is_recorded = std::find(recorded.begin(), recorded.end(), id) != recorded.end();
     // The work of a process group holds its tensors itself: its streams have negative ids.
-    if (id >= 0 && record.stream != name_of(owner) && !is_recorded && !has_seen(clock, record)) {
-      found.insert(
-          "memory of " + described(name_of(owner)) + " is freed while " + record.kernel + " on " +
-          described(record.stream) + (record.access.writes ? " writes" : " reads") +
-          " it: the stream does not wait, and there is no record_stream");
+    if (id >= 0 && record.stream != name_of(owner) && !is_recorded) {
+      freed[name_of(owner)].push_back({nbytes, std::move(record)});
     }
   }
   records.erase(own);
+}
+
+void reuse(size_t nbytes, c10::Stream owner) {
+  if (!on) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  auto clock = clocks[name_of(owner)];
+  merge(clock, host);
+  auto& waiting = freed[name_of(owner)];
+  const auto is_over = [&](const auto& use) { return has_seen(clock, use.second); };
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_over), waiting.end());
+  for (const auto& [size, record] : waiting) {
+    if (nbytes <= size) {
+      found.insert(
+          "memory of " + described(name_of(owner)) + " is given out again while " + record.kernel + " on " +
+          described(record.stream) + (record.access.writes ? " writes" : " reads") +
+          " it: it was freed without record_stream, and the stream has not waited");
+    }
+  }
 }
 
 } // namespace emulated

@@ -39,7 +39,9 @@ void host_follows(const Clock& clock);
 void host_follows(c10::Stream stream);
 void host_follows(c10::DeviceIndex device);
 
-// The storage's memory goes back to the stream that it was allocated on; `recorded` may use it all the same.
-void release(const void* base, c10::Stream owner, const std::vector<c10::StreamId>& recorded);
+// A storage's memory goes back to the stream that it was allocated on; the streams in `recorded` are waited for.
+void release(const void* base, size_t nbytes, c10::Stream owner, const std::vector<c10::StreamId>& recorded);
+// The stream is about to get memory, which may be any that went back to it and is large enough.
+void reuse(size_t nbytes, c10::Stream owner);
 
 } // namespace emulated
