@@ -33,7 +33,7 @@ from fsdp_doctor.matrix.axes import (
     nearest,
 )
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
-from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario, framework_scenario
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -156,7 +156,9 @@ def any_case_of(scenario: Mapping[str, str], path: str) -> AnyCase:
     """Of what ``dataclasses.asdict`` makes of a scenario. Raises KeyError and ValueError as :func:`scenario_of`."""
     if "framework" in scenario:
         fields: dict[str, Any] = dict(scenario)
-        return FrameworkCase(FrameworkScenario(**fields), path)
+        read = FrameworkScenario(**fields)
+        # As it is written here; a KeyError for what another version of the doctor calls otherwise.
+        return FrameworkCase(framework_scenario(read.framework, read.values), path)
     return Case(scenario_of(scenario), path)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
-from program import Run, probe
+from program import Run, probe, torchrun_script
 
 from fsdp_doctor.known.catalogue import KnownFailure, known_failures
 from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id, parse_framework_id
+from fsdp_doctor.repro import Expectation, framework_script
 
 pytest.importorskip("accelerate", reason="install fsdp-doctor[frameworks-test]")
 pytest.importorskip("peft", reason="install fsdp-doctor[frameworks-test]")
@@ -71,3 +74,10 @@ def test_the_report_names_the_versions_and_each_thing_that_was_changed(run: Run)
     listed = {(name, shim.name) for name in ("accelerate", "trainer") for shim in FRAMEWORKS[name].shims}
     assert listed <= named
     assert any("PartialState._prepare_backend" in note for note in run.report.notes)
+
+
+def test_a_script_without_accelerators_confirms_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "repro.py").write_text(framework_script(parse_framework_id(_OK[0]), Expectation(kind="crash")))
+    done = torchrun_script(tmp_path / "repro.py", tmp_path)
+    assert done.code == 1
+    assert "start it on 2 accelerators" in done.stderr

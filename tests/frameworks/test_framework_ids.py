@@ -62,6 +62,12 @@ def test_a_script_can_be_written_of_each_kind_of_case(matrix: FrameworkMatrix) -
         assert "fsdp_doctor." not in text
 
 
+@pytest.mark.parametrize("scenario", [{"framework": "accelerate", "configuration": "fsdp3/none"}, {"framework": "x"}])
+def test_a_scenario_that_is_not_known_here_is_not_taken_from_a_report(scenario: dict[str, str]) -> None:
+    with pytest.raises((KeyError, TypeError)):
+        any_case_of(scenario, "prepare")
+
+
 @pytest.mark.parametrize(
     ("case_id", "sentence"),
     [
