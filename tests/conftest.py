@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+# A shell has what it starts in the background ignore Ctrl-C; what tests start from here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from support.ranks import Groups
