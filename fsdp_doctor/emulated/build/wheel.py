@@ -27,7 +27,7 @@ def pack(library: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
         f"{PREBUILT}/__init__.py": _INIT.encode(),
         f"{PREBUILT}/{prebuilt_name()}": library.read_bytes(),
         f"{information}/METADATA": _metadata(version, release).encode(),
-        f"{information}/WHEEL": f"Wheel-Version: 1.0\nGenerator: fsdp-doctor\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
+        f"{information}/WHEEL": _wheel(tag).encode(),
     }
     record = "".join(f"{name},sha256={_digest(content)},{len(content)}\n" for name, content in files.items())
     files[f"{information}/RECORD"] = f"{record}{information}/RECORD,,\n".encode()
@@ -51,6 +51,11 @@ def _metadata(version: str, release: str) -> str:
         "Summary: The library of fsdp_doctor.emulated, built",
         f"Requires-Dist: torch=={release}",
     ]
+    return "\n".join(lines) + "\n"
+
+
+def _wheel(tag: str) -> str:
+    lines = ["Wheel-Version: 1.0", "Generator: fsdp-doctor", "Root-Is-Purelib: false", f"Tag: {tag}"]
     return "\n".join(lines) + "\n"
 
 
