@@ -90,8 +90,12 @@ def _tensor_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.
 
 
 def _states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Of a parameter, in the same order on every rank: a load may have put them in another order on each."""
-    return sorted(optimizer.state.get(parameter, {}).items()) if optimizer is not None else []
+    """Of a parameter, in the same order on every rank: a load may have put them in another order on each.
+
+    That order is the one of torch's optimizers, which begin with the step.
+    """
+    states = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+    return sorted(states.items(), key=lambda state: (state[0] != "step", state[0]))
 
 
 def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], None]:

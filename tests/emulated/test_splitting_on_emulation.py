@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Setting, on_ranks, this_device, this_rank, together, world_size
@@ -74,6 +75,16 @@ def test_a_group_of_gloo_takes_tensors_of_the_device() -> None:
     host = torch.ones(1)
     dist.all_reduce(host, group=group)
     assert host.item() == 2
+
+
+@on_two
+def test_a_collective_of_a_dtensor_is_refused_by_dtensor_on_every_backend() -> None:
+    """As on CUDA: what has no memory of its own is not sent."""
+    sharded = distribute_tensor(torch.ones(4, 2, device=this_device()), dist.init_device_mesh("emulated", (2,)))
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        with pytest.raises(NotImplementedError, match="sharding strategy"):
+            dist.broadcast(sharded, 0, group=group)
+    together()
 
 
 @on_two

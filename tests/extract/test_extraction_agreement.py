@@ -208,7 +208,7 @@ def test_a_device_of_another_kind_is_refused_before_anything_is_sent() -> None:
 
 @on_the_device
 def test_a_group_without_a_backend_for_the_device_is_refused() -> None:
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="cpu:gloo")
     mesh = DeviceMesh.from_group(group, "emulated", list(range(world_size())))
     model = fully_shard(nn.Linear(4, 4).to(this_device()), mesh=mesh)
     with raises_soon(RuntimeError, "no backend for emulated"):

@@ -76,12 +76,13 @@ bool is_on_gloo(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return group->getBackend(kEmulated)->getBackendName() == "gloo";
 }
 
-void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto begin = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
   const auto group = op.schema().argumentIndexWithName("process_group");
   const at::AutoDispatchBelowAutograd below;
-  if (!is_on_gloo((begin + *group)->toCustomClass<c10d::ProcessGroup>())) {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
+  // A subclass such as DTensor has no memory of its own, and says itself what it makes of a collective.
+  if (keys.has(c10::DispatchKey::Python) || !is_on_gloo((begin + *group)->toCustomClass<c10d::ProcessGroup>())) {
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     return;
   }
   Lent lent;
