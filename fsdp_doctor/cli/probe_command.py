@@ -67,7 +67,10 @@ class LimitOptions:
         typer.Option(help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"),
     ] = None
     start_timeout: Annotated[float, typer.Option(help="Seconds for starting workers and building a model.")] = 300.0
-    grace: Annotated[float, typer.Option(help="Seconds to wait for the other ranks after one has failed.")] = 5.0
+    grace: Annotated[
+        float | None,
+        typer.Option(help="Seconds to wait for the other ranks after one has failed.  [default: 5, or 2 if they idle]"),
+    ] = None
     host_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that one worker may use, for example 8GiB.")
     ] = None
@@ -158,7 +161,7 @@ def run(
         model=selected.model,
         timeout=values.positive("--timeout", limits.timeout) if limits.timeout is not None else None,
         start_timeout=values.positive("--start-timeout", limits.start_timeout),
-        grace=values.positive("--grace", limits.grace),
+        grace=values.positive("--grace", limits.grace) if limits.grace is not None else None,
         host_memory=values.size("--host-memory", limits.host_memory) if limits.host_memory is not None else None,
         saved_by=ranks.saved_by,
         confirm=confirm,

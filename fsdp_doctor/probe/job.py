@@ -47,13 +47,14 @@ class Limits:
     start: seconds for starting a generation, for building a scenario and for the doctor's own work
         on it, which grow with the model.
     stage: seconds without progress elsewhere; None follows what the stages of this run have taken.
-    grace: seconds that the other ranks have to end by themselves once one rank is in trouble.
+    grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None: 5, and 2 where
+        they do nothing.
     host_bytes: resident memory of one worker, None for no limit.
     """
 
     start: float = 300.0
     stage: float | None = None
-    grace: float = 5.0
+    grace: float | None = None
     host_bytes: int | None = None
 
 

@@ -19,8 +19,9 @@ from fsdp_doctor.report.formats import Format
 class ProbeOptions:
     """The options, read.
 
-    timeout, start_timeout, grace: seconds for a stage of a case (None follows what the stages of the run
-    have taken), for starting workers and building a model, and for the other ranks once one is in trouble.
+    timeout, start_timeout: seconds for a stage of a case (None follows what the stages of the run have taken), and for
+    starting workers and building a model. grace: seconds for the other ranks once one is in trouble (None: 5, and 2
+    where they do nothing).
     host_memory: bytes that a worker may hold, None for no limit.
     saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
     outputs: files to write, by format. page: the HTML file to write. expect: what the verdicts are held against.
@@ -31,7 +32,7 @@ class ProbeOptions:
     model: pathlib.Path | None = None
     timeout: float | None = None
     start_timeout: float = 300.0
-    grace: float = 5.0
+    grace: float | None = None
     host_memory: int | None = None
     saved_by: int | None = None
     confirm: bool = False

@@ -10,6 +10,8 @@ from fsdp_doctor.probe.instructions import StopWorker
 from fsdp_doctor.verdict.records import Record
 
 _IDLE_POLL = 0.25
+# What the other ranks have to end by themselves once one is in trouble, and what is enough where they do nothing.
+_GRACE, _IDLE_GRACE = 5.0, 2.0
 # A look that comes later than this after the last one was held up by the machine, not by a worker.
 _LATE_SECONDS = 1.0
 
@@ -20,7 +22,7 @@ class Watch:
     Progress is any new record among those that are looked at: another stage, or another tensor now and then.
     """
 
-    def __init__(self, deadlines: Deadlines, grace: float, records: Sequence[Record | None]) -> None:
+    def __init__(self, deadlines: Deadlines, grace: float | None, records: Sequence[Record | None]) -> None:
         self._deadlines = deadlines
         self._grace = grace
         self._records = records
@@ -28,6 +30,7 @@ class Watch:
         self._still = 0.0
         self._asked_at = 0.0
         self._trouble_at: float | None = None
+        self._asked_in_trouble_at = 0.0
 
     def look(
         self, records: Sequence[Record | None], in_trouble: Callable[[], bool], idle_seconds: Callable[[], float]
@@ -43,7 +46,7 @@ class Watch:
         self._look_for_progress(records)
         if self._trouble_at is None and in_trouble():
             self._trouble_at = now
-        if self._trouble_at is not None and now - self._trouble_at > self._grace:
+        if self._trouble_at is not None and self._grace_is_over(now - self._trouble_at, idle_seconds):
             return StopWorker(why="others", detail="still at it when another rank was in trouble")
         hung_for = self._hung_for(idle_seconds)
         if hung_for is None:
@@ -62,6 +65,17 @@ class Watch:
         if any(record is not None for record in self._records):
             self._deadlines.saw(self._still)
         self._records, self._still, self._asked_at = records, 0.0, 0.0
+
+    def _grace_is_over(self, seconds: float, idle_seconds: Callable[[], float]) -> bool:
+        """seconds: since the trouble."""
+        if self._grace is not None:
+            return seconds > self._grace
+        if seconds > _GRACE:
+            return True
+        if seconds <= _IDLE_GRACE or seconds - self._asked_in_trouble_at < _IDLE_POLL:
+            return False
+        self._asked_in_trouble_at = seconds
+        return idle_seconds() >= _IDLE_GRACE
 
     def _hung_for(self, idle_seconds: Callable[[], float]) -> float | None:
         """The deadline in seconds, once it has passed."""
