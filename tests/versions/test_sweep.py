@@ -70,7 +70,7 @@ def test_it_leaves_reports_and_logs_and_no_environment(swept: _Swept) -> None:
 def test_both_are_in_the_merged_report(swept: _Swept) -> None:
     files = [str(swept.directory / f"torch{version}.json") for version in ("2.98", "2.99")]
     merged = swept.directory.parent / "merged.json"
-    done = doctor("merge", *files, "--json", str(merged))
+    done = doctor("merge", *files, "--json", str(merged), "--cases")
     assert done.code == 0, done.stderr
     first, second, third = json.loads(merged.read_text())["environments"], *done.stdout.splitlines()
     assert [one["complete"] for one in first] == [False, True]
