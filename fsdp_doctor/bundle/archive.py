@@ -14,7 +14,7 @@ from fsdp_doctor.bundle import contents, issue
 from fsdp_doctor.bundle.chosen_case import choose
 from fsdp_doctor.bundle.contents import Gathered
 from fsdp_doctor.bundle.issue_head import Head, head_of
-from fsdp_doctor.bundle.private_text import PLACEHOLDER, PrivateKind
+from fsdp_doctor.bundle.private_kinds import PLACEHOLDER, PrivateKind
 from fsdp_doctor.bundle.redaction import Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.report.document import Report, report_from_dict, report_to_dict
