@@ -111,7 +111,14 @@ def _versions(evidence: Gathered) -> str:
     parts += [f"Python {facts['python']}"] if "python" in facts else []
     parts += [f"CUDA {facts['cuda']}"] if facts.get("cuda") else []
     parts += [f"{count} x {name}" for name, count in Counter(facts.get("accelerators", [])).items()]
-    return ", ".join(parts) + (" (of the report)" if evidence.report is not None else "")
+    return f"{', '.join(parts)}{_whose_versions(evidence)}"
+
+
+def _whose_versions(evidence: Gathered) -> str:
+    """A log does not say where it was written."""
+    if evidence.report is not None:
+        return " (of the report)"
+    return "" if evidence.run is not None else " (where the bundle was made)"
 
 
 def _reproduce(evidence: Gathered, chosen: ChosenCase | None) -> str:

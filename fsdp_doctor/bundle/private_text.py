@@ -149,6 +149,7 @@ HOSTS: tuple[re.Pattern[str], ...] = (
     re.compile(r"\bSLURM\w*(?:NODELIST|NODE_LIST|HOST|NODENAME)=(?P<x>[^\s,]+)"),
     re.compile(rf"\b(?:host|node|server|machine|endpoint|address|peer){_IS}{_NUMBERED_HOST}", _ANY_CASE),
     re.compile(r"^[^\S\n]*host[^\S\n]+:[^\S\n]+(?P<x>\S+)", _LINES),
+    re.compile(r"\bhost (?P<x>[A-Za-z]\w{0,30}-[\w-]{0,30}\d[\w.-]{0,30})"),
     re.compile(
         rf"\b(?:on|from|at|to|of|by) (?:the )?(?:host|node|machine|server|worker node) {_NUMBERED_HOST}", _ANY_CASE
     ),

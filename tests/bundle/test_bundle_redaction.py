@@ -75,6 +75,7 @@ PLANTED: dict[str, tuple[str, str]] = {
     "link-local IPv6": ("bound to fe80::1ff:fe23:4567:890a%eth0", "fe80::1ff:fe23:4567:890a"),
     "MAC": ("link/ether 02:42:ac:11:00:02 brd", "02:42:ac:11:00:02"),
     "GPU": ("CUDA_VISIBLE_DEVICES=GPU-5d5ba0d6-1c2b-3d4e-5f60-718293a4b5c6", "5d5ba0d6-1c2b"),
+    "host in a sentence": ("step 3 on host dgx-h100-04 has ended", "dgx-h100-04"),
     "host of NCCL": ("dgx-node-3:1234:1299 [0] NCCL INFO Bootstrap", "dgx-node-3"),
     "host of c10d": ("The client socket has failed to connect to [gpubox7]:29500 (errno: 110)", "gpubox7"),
     "host of torchrun": ("  host      : trainer-17.cluster.nowhere", "trainer-17"),
