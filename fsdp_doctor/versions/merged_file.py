@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.report.whole_file import replace_file
 from fsdp_doctor.versions.merged import (
     MERGED_SCHEMA,
     MERGED_SCHEMA_VERSION,
@@ -54,12 +55,9 @@ def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
     """The same bytes for the same report. Raises DoctorFault where the disk does not take it; what was there stays."""
     text = json.dumps(merged_to_dict(merged), indent=1) + "\n"
     content = text.encode()
-    beside = path.with_name(path.name + ".new")
     try:
-        beside.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-        beside.replace(path)
+        replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 

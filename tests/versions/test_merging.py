@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 import pathlib
 
 import jsonschema
@@ -13,7 +14,7 @@ from support.places import ROOT
 from support.reports import CASES, report, result
 
 from fsdp_doctor.cli import merge_command
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report, report_to_dict
@@ -225,6 +226,14 @@ def test_a_run_that_was_interrupted_is_merged_as_far_as_it_came(tmp_path: pathli
     write_report(file, partial)
     (environment,) = _merged(read_report(file)).environments
     assert (environment.complete, environment.ended) == (False, "stopped by SIGINT")
+
+
+def test_a_device_is_not_replaced_by_a_merged_report(tmp_path: pathlib.Path) -> None:
+    device = tmp_path / "fifo"
+    os.mkfifo(device)
+    with pytest.raises(DoctorFault, match="fifo: it is there, and no regular file"):
+        write_merged(device, _merged(_of("2.10.0", "ok")))
+    assert device.is_fifo()
 
 
 def _as_gzip(text: str) -> bytes:
