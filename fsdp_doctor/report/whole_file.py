@@ -8,7 +8,7 @@ import os
 import pathlib
 
 
-def replace_file(path: pathlib.Path, text: str | bytes) -> None:
+def replace_file(path: pathlib.Path, content: str | bytes) -> None:
     """Writes beside ``path`` and renames, so that a reader never sees half a file.
 
     Raises OSError, and then what was there stays.
@@ -19,7 +19,7 @@ def replace_file(path: pathlib.Path, text: str | bytes) -> None:
         raise OSError(errno.EINVAL, "it is there, and no regular file")
     try:
         with open(beside, "wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

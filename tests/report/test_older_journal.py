@@ -60,8 +60,8 @@ def test_a_run_that_is_killed_as_it_opens_its_report_has_no_results(
 ) -> None:
     replace = journal.replace_file
 
-    def replace_and_die(path: pathlib.Path, report: Report) -> None:
-        replace(path, report)
+    def replace_and_die(path: pathlib.Path, text: str) -> None:
+        replace(path, text)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(journal, "replace_file", replace_and_die)
@@ -76,9 +76,9 @@ def test_a_run_that_goes_on_loses_nothing_when_it_is_killed_as_it_opens_its_repo
 ) -> None:
     replace = journal.replace_file
 
-    def replace_or_die(path: pathlib.Path, report: Report) -> None:
+    def replace_or_die(path: pathlib.Path, text: str) -> None:
         if dies == "after":
-            replace(path, report)
+            replace(path, text)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(journal, "replace_file", replace_or_die)
