@@ -20,7 +20,7 @@ _VERSION_BEFORE = re.compile(
 )
 _VERSION_AFTER = re.compile(r"\+\w|\.?(?:dev|post|rc|a|b)\d|-py\d|-cp\d")
 _ADDRESS_BEFORE = re.compile(
-    r"(?:@|://|\b(?:ip|ips|host|addr|address|addresses|inet|from|to|peer|client|server|endpoint|node|on|at|bind|listen|connect"
+    r"(?:@|://|(?:\b|_)(?:ip|ips|host|addr|address|addresses|inet|from|to|peer|client|server|endpoint|node|on|at|bind|listen|connect"
     r"|connection|remote|local|via|dns|gateway|MASTER_ADDR|--master[_-]addr)[\"']?[\s:=(\[/\"']{1,4})$",
     re.IGNORECASE,
 )

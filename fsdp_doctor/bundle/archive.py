@@ -14,10 +14,11 @@ from fsdp_doctor.bundle import contents, issue
 from fsdp_doctor.bundle.chosen_case import choose
 from fsdp_doctor.bundle.contents import Gathered
 from fsdp_doctor.bundle.issue_head import Head, head_of
-from fsdp_doctor.bundle.private_text import PLACEHOLDER, PrivateKind
+from fsdp_doctor.bundle.private_kinds import PLACEHOLDER, PrivateKind
 from fsdp_doctor.bundle.redaction import Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.report.document import Report, report_from_dict, report_to_dict
+from fsdp_doctor.report.whole_file import replace_file
 
 _REPLACED = "replaced.txt"
 _REPORT = "report.json"
@@ -72,7 +73,7 @@ def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
             entry = zipfile.ZipInfo(name, _DATE)
             archive.writestr(entry, text.encode("utf-8", errors="replace"), zipfile.ZIP_DEFLATED)
     try:
-        path.write_bytes(content.getvalue())
+        replace_file(path, content.getvalue())
     except OSError as error:
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 

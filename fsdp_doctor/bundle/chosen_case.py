@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_doctor import repro
-from fsdp_doctor.bundle.private_text import IS_PLACEHOLDER
+from fsdp_doctor.bundle.private_kinds import IS_PLACEHOLDER
 from fsdp_doctor.check import CheckResult, cases
 from fsdp_doctor.errors import FsdpDoctorError, UsageError
 from fsdp_doctor.explain import Explanation

@@ -23,17 +23,13 @@ from typing import BinaryIO, Literal, TypeAlias
 from fsdp_doctor.bundle import processes, rank_stacks
 from fsdp_doctor.bundle.rank_stacks import RankStack
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine.versions import at_least, installed_versions
 
 CommandEnd: TypeAlias = Literal["exited", "hung", "stopped"]
 
-# Of the flight recorder there are two names: the first is that of torch 2.9 and newer.
-_SAY_MORE = {
-    "PYTHONFAULTHANDLER": "1",
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# By the torch that has it, and warns of the other: what makes the flight recorder run, and where it puts its dumps.
+_RECORDER = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_RECORDER_FROM_2_9 = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 _MOST_OUTPUT = 512 << 20
 _CHUNK = 1 << 16
 _SUMMARY_BYTES = 1 << 18
@@ -89,7 +85,7 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
     """
     processes.keep_orphans()
     dumps.mkdir()
-    environment = {**_SAY_MORE, **{name: str(dumps / "nccl_trace_rank_") for name in _DUMPS}, **os.environ}
+    environment = {**_say_more(dumps), **os.environ}
     begun = time.monotonic()
     process = _started(command, environment)
     with open(output, "wb") as kept, _signals_as_interrupts():
@@ -120,6 +116,17 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
         dumps=tuple(sorted(file for file in dumps.iterdir() if file.stat().st_size)),
         stacks=tuple(stacks),
     )
+
+
+def _say_more(dumps: pathlib.Path) -> dict[str, str]:
+    torch = installed_versions(["torch"]).get("torch", "")
+    size, place = _RECORDER_FROM_2_9 if torch and at_least(torch, "2.9") else _RECORDER
+    return {
+        "PYTHONFAULTHANDLER": "1",
+        size: "2000",
+        place: str(dumps / "nccl_trace_rank_"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
 
 
 def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

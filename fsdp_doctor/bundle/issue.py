@@ -11,7 +11,7 @@ import jinja2
 
 from fsdp_doctor.bundle.chosen_case import SCRIPT
 from fsdp_doctor.bundle.issue_head import Head
-from fsdp_doctor.bundle.private_text import PrivateKind
+from fsdp_doctor.bundle.private_kinds import PrivateKind
 
 MOST_CHARACTERS = 65_536
 # Characters of each part; together they leave room for the head and the words between.

@@ -80,18 +80,28 @@ def _said(found: Explanation | None) -> list[str]:
 
 
 def _where(evidence: Gathered, chosen: ChosenCase | None) -> str:
-    parts = []
     run, found = evidence.run, evidence.found
-    if run is not None:
-        parts += [f"{stack.name}: {stack.place}" for stack in run.stacks]
-        parts += [f"rank {rank}" for rank in run.rank_exit_codes]
+    if run is not None and run.stacks:
+        parts = [f"{stack.name}: {stack.place}" for stack in run.stacks]
+    else:
+        parts = _failed_ranks(evidence)[:_MOST_RANKS]
     if found is not None and found.cause is not None and found.showing == "failure":
-        parts += [*sorted(found.cause.sources - {""})[:_MOST_RANKS], *telling_frames(found.cause.first)]
+        parts += telling_frames(found.cause.first)
     if chosen is not None:
         parts.append(f"case {chosen.case.id}")
     if evidence.report is not None:
         parts.append(f"{evidence.report.world_size} ranks of {evidence.report.device}")
     return "; ".join(dict.fromkeys(parts)) or "not known"
+
+
+def _failed_ranks(evidence: Gathered) -> list[str]:
+    """Those that raised what is the cause, or the one that torchrun saw fail first: it ends the others itself."""
+    found = evidence.found
+    if found is not None and found.cause is not None and found.showing == "failure" and found.cause.sources - {""}:
+        return sorted(found.cause.sources - {""})
+    if found is not None and found.summary is not None:
+        return [f"rank {found.summary.rank}"]
+    return [f"rank {rank}" for rank in evidence.run.rank_exit_codes] if evidence.run is not None else []
 
 
 def _versions(evidence: Gathered) -> str:
@@ -101,7 +111,14 @@ def _versions(evidence: Gathered) -> str:
     parts += [f"Python {facts['python']}"] if "python" in facts else []
     parts += [f"CUDA {facts['cuda']}"] if facts.get("cuda") else []
     parts += [f"{count} x {name}" for name, count in Counter(facts.get("accelerators", [])).items()]
-    return ", ".join(parts) + (" (of the report)" if evidence.report is not None else "")
+    return f"{', '.join(parts)}{_whose_versions(evidence)}"
+
+
+def _whose_versions(evidence: Gathered) -> str:
+    """A log does not say where it was written."""
+    if evidence.report is not None:
+        return " (of the report)"
+    return "" if evidence.run is not None else " (where the bundle was made)"
 
 
 def _reproduce(evidence: Gathered, chosen: ChosenCase | None) -> str:

@@ -9,41 +9,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-PrivateKind: TypeAlias = Literal[
-    "private key",
-    "token",
-    "password or key",
-    "credentials in a URL",
-    "cookie",
-    "e-mail address",
-    "bucket",
-    "IP address",
-    "MAC address",
-    "device id",
-    "home directory",
-    "host",
-    "user name",
-]
-
-# What stands in its place, followed by a number: the same for the same value in all files of a bundle.
-PLACEHOLDER: dict[PrivateKind, str] = {
-    "private key": "PRIVATE_KEY",
-    "token": "TOKEN",
-    "password or key": "SECRET",
-    "credentials in a URL": "CREDENTIALS",
-    "cookie": "COOKIE",
-    "e-mail address": "EMAIL",
-    "bucket": "BUCKET",
-    "IP address": "IP",
-    "MAC address": "MAC",
-    "device id": "DEVICE_ID",
-    "home directory": "HOME",
-    "host": "HOST",
-    "user name": "USER",
-}
-IS_PLACEHOLDER = re.compile(rf"(?:{'|'.join(PLACEHOLDER.values())})_\d+")
+from fsdp_doctor.bundle.private_kinds import PrivateKind
+from fsdp_doctor.bundle.secret_forms import SECRET_FORMS
 
 
 @dataclass(frozen=True)
@@ -64,15 +32,24 @@ BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))"
 _QUOTE = r"\\{0,2}[\"']?"
 _IS = rf"{_QUOTE}\s{{0,3}}(?:=>|[:=])\s{{0,3}}{_QUOTE}"
 _VALUE = r"(?P<x>[^\s'\"\\,;&}\])]{3,})"
+# After a flag.
+_WORD = r"(?P<x>[^\s'\"-][^\s'\"]{2,})"
 # The end of a name whose value is a secret; what stands before it in the name makes no difference.
+_PASSWORD_NAME = r"(?:(?:passw(?:or)?d|passphrase)s?(?:[_-]\w{1,20})?|_pwd)"
 _SECRET_NAME = (
-    r"(?:(?:passw(?:or)?d|passphrase|secret|credential|(?:api|access|account|private|signing|auth|encryption|license)"
-    r"[_-]?key)s?(?:[_-]\w{1,20})?"
-    r"|(?<![A-Za-z0-9])(?:hf|hub|auth|access|api|bearer|session|refresh|id|gh|github|gitlab|wandb|security|personal"
-    r"|oauth|registry|npm|slack|jwt|csrf|vault|databricks|neptune|kaggle|sas|user|pypi|docker|aws)[_-]?token|_pwd)"
+    r"(?:(?:secret|credential|(?:api|access|account|private|signing|auth|encryption|license|webhook)[_-]?key)s?"
+    r"(?:[_-]\w{1,20})?)"
+)
+_TOKEN_NAME = (
+    r"(?<![A-Za-z0-9])(?:hf|hub|auth|access|api|bearer|session|refresh|id|gh|github|gitlab|wandb|security|personal"
+    r"|oauth|registry|npm|slack|jwt|csrf|vault|databricks|neptune|kaggle|sas|user|pypi|docker|aws|job|bot|deploy)"
+    r"[_-]?token"
 )
 _HEX = "[0-9a-f]"
 
+_UUID = rf"{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}"
+
+# Of secrets those with a form come first, so that a name before them does not make them something vaguer.
 RULES: tuple[Rule, ...] = (
     _rule(
         "private key",
@@ -87,52 +64,65 @@ RULES: tuple[Rule, ...] = (
         r"(?P<x>(?=\S{0,79}[a-z])(?=\S{0,79}[A-Z])(?=\S{0,79}\d)[A-Za-z0-9+/]{60,80}={0,2})$",
         re.MULTILINE,
     ),
-    _rule("private key", r"(?P<x>AGE-SECRET-KEY-\w+)"),
-    _rule("token", r"hooks\.slack\.com/\w+/(?P<x>[\w/]+)"),
-    _rule("token", r"discord(?:app)?\.com/api/webhooks/(?P<x>[\w/-]+)"),
-    _rule("token", r"webhook\.office\.com/(?P<x>[^\s'\"]+)"),
+    _rule("public SSH key", r"\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\w+) (?P<x>AAAA[A-Za-z0-9+/=]{16,})"),
+    *(_rule(kind, rf"{BEGIN}(?P<x>{form})") for kind, form in SECRET_FORMS.items()),
+    _rule("webhook", r"hooks\.slack\.com/\w+/(?P<x>[\w/]+)"),
+    _rule("webhook", r"discord(?:app)?\.com/api/webhooks/(?P<x>[\w/-]+)"),
+    _rule("webhook", r"webhook\.office\.com/(?P<x>[^\s'\"]+)"),
+    _rule("webhook", r"/(?:bot/v2/hook|robot/send\?access_token=|webhook/send\?key=)/?(?P<x>[\w-]+)"),
+    _rule("Azure key", rf"\b(?:AccountKey|SharedAccessKey){_IS}{_VALUE}"),
     _rule(
-        "token",
-        r"[?&][\w.-]*(?:token|key|secret|sig(?:nature)?|password|credential)[\w-]*=(?P<x>[^\s&#'\"<>]+)",
+        "secret in a URL",
+        r"(?:[?&]|SharedAccessSignature=)[\w.-]*(?:token|key|secret|sig(?:nature)?|password|credential)[\w-]*=(?P<x>[^\s&#'\"<>]+)",
         _ANY_CASE,
     ),
     _rule(
-        "token", rf"\b(?:proxy-)?authorization{_IS}(?:(?:bearer|basic|token|digest|negotiate)\s+)?{_VALUE}", _ANY_CASE
+        "authorization header",
+        rf"\b(?:proxy-)?authorization{_IS}(?:(?:bearer|basic|token|digest|negotiate)\s+)?{_VALUE}",
+        _ANY_CASE,
     ),
-    _rule("token", r"\b(?:bearer|basic)\s+(?P<x>(?=[^\s'\"]*\d)[\w.~+/=-]{12,})", _ANY_CASE),
+    _rule("authorization header", r"\b(?:bearer|basic)\s+(?P<x>(?=[^\s'\"]*\d)[\w.~+/=-]{12,})", _ANY_CASE),
     _rule("cookie", rf"\b(?:set-)?cookie{_IS}(?P<x>[^\n'\"]{{4,}})", _ANY_CASE),
     _rule("credentials in a URL", r"\b[a-z][a-z0-9+.-]{1,20}://(?!git@)(?P<x>[^\s/@'\"<>]{1,400})@", _ANY_CASE),
-    _rule("password or key", r"\bmachine\s+\S+\s+login\s+\S+\s+password\s+(?P<x>\S+)"),
-    _rule("password or key", r"\bsshpass\s+-p\s*(?P<x>\S+)"),
-    _rule("password or key", r"\bcurl\b[^\n]{0,200}?\s(?:-u|--user)\s+(?P<x>\S+:\S+)"),
-    _rule("password or key", r"\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\w+) (?P<x>AAAA[A-Za-z0-9+/=]{16,})"),
-    _rule("password or key", rf"\bauth{_IS}(?P<x>[A-Za-z0-9+/]{{12,}}={{0,2}})(?=[\"'])"),
-    _rule("token", r"\bwandb\s+login\s+(?:--\S+\s+)*(?P<x>[\w-]{16,})"),
-    _rule("token", rf"(?<![\w.])token{_IS}(?P<x>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])[\w.-]{{16,}})", _ANY_CASE),
-    _rule("token", r"--(?:hf[_-])?token[=\s]\s*['\"]?(?P<x>[^\s'\"-][^\s'\"]{5,})", _ANY_CASE),
-    _rule("password or key", rf"{_SECRET_NAME}{_IS}{_VALUE}", _ANY_CASE),
+    _rule("password", r"\bmachine\s+\S+\s+login\s+\S+\s+password\s+(?P<x>\S+)"),
+    _rule("password", r"\bsshpass\s+-p\s*(?P<x>\S+)"),
+    _rule("password", r"\bcurl\b[^\n]{0,200}?\s(?:-u|--user)\s+(?P<x>\S+:\S+)"),
+    _rule("Docker token", rf"\bauth{_IS}(?P<x>[A-Za-z0-9+/]{{12,}}={{0,2}})(?=[\"'])"),
     _rule(
-        "password or key",
-        rf"--[\w-]{{0,40}}?{_SECRET_NAME}\s+['\"]?(?P<x>[^\s'\"-][^\s'\"]{{2,}})",
-        _ANY_CASE,
+        "named key or secret", rf"\busername{_IS}[\w.-]{{1,40}}{_QUOTE},\s{{0,3}}{_QUOTE}key{_IS}(?P<x>{_HEX}{{32}})"
     ),
-    _rule(
-        "token",
-        BEGIN + r"(?P<x>hf_(?:(?=[A-Za-z0-9]*[A-Z0-9])[A-Za-z0-9]{16,}|[a-z]{28,})|gh[pousr]_[A-Za-z0-9]{16,}"
-        r"|github_pat_\w{16,}"
-        r"|gl(?:pat|rt|dt)-[\w-]{16,}|sk-(?:(?=[\w-]*\d)[\w-]{16,}|[A-Za-z]{24,})|sk_(?:live|test)_\w{16,}"
-        r"|A(?:KIA|SIA|IDA|ROA|GPA)[A-Z0-9]{12,}"
-        r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{16,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}"
-        r"|dckr_pat_[\w-]{16,}|dapi[0-9a-f]{28,}|SG\.[\w-]{16,}\.[\w-]{16,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}"
-        r"|gsk_[A-Za-z0-9]{30,}|hv[sb]\.[\w-]{20,}|wandb_v\d_\w{20,}|\d{8,10}:AA[\w-]{30,}"
-        r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)",
-    ),
+    _rule("Weights & Biases key", r"\bwandb\s+login\s+(?:--\S+\s+)*(?P<x>[\w-]{16,})"),
+    _rule("Weights & Biases key", rf"\bWANDB_API_KEY{_IS}{_VALUE}"),
+    _rule("AWS key", rf"\baws_?(?:secret_?access_?key|session_?token){_IS}{_VALUE}", _ANY_CASE),
+    _rule("Azure key", rf"\bAZURE_\w{{0,40}}?(?:KEY|SECRET|TOKEN){_IS}{_VALUE}"),
+    _rule("password", rf"{_PASSWORD_NAME}{_IS}{_VALUE}", _ANY_CASE),
+    _rule("password", rf"--[\w-]{{0,40}}?{_PASSWORD_NAME}\s+['\"]?{_WORD}", _ANY_CASE),
+    _rule("named token", rf"(?<![\w.])token{_IS}(?P<x>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])[\w.-]{{16,}})", _ANY_CASE),
+    _rule("named token", r"--(?:hf[_-])?token[=\s]\s*['\"]?(?P<x>[^\s'\"-][^\s'\"]{5,})", _ANY_CASE),
+    _rule("named token", rf"{_TOKEN_NAME}{_IS}{_VALUE}", _ANY_CASE),
+    _rule("named token", rf"--[\w-]{{0,40}}?{_TOKEN_NAME}\s+['\"]?{_WORD}", _ANY_CASE),
+    # Of a tokenizer, too, there are such names, but no such values.
+    _rule("named token", rf"\b[A-Z][A-Z0-9_]{{0,40}}_TOKEN{_IS}(?P<x>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])[\w.-]{{8,}})"),
+    _rule("named key or secret", rf"{_SECRET_NAME}{_IS}{_VALUE}", _ANY_CASE),
+    _rule("named key or secret", rf"--[\w-]{{0,40}}?{_SECRET_NAME}\s+['\"]?{_WORD}", _ANY_CASE),
     _rule(
         "e-mail address", r"(?<![\w.+-])(?P<x>(?!git@)[\w.+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24})(?![\w@])"
     ),
     _rule("bucket", r"\b(?:s3[an]?|gs|gcs|abfss?|wasbs?|az|oss|cos|r2|hdfs|tos)://(?P<x>[^\s/'\",)]+)"),
+    _rule("bucket", r"//(?:s3[\w.-]{0,30}\.amazonaws|storage\.googleapis)\.com/(?P<x>[a-z0-9][\w.-]{2,62})"),
+    _rule("bucket", r"\barn:aws[\w-]{0,10}:s3:::(?P<x>[\w.-]+)"),
+    _rule("cloud account", r"\barn:aws[\w-]{0,10}:[\w-]{0,30}:[\w-]{0,20}:(?P<x>\d{12})"),
+    _rule("cloud account", r"\b(?P<x>\d{12})(?=\.dkr\.ecr\.)"),
     _rule("MAC address", rf"(?<![\w:])(?P<x>(?:{_HEX}{{2}}[:-]){{5}}{_HEX}{{2}})(?![\w:-])", _ANY_CASE),
-    _rule("device id", rf"\b(?P<x>(?:GPU|MIG|NIC)-{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}})"),
+    _rule("MAC address", rf"(?<![\w.])(?P<x>(?=[\d.]{{0,13}}[a-f]){_HEX}{{4}}\.{_HEX}{{4}}\.{_HEX}{{4}})(?![\w.])"),
+    _rule("device id", rf"\b(?P<x>(?:GPU|MIG|NIC)-{_UUID})"),
+    _rule("device id", rf"\b(?:gpu|device)?[ _-]?uuid{_IS}(?P<x>{_UUID})", _ANY_CASE),
+    _rule(
+        "serial number",
+        r"\bserial(?:[ _-]?(?:number|no))?[\"']?\s{0,40}[:=]\s{0,3}[\"']?(?P<x>(?=\w*\d)\w{6,})",
+        _ANY_CASE,
+    ),
+    _rule("network path", r"(?<![\w\\:])\\{2,4}(?P<x>[A-Za-z][\w.-]{2,62}\\{1,2}[\w.$-]{2,62})(?=\\)"),
     _rule(
         "home directory",
         r"(?:(?<![\w.~-])|(?<=\\[nrt]))(?P<x>(?:/[\w.-]+){0,3}?/(?:home|homes|Users|users|scratch|fsx)/[^\s/'\"\\,:;()\[\]{}<>]+)",
@@ -141,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     _rule("home directory", r"(?<![\w./-])(?P<x>/root)(?![\w.-])"),
     _rule("home directory", r"(?<![\w./])(?P<x>~[a-z][\w-]+)(?=/)"),
     _rule("user name", r"\bwandb\.ai/(?P<x>[\w-]+)(?=/)"),
+    _rule("user name", r"\bSLURM_JOB_ACCOUNT=(?P<x>[\w.-]+)"),
 )
 
 _HOST = r"(?P<x>[A-Za-z][\w-]{0,62}(?:\.[\w-]{1,63}){0,8}|\d{1,6}(?:-\d{1,6}){0,6}-[A-Za-z][\w.-]{0,99})"
@@ -150,13 +141,15 @@ _LINES = re.MULTILINE
 # Where a host is named; its name is then replaced wherever it stands.
 HOSTS: tuple[re.Pattern[str], ...] = (
     re.compile(
-        rf"\b(?:master[_-]addr|(?:local[_-])?host[_-]?name|rdzv[_-]endpoint|submit_host|nodename){_IS}{_HOST}",
+        r"\b(?:master[_-]addr|(?:local[_-])?host[_-]?name|rdzv[_-]endpoint|submit_host|nodename|cluster[_ ]?name)"
+        rf"{_IS}{_HOST}",
         _ANY_CASE,
     ),
     re.compile(rf"--(?:master[_-]addr|rdzv[_-]endpoint|hostname|nodelist|host)[=\s]\s*{_HOST}(?![\w=])"),
     re.compile(r"\bSLURM\w*(?:NODELIST|NODE_LIST|HOST|NODENAME)=(?P<x>[^\s,]+)"),
     re.compile(rf"\b(?:host|node|server|machine|endpoint|address|peer){_IS}{_NUMBERED_HOST}", _ANY_CASE),
     re.compile(r"^[^\S\n]*host[^\S\n]+:[^\S\n]+(?P<x>\S+)", _LINES),
+    re.compile(r"\bhost (?P<x>[A-Za-z]\w{0,30}-[\w-]{0,30}\d[\w.-]{0,30})"),
     re.compile(
         rf"\b(?:on|from|at|to|of|by) (?:the )?(?:host|node|machine|server|worker node) {_NUMBERED_HOST}", _ANY_CASE
     ),

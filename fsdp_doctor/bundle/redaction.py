@@ -12,23 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fsdp_doctor.bundle.addresses import without_addresses, without_hosts
-from fsdp_doctor.bundle.private_text import (
-    BEGIN,
-    HOSTS,
-    IS_PLACEHOLDER,
-    NOBODY,
-    NOT_SECRET,
-    PLACEHOLDER,
-    PUBLIC_HOSTS,
-    RULES,
-    USERS,
-    PrivateKind,
-)
+from fsdp_doctor.bundle.private_kinds import IS_PLACEHOLDER, PLACEHOLDER, SECRET_KINDS, PrivateKind
+from fsdp_doctor.bundle.private_text import BEGIN, HOSTS, NOBODY, NOT_SECRET, PUBLIC_HOSTS, RULES, USERS
 
 _SHORTEST_NAME = 3
 # A secret that was found by its name is replaced wherever it stands, if no word of a text can be like it.
 _SHORTEST_SECRET = 8
-_SECRET_KINDS: frozenset[PrivateKind] = frozenset({"password or key", "token"})
 
 
 class Redactor:
@@ -41,6 +30,8 @@ class Redactor:
     def __init__(self, homes: Iterable[str] = (), hosts: Iterable[str] = (), users: Iterable[str] = ()) -> None:
         self.counts: Counter[PrivateKind] = Counter()
         self._placeholders: dict[str, str] = {}
+        # A text is of the kind that it was first taken for, wherever it stands.
+        self._kinds: dict[str, PrivateKind] = {}
         self._of_kind: Counter[PrivateKind] = Counter()
         self._homes = {home for home in homes if len(home) > 1}
         self._hosts = {host for host in hosts if _is_name(host)}
@@ -65,8 +56,10 @@ class Redactor:
         self._hosts |= {name for name in _found(HOSTS, text) if _is_name(name) and not PUBLIC_HOSTS.fullmatch(name)}
         self._users |= {name for name in _found(USERS, text) if _is_name(name)}
         for rule in RULES:
-            if rule.kind in _SECRET_KINDS:
-                self._secrets |= {value for value in _found([rule.pattern], text) if _is_remarkable(value)}
+            if rule.kind in SECRET_KINDS:
+                for value in filter(_is_remarkable, _found([rule.pattern], text)):
+                    self._secrets.add(value)
+                    self._kinds.setdefault(value, rule.kind)
 
     def learn_host(self, name: str) -> None:
         """Takes in the name of a host."""
@@ -82,9 +75,9 @@ class Redactor:
             text = _whole(home).sub(self._as("home directory"), text)
         for rule in RULES:
             text = rule.pattern.sub(self._group(rule.kind), text)
-        text = self._without_names(text, "password or key", self._secrets)
+        text = self._without_names(text, "named key or secret", self._secrets)
         text = without_hosts(text, lambda host: self._placeholder("host", host))
-        text = without_addresses(text, lambda address: self._placeholder("IP address", address))
+        text = without_addresses(text, lambda address: self._placeholder(_address_kind(address), address))
         text = self._without_names(text, "host", self._hosts)
         return self._without_names(text, "user name", self._users)
 
@@ -121,8 +114,8 @@ class Redactor:
             value = match["x"]
             begin, end = (at - match.start() for at in match.span("x"))
             # Code has the name as its value, too: password=password.
-            named = kind == "password or key" and (NOT_SECRET.fullmatch(value) or value in match[0][:begin])
-            if named or IS_PLACEHOLDER.match(value):
+            harmless = kind in SECRET_KINDS and (NOT_SECRET.fullmatch(value) or value in match[0][:begin])
+            if harmless or IS_PLACEHOLDER.match(value):
                 return match[0]
             return match[0][:begin] + self._placeholder(kind, value) + match[0][end:]
 
@@ -131,6 +124,7 @@ class Redactor:
     def _placeholder(self, kind: PrivateKind, value: str) -> str:
         if IS_PLACEHOLDER.match(value):
             return value
+        kind = self._kinds.setdefault(value, kind)
         self.counts[kind] += 1
         if value not in self._placeholders:
             self._of_kind[kind] += 1
@@ -157,6 +151,10 @@ def _found(patterns: Iterable[re.Pattern[str]], text: str) -> set[str]:
 def _is_name(name: str) -> bool:
     plain = len(name) >= _SHORTEST_NAME and NOBODY.fullmatch(name) is None
     return plain and not name.isdigit() and IS_PLACEHOLDER.match(name) is None
+
+
+def _address_kind(address: str) -> PrivateKind:
+    return "IPv6 address" if ":" in address else "IPv4 address"
 
 
 def _is_remarkable(value: str) -> bool:

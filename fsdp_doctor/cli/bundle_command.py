@@ -68,7 +68,8 @@ def run(
         found = read_report(report) if report is not None else None
         dumps = pathlib.Path(directory) / "dumps"
         ran = bundle.run(command, output=record, dumps=dumps, hang_after=hang_after) if command else None
-        gathered = bundle.gather(collect(), logs=logs, checked=checked, report=found, run=ran)
+        facts = found.environment if found is not None and ran is None else collect()
+        gathered = bundle.gather(facts, logs=logs, checked=checked, report=found, run=ran)
         made = bundle.bundle_of(gathered)
     bundle.write_bundle(output, made)
     if ran is not None:

@@ -63,7 +63,8 @@ def run(
     _make(directory)
     sweeping.check(sweep)
     # So that the environment under way is removed, and the probe in it ends.
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     swept = []
     for one in sweeping.run(sweep):
         swept.append(one)
@@ -71,8 +72,10 @@ def run(
     raise SystemExit(_exit_code(swept, sweep.options))
 
 
-def _stop(*_: object) -> None:
-    raise Interrupted("stopped by SIGTERM")
+def _stop(number: int, _: object) -> None:
+    raise Interrupted(
+        f"stopped by {signal.Signals(number).name}; what ran is kept, and the same command goes on with it"
+    )
 
 
 def _versions(given: list[str] | None) -> tuple[str, ...]:

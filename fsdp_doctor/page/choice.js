@@ -2,7 +2,16 @@
 
 function choices(axis) {
   if (axis === "device") return [...new Set(data.environments.map((one) => one.device))];
-  return data.axes[axis].filter((value) => cases.some((one) => one[axis] === value));
+  return data.axes[axis].filter((value) => value && cases.some((one) => one[axis] === value));
+}
+
+// After a choice, what was chosen before and leaves no case beside it is let go of.
+function choose(axis, value) {
+  state = { ...state, [axis]: value };
+  for (const other of AXES) {
+    const left = cases.some((one) => [axis, other].every((each) => state[each] === ANY || one[each] === state[each]));
+    if (other !== axis && AXES.includes(axis) && !left) state[other] = ANY;
+  }
 }
 
 function initial() {

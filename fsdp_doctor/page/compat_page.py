@@ -12,6 +12,7 @@ from markupsafe import Markup
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.known.catalogue import known_failures
 from fsdp_doctor.page.page_data import columns, page_data
+from fsdp_doctor.report.whole_file import replace_file
 from fsdp_doctor.verdict.classification import MEANING
 from fsdp_doctor.versions.merged import MergedReport
 
@@ -53,7 +54,7 @@ def write_page(path: pathlib.Path, merged: MergedReport) -> None:
     """Raises UsageError where there is no result to show, DoctorFault where the disk does not take the page."""
     text = compat_page(merged)
     try:
-        path.write_text(text, encoding="utf-8", errors="replace")
+        replace_file(path, text.encode(errors="replace"))
     except OSError as error:
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 

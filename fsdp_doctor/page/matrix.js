@@ -89,7 +89,8 @@ function showFilters() {
     const select = element("select", { id: `choose-${axis}` }, ...options.map(([value, text]) => element("option", { value }, text)));
     select.value = state[axis];
     select.addEventListener("change", () => {
-      state = { ...state, [axis]: select.value };
+      choose(axis, select.value);
+      for (const other of AXES) document.getElementById(`choose-${other}`).value = state[other];
       keepInAddress();
       showMatrix();
     });

@@ -118,7 +118,9 @@ def _case(case: MergedCase, words: dict[str, _Numbers], paths: _Numbers, texts: 
 
 
 def _outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
-    message = "" if outcome.message and outcome.message in outcome.reason else outcome.message
+    # A message that was shortened ends in dots.
+    said = " ".join(outcome.message.removesuffix(" ...").split())
+    message = "" if said in " ".join(outcome.reason.split()) else outcome.message
     also = "\n".join(outcome.also)
     return [_KINDS.index(outcome.kind), *map(texts.of, (outcome.reason, message, also, outcome.known))]
 

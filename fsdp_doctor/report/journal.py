@@ -8,10 +8,8 @@ Reading FILE takes a journal beside it into account.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gzip
 import json
-import os
 import pathlib
 import zlib
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from fsdp_doctor.report.document import (
     result_from_dict,
     result_to_dict,
 )
+from fsdp_doctor.report.whole_file import replace_file
 
 
 def journal_of(path: pathlib.Path) -> pathlib.Path:
@@ -75,7 +74,7 @@ def _begin(path: pathlib.Path, report: Report) -> None:
     with _writing(path):
         if not report.results and journal.exists():
             journal.write_text("")
-        _replace(path, report)
+        replace_file(path, json.dumps(report_to_dict(report), indent=1) + "\n")
 
 
 def read_report(path: pathlib.Path) -> Report:
@@ -115,25 +114,6 @@ def _with_journal(results: list[Any], journal: pathlib.Path) -> list[Any]:
                 result_from_dict(data)
                 found.append(data)
     return found if len(found) > len(results) else results
-
-
-def _replace(path: pathlib.Path, report: Report) -> None:
-    """Writes beside ``path`` and renames, so that a reader never sees half a report."""
-    beside = path.with_name(path.name + ".new")
-    if path.exists() and not path.is_file():
-        # A device or a pipe would be replaced like a file.
-        raise OSError(errno.EINVAL, "it is there, and no regular file")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump(report_to_dict(report), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
 
 
 @contextlib.contextmanager

@@ -99,8 +99,12 @@ def bytes_text(number: int | None) -> str:
 
 
 def main_thread(stack: str) -> list[str]:
-    """The lines of the worker's main thread out of all threads' stacks, innermost frame first."""
-    return ("Current thread" + stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]).strip().splitlines()
+    """The lines of the worker's main thread out of all threads' stacks, innermost frame first.
+
+    faulthandler calls it the current one, unless the signal came to a thread that has no Python; it lists it last.
+    """
+    *others, last = re.split(r"^(?=(?:Current thread|Thread) )", stack, flags=re.MULTILINE)
+    return next((one for one in others if one.startswith("Current")), last).strip().splitlines()
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import inspect
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsdp_doctor.errors import DoctorFault, UsageError
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.report.whole_file import replace_file
 from fsdp_doctor.versions.merged import (
     MERGED_SCHEMA,
     MERGED_SCHEMA_VERSION,
@@ -51,20 +55,25 @@ def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
     """The same bytes for the same report. Raises DoctorFault where the disk does not take it; what was there stays."""
     text = json.dumps(merged_to_dict(merged), indent=1) + "\n"
     content = text.encode()
-    beside = path.with_name(path.name + ".new")
     try:
-        beside.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-        beside.replace(path)
+        replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_either(path: pathlib.Path) -> Report | MergedReport:
+    """Reads a merged report or that of one run, whichever it is. Raises UsageError for anything else."""
+    with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
+        data = _loaded(path)
+        if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
+            return read_merged(path)
+    return read_report(path)
 
 
 def read_merged(path: pathlib.Path) -> MergedReport:
     """Raises UsageError for anything but a merged report of this version of the schema or an older one."""
     try:
-        content = path.read_bytes()
-        data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        data = _loaded(path)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise UsageError(f"cannot read the merged report {path}: {reason or error}") from None
@@ -81,6 +90,11 @@ def read_merged(path: pathlib.Path) -> MergedReport:
         return merged_from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
+
+
+def _loaded(path: pathlib.Path) -> Any:
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
 def _case(data: dict[str, Any]) -> MergedCase:

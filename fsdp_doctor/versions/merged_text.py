@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from fsdp_doctor.versions.merged import MergedCase, MergedReport
+from fsdp_doctor.versions.merged import NOT_RUN, MergedCase, MergedReport, Shown
 
 
-def merged_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
-    """One line for each case, or for each that changed; before them a line for each environment that has no result."""
+def environment_lines(merged: MergedReport) -> Iterator[str]:
+    """One line for each environment: how many cases were ok there, were bad, and could not or did not run."""
+    for number, environment in enumerate(merged.environments):
+        shown = Counter(_word(merged.shown(case, number)) for case in merged.cases)
+        counts = ", ".join(f"{shown[word]} {word}" for word in ("ok", "bad", "not run"))
+        yield "\t".join(
+            [environment.name, counts, *([] if environment.complete else [f"incomplete: {environment.ended}"])]
+        )
+
+
+def incomplete_lines(merged: MergedReport) -> Iterator[str]:
+    """One line for each environment in which not all of the cases ran that were to."""
     for environment in merged.environments:
         if not environment.complete:
             yield f"{environment.name}\tincomplete\t{environment.ended}"
+
+
+def case_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
+    """One line for each case, or for each that changed."""
     for case in merged.cases:
         if not only_changes or any(statement.changes for statement in case.statements):
             yield "\t".join([case.id, *(_told(merged, case))])
@@ -38,3 +53,9 @@ def _told(merged: MergedReport, case: MergedCase) -> list[str]:
         return [f"{statement.where}: {statement.text}" for statement in case.statements]
     names = [environment.name for environment in merged.environments]
     return [f"{name}: {merged.shown(case, number)}" for number, name in enumerate(names)]
+
+
+def _word(shown: Shown) -> str:
+    if shown == "not run" or shown in NOT_RUN:
+        return "not run"
+    return "ok" if shown == "ok" else "bad"

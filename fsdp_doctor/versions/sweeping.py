@@ -134,7 +134,8 @@ class Program:
         """
         command = [str(self.python), "-m", "fsdp_doctor", "probe", *options, "--format", "lines"]
         with open(log, "a", encoding="utf-8") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=self._variables)
+            # In a session of its own: a signal that the terminal sends comes to us, and we end it, once.
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=self._variables, start_new_session=True)
             code = _waited_for(process)
         said = _last_sentence(log)
         match code:
@@ -170,12 +171,9 @@ class Program:
 
 
 def _waited_for(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. Ctrl-C reaches it from the terminal, too: it writes its partial report before it ends."""
+    """Its exit code. Where this process is to end, it writes its partial report first."""
     try:
         return process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
     except BaseException:
         process.terminate()
         process.wait()

@@ -83,6 +83,15 @@ def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path:
     assert read_report(tmp_path / "again.json").results[0].id == _CASE
 
 
+def test_the_environment_is_that_of_the_report_and_of_a_log_it_is_said_whose_it_is(tmp_path: pathlib.Path) -> None:
+    environment = {"python": "3.10.9", "torch": "2.6.0", "packages": {"torch": "2.6.0"}}
+    _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken(), environment=environment))
+    assert "3.10.9" in files["environment.txt"]
+    assert "torch 2.6.0, Python 3.10.9 (of the report)" in files["issue.md"]
+    _, files = _bundle(tmp_path, "--log", str(_LOG))
+    assert "(where the bundle was made)" in files["issue.md"]
+
+
 def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken("no answer from 10.0.0.5:29500 here")))
     assert "IP_1" in files["issue.md"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 
 import pytest
 from support import reports
 
 from fsdp_doctor import repro
 from fsdp_doctor.bundle import Bundle, bundle_of, gather
-from fsdp_doctor.bundle.private_text import PLACEHOLDER
+from fsdp_doctor.bundle.private_kinds import IS_PLACEHOLDER, PLACEHOLDER
 from fsdp_doctor.bundle.redaction import Redactor
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import report_from_dict
@@ -74,6 +75,7 @@ PLANTED: dict[str, tuple[str, str]] = {
     "link-local IPv6": ("bound to fe80::1ff:fe23:4567:890a%eth0", "fe80::1ff:fe23:4567:890a"),
     "MAC": ("link/ether 02:42:ac:11:00:02 brd", "02:42:ac:11:00:02"),
     "GPU": ("CUDA_VISIBLE_DEVICES=GPU-5d5ba0d6-1c2b-3d4e-5f60-718293a4b5c6", "5d5ba0d6-1c2b"),
+    "host in a sentence": ("step 3 on host dgx-h100-04 has ended", "dgx-h100-04"),
     "host of NCCL": ("dgx-node-3:1234:1299 [0] NCCL INFO Bootstrap", "dgx-node-3"),
     "host of c10d": ("The client socket has failed to connect to [gpubox7]:29500 (errno: 110)", "gpubox7"),
     "host of torchrun": ("  host      : trainer-17.cluster.nowhere", "trainer-17"),
@@ -91,6 +93,53 @@ PLANTED: dict[str, tuple[str, str]] = {
     "user at a host": ("started by zebulon@gpu07 at noon", "zebulon"),
     "host of a user": ("started by zebulon@gpu07 at noon", "gpu07"),
     "owner of a job": ("JobId=77 UserId=florimel(1001) GroupId=lab", "florimel"),
+    "Atlassian": ("auth with AT" + "ATT3xFfGF0abcdefghijklmnopqrst", "xFfGF0abcdefghijklmnopqrst"),
+    "Bitbucket": ("app password AT" + "BBabcdefghijklmnopqrstuvwx", "BBabcdefghijklmnopqrstuvwx"),
+    "Groq": ("gs" + "k_abcdefghijklmnopqrstuvwxyz0123456789", "k_abcdefghijklmnopqrstuvwxyz"),
+    "Replicate": ("r" + "8_abcdefghijklmnopqrstuvwxyz0123456789", "8_abcdefghijklmnopqrstuvwxyz"),
+    "NVIDIA": ("nv" + "api-abcdefghijklmnopqrstu0123", "api-abcdefghijklmnopqrstu0123"),
+    "wandb, new form": ("wan" + "db_v1_abcdefghijklmnopqrstuvwx", "_v1_abcdefghijklmnopqrstuvwx"),
+    "LangSmith": ("ls" + "v2_pt_abcdefghijklmnopqrstuvwx", "v2_pt_abcdefghijklmnopqrstuvwx"),
+    "Google OAuth": ("ya" + "29.a0AfH6SMBabcdef1234567890", "29.a0AfH6SMBabcdef1234567890"),
+    "Google client": ("GOC" + "SPX-abcdefghijklmnopqrstuvwx", "SPX-abcdefghijklmnopqrstuvwx"),
+    "Google service account": ('"private_key_id": "a1b2c3d4e5f6a7b8c9d0"', "a1b2c3d4e5f6a7b8c9d0"),
+    "Azure client": ("AZURE_CLIENT_SECRET=q8Q~zzzzzzzzzz", "q8Q~zzzzzzzzzz"),
+    "Azure SAS": ("https://a.blob.core.windows.net/c/b?sv=2022&sig=qwe%2Frty%3D&se=1", "qwe%2Frty%3D"),
+    "DigitalOcean": ("do" + "p_v1_" + "0a1b2c3d" * 8, "0a1b2c3d" * 8),
+    "Databricks": ("da" + "pi0123456789abcdef0123456789abcdef", "pi0123456789abcdef0123456789abcdef"),
+    "Vault": ("hv" + "s.CAESIabcdefghijklmnopqrst", "CAESIabcdefghijklmnopqrst"),
+    "Tailscale": ("ts" + "key-auth-abcdefCNTRL-abcdef123", "key-auth-abcdefCNTRL"),
+    "Telegram": ("12345678" + ":AAabcdefghijklmnopqrstuvwxyz0123456", "AAabcdefghijklmnopqrstuvwxyz0123456"),
+    "Notion": ("nt" + "n_12345678901abcdefghijklmnopqrstuvw", "n_12345678901abcdefghijklmnopqrstuvw"),
+    "Linear": ("li" + "n_api_abcdefghijklmnopqrstuvwxyz0123", "n_api_abcdefghijklmnopqrstuvwxyz0123"),
+    "Teams webhook": ("https://x.webhook.office.com/webhookb2/ab12@cd34/In/ef", "ab12@cd34"),
+    "Feishu webhook": ("https://open.feishu.cn/open-apis/bot/v2/hook/7a7b-8c8d", "7a7b-8c8d"),
+    "Docker": ("dck" + "r_pat_abcdefghijklmnop1234", "_pat_abcdefghijklmnop1234"),
+    "Stripe": ("s" + "k_live_abcdefghijklmnop1234", "abcdefghijklmnop1234"),
+    "Shopify": ("shp" + "at_0123456789abcdef0123456789abcdef", "at_0123456789abcdef0123456789abcdef"),
+    "SendGrid": ("S" + "G.abcdefghijklmnopqrst.abcdefghijklmnopqrst", "G.abcdefghijklmnopqrst"),
+    "Grafana": ("gl" + "sa_abcdefghijklmnopqrstuvwxyz0123456", "sa_abcdefghijklmnopqrstuvwxyz0123456"),
+    "a job's token": ("CI_JOB_TOKEN=64_qazwsxedc", "64_qazwsxedc"),
+    "database": ("postgresql+psycopg2://train:pgp4ssw0rd@10.3.9.90:5432/runs", "pgp4ssw0rd"),
+    "broker without a user": ("redis://:r3d1spass@cache-7:6379/0", "r3d1spass"),
+    "kaggle.json": (
+        '{"username":"florimel","key":"0f1e2d3c4b5a69788796a5b4c3d2e1f0"}',
+        "0f1e2d3c4b5a69788796a5b4c3d2e1f0",
+    ),
+    "proxy": ("https_proxy=http://florimel:pr0xyp4ss@proxy-3.nowhere.net:3128", "pr0xyp4ss"),
+    "sshpass": ("sshpass -p fr0bnicate ssh gpu07", "fr0bnicate"),
+    "bucket in a URL": ("https://s3.us-east-1.amazonaws.com/nowhere-more-models/k", "nowhere-more-models"),
+    "role": ("arn:aws:iam::210987654321:role/Train", "210987654321"),
+    "registry": ("210987654321.dkr.ecr.us-east-1.amazonaws.com/train:latest", "210987654321"),
+    "MAC with dots": ("arp 00d4.2a4b.5c6d", "00d4.2a4b.5c6d"),
+    "IPv4 of a variable": ("KUBERNETES_SERVICE_HOST=10.96.0.1", "10.96.0.1"),
+    "IPv4 of Ray": ("(WorkerDict pid=1234, ip=172.19.3.4) it began", "172.19.3.4"),
+    "UUID of a GPU": ("'uuid': '1d5ba0d6-1c2b-3d4e-5f60-718293a4b5c6'", "1d5ba0d6-1c2b-3d4e-5f60-718293a4b5c6"),
+    "serial number": ("    Serial Number                         : 1320220012345", "1320220012345"),
+    "Windows share": (r"\\filer\zebedee\models\x", r"filer\zebedee"),
+    "home in WSL": ("/mnt/c/Users/zebedee.w/x.py", "zebedee.w"),
+    "home in a URL": ("file:///home/ermintrude/x.py", "ermintrude"),
+    "account of Slurm": ("SLURM_JOB_ACCOUNT=proj_snail", "proj_snail"),
     "wandb account": ("wandb: Currently logged in as: mcHenry (magic). Use", "mcHenry"),
     "wandb run": ("https://wandb.ai/magicteam/llm/runs/ab12", "magicteam"),
 }
@@ -115,6 +164,12 @@ tcp://127.0.0.1:29500 localhost:29500 0.0.0.0 ::1 [default0]: AllGather 126
 use_auth_token=None token=token secrets.py self.password = password
 /usr/lib/x86_64-linux-gnu/libc.so.6 /workspace/train.py /tmp/torchelastic_ab12/attempt_0/0/error.json
 hf_transfer hf_checkpoint_weights_iterator sk-learn git@github.com:pytorch/pytorch.git verl@main actions/checkout@v4.2.2
+PWD=/workspace/run PAD_TOKEN=<pad_1> EOS_TOKEN: 151643 BOS_TOKEN="<|begin_1|>" tokenizer.pad_token = tokenizer.eos_token
+\\n\\nTraceback \\textbf{a} C:\Python311\Lib\site-packages\torch\_tensor.py
+torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl 2024.0101.1234
+key-value secret_sharing_of_weights re_entrant_checkpoint fw_grad_hook_12 xai-explain serial=True gsk_kernel
+rank 1: exit code -6, SIGABRT, pid 12345; ProcessGroupNCCL.cpp:2068 [PG ID 0 PG GUID 0(default_pg) Rank 1]
+cache_position past_key_values key_states query_key_value api_key=None password=None "token": null key: value
 device_mesh=DeviceMesh('cuda', [0, 1], mesh_dim_names=('fsdp',)) placements=(Shard(dim=0),)
 """
 
@@ -130,8 +185,10 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return bundle_of(gather(facts, logs=[log], report=report), Redactor())
 
 
-def test_forty_kinds_and_more_are_planted() -> None:
-    assert len(PLANTED) >= 40
+def test_forty_kinds_and_more_are_planted_and_told_apart(planted: Bundle) -> None:
+    assert len(PLANTED) >= 100
+    assert len(planted.replaced) >= 40
+    assert len(set(PLACEHOLDER.values())) == len(PLACEHOLDER)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -145,6 +202,14 @@ def test_the_bundle_lists_each_kind_that_was_replaced_and_how_often(planted: Bun
     for kind, count in planted.replaced.items():
         assert f"{count:6}  {kind} (" in planted.files["replaced.txt"]
         assert f"{kind} ({count})" in planted.files["issue.md"]
+
+
+@pytest.mark.parametrize("around", [r"loading with (\w+) set", r"peer (\w+) went away", r"UserId=(\w+)\("])
+def test_what_is_replaced_has_the_same_placeholder_in_each_file(planted: Bundle, around: str) -> None:
+    shown = {name: set(re.findall(around, text)) for name, text in planted.files.items()}
+    (placeholder,) = set().union(*shown.values())
+    assert IS_PLACEHOLDER.fullmatch(placeholder)
+    assert all(shown[name] for name in ("issue.md", "log.txt", "report.json", "environment.txt"))
 
 
 def test_the_host_of_a_report_is_not_in_the_bundle() -> None:
@@ -191,7 +256,7 @@ def test_the_same_text_has_the_same_placeholder_in_every_text() -> None:
 def test_a_secret_is_replaced_where_nothing_names_it_too() -> None:
     redactor = Redactor()
     redactor.learn("WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567")
-    assert redactor.clean("the key 0123456789abcdef0123456789abcdef01234567 is wrong") == "the key SECRET_1 is wrong"
+    assert redactor.clean("the key 0123456789abcdef0123456789abcdef01234567 is wrong") == "the key WANDB_KEY_1 is wrong"
 
 
 def test_text_without_end_takes_no_time_that_grows_with_its_square() -> None:

@@ -162,7 +162,7 @@ def test_a_merged_report_has_the_page_of_the_reports_that_it_was_made_of(tmp_pat
     ("output", "code", "sentence"),
     [
         ("/nowhere/page.html", 2, "cannot write /nowhere/page.html: No such file or directory"),
-        ("/dev/full", 4, "cannot write /dev/full: No space left on device"),
+        ("/dev/full", 4, "cannot write /dev/full: it is there, and no regular file"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_one_sentence(

@@ -91,6 +91,16 @@ def test_a_choice_shows_the_cases_of_it_alone(page: Any, field: str, value: str,
     assert f"{len(rows)} of " in page.locator("#count").text_content()
 
 
+def test_a_choice_lets_go_of_what_leaves_no_case_beside_it(page: Any) -> None:
+    assert page.get_by_label("Offload", exact=True).input_value() == "policy"
+    page.get_by_label("Strategy", exact=True).select_option("accelerate:fsdp2")
+    assert page.get_by_label("Offload", exact=True).input_value() == "any"
+    rows = _rows(page)
+    assert rows
+    assert all(row.startswith("accelerate:fsdp2/") for row in rows)
+    assert "" not in page.get_by_label("Staging", exact=True).locator("option").all_text_contents()
+
+
 def test_the_direction_and_the_device_are_chosen_too(page: Any) -> None:
     assert page.get_by_role("columnheader", name="cuda").count() == 1
     page.get_by_label("Direction", exact=True).select_option("in")

@@ -58,13 +58,13 @@ def test_a_run_that_stops_in_its_start_up_has_no_results(file: pathlib.Path) -> 
 def test_a_run_that_is_killed_as_it_opens_its_report_has_no_results(
     file: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace = journal._replace
+    replace = journal.replace_file
 
-    def replace_and_die(path: pathlib.Path, report: Report) -> None:
-        replace(path, report)
+    def replace_and_die(path: pathlib.Path, text: str) -> None:
+        replace(path, text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(journal, "_replace", replace_and_die)
+    monkeypatch.setattr(journal, "replace_file", replace_and_die)
     with pytest.raises(KeyboardInterrupt):
         _writer(file).open({})
     assert read_report(file).results == ()
@@ -74,14 +74,14 @@ def test_a_run_that_is_killed_as_it_opens_its_report_has_no_results(
 def test_a_run_that_goes_on_loses_nothing_when_it_is_killed_as_it_opens_its_report(
     file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
-    replace = journal._replace
+    replace = journal.replace_file
 
-    def replace_or_die(path: pathlib.Path, report: Report) -> None:
+    def replace_or_die(path: pathlib.Path, text: str) -> None:
         if dies == "after":
-            replace(path, report)
+            replace(path, text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(journal, "_replace", replace_or_die)
+    monkeypatch.setattr(journal, "replace_file", replace_or_die)
     with pytest.raises(KeyboardInterrupt):
         ReportWriter(read_report(file), _CASES, {"json": file}).open({})
     assert read_report(file).results == _OLDER

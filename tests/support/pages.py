@@ -17,6 +17,7 @@ KNOWN = "fsdp2-pinned-policy-half-moved"
 KNOWN_CASE = "fsdp2/policy/staged/state_dict"
 HOSTILE_CASE = "fsdp2/policy/staged/unshard"
 CASES = select(Selection())
+FRAMEWORK_CASES = select(Selection(frameworks=("accelerate",)))[:5]
 
 
 def report_of(torch, results, **fields):
@@ -34,7 +35,8 @@ def merged_devices():
     """Of two devices, with a verdict of every kind, and a case that one of them does not have."""
     cuda = report_of("2.11.0", results_of("2.11.0")[1:], device="cuda", rerun_options="--nproc 2")
     old = report_of("2.12.0", results_of("2.12.0")[:40], num_selected=99, complete=False, ended="stopped by SIGINT")
-    new = report_of("2.13.0", [*every_kind(), *results_of("2.13.0")[len(MEANING) :]])
+    of_accelerate = [reports.result(case, "ok", "") for case in FRAMEWORK_CASES]
+    new = report_of("2.13.0", [*every_kind(), *results_of("2.13.0")[len(MEANING) :], *of_accelerate])
     return merge({"cuda.json": cuda, "old.json": old, "new.json": new})
 
 

@@ -9,17 +9,20 @@ import zipfile
 from packaging.requirements import Requirement
 
 from fsdp_doctor.versions.installing import own_requirements
+from support.places import TESTS
 
 
 def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
     """Makes wheels of torch in these versions, and of what the doctor needs beside it.
 
-    Each torch leads to the packages of this interpreter, so that what is installed runs. Returns the variables that
-    make pip and uv install from there alone.
+    Each torch leads to the packages of this interpreter and to the tests' own, so that what is installed runs. Returns
+    the variables that make pip and uv install from there alone.
     """
     directory.mkdir(exist_ok=True)
     for version in versions:
-        _wheel(directory, "torch", version, {"torch_of_the_tests.pth": sysconfig.get_paths()["purelib"] + "\n"})
+        _wheel(
+            directory, "torch", version, {"torch_of_the_tests.pth": f"{sysconfig.get_paths()['purelib']}\n{TESTS}\n"}
+        )
     for text in own_requirements():
         name = Requirement(text).name
         if name != "torch":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 import pathlib
 
 import jsonschema
@@ -13,7 +14,7 @@ from support.places import ROOT
 from support.reports import CASES, report, result
 
 from fsdp_doctor.cli import merge_command
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report, report_to_dict
@@ -21,8 +22,8 @@ from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import merged_schema
 from fsdp_doctor.versions.merged import MergedReport, Statement
 from fsdp_doctor.versions.merged_file import merged_to_dict, read_merged, write_merged
-from fsdp_doctor.versions.merged_text import merged_lines, merged_summary
-from fsdp_doctor.versions.merging import merge, name_beside
+from fsdp_doctor.versions.merged_text import incomplete_lines, merged_summary
+from fsdp_doctor.versions.merging import merge, names_beside
 
 _ONE, _OTHER = CASES[:2]
 
@@ -124,7 +125,7 @@ def test_an_environment_that_could_not_be_made_is_a_column_that_says_why() -> No
     merged = _merged(_of("2.13.0", "ok"), failed)
     assert merged.environments[1].ended == "torch 2.99.0 does not install: no such version"
     assert not merged.passes(merged.cases[0])
-    assert next(merged_lines(merged)).split("\t") == [
+    assert next(incomplete_lines(merged)).split("\t") == [
         "torch 2.99.0, emulated",
         "incomplete",
         "torch 2.99.0 does not install: no such version",
@@ -185,11 +186,10 @@ def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_director
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
     merged = pathlib.Path("docs/merged.json")
-    assert name_beside(pathlib.Path("docs/runs/a.json"), merged) == "runs/a.json"
-    assert name_beside(pathlib.Path("reports/a.json"), merged) == "../reports/a.json"
-    assert name_beside(tmp_path / "elsewhere" / "a.json", merged) == "a.json"
-    assert name_beside(pathlib.Path("reports/a.json"), tmp_path / "elsewhere" / "merged.json") == "a.json"
-    assert name_beside(pathlib.Path("reports/a.json"), None) == "a.json"
+    files = [pathlib.Path("docs/runs/a.json"), pathlib.Path("reports/b.json"), tmp_path / "elsewhere" / "c.json"]
+    assert names_beside(files, merged) == ["runs/a.json", "../reports/b.json", "c.json"]
+    assert names_beside(files, tmp_path / "elsewhere" / "merged.json") == ["a.json", "b.json", "c.json"]
+    assert names_beside(files, None) == ["a.json", "b.json", "c.json"]
 
 
 _GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
@@ -228,6 +228,14 @@ def test_a_run_that_was_interrupted_is_merged_as_far_as_it_came(tmp_path: pathli
     assert (environment.complete, environment.ended) == (False, "stopped by SIGINT")
 
 
+def test_a_device_is_not_replaced_by_a_merged_report(tmp_path: pathlib.Path) -> None:
+    device = tmp_path / "fifo"
+    os.mkfifo(device)
+    with pytest.raises(DoctorFault, match="fifo: it is there, and no regular file"):
+        write_merged(device, _merged(_of("2.10.0", "ok")))
+    assert device.is_fifo()
+
+
 def _as_gzip(text: str) -> bytes:
     return gzip.compress(text.encode())
 
@@ -242,7 +250,8 @@ _REPORT_TEXT = json.dumps(report_to_dict(_of("2.11.0", "ok")))
         ("cut.json", _REPORT_TEXT[:-50].encode(), "it is not JSON"),
         ("cut.json.gz", _as_gzip(_REPORT_TEXT)[:-20], "cannot read the report"),
         ("plain.json.gz", _REPORT_TEXT.encode(), "cannot read the report .*Not a gzipped file"),
-        ("merged.json", _GOOD, "its 'schema' is not 'fsdp-doctor/report'"),
+        ("merged.json", _GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads up to 1: upgrade it"),
+        ("log.json", b'{"schema": 1}', "its 'schema' is not 'fsdp-doctor/report'"),
         ("empty.json", b"", "it is not JSON"),
     ],
 )
@@ -268,14 +277,67 @@ def test_a_report_is_merged_whether_it_is_compressed_or_not(
     compressed.write_bytes(_as_gzip(_REPORT_TEXT))
     merge_command.run(reports=[plain, compressed], json_file=tmp_path / "all.json.gz")
     printed = capsys.readouterr()
-    assert printed.out == f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11\n"
+    assert f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11\n" in printed.out
     assert "1 cases in 2 environments" in printed.err
     assert len(read_merged(tmp_path / "all.json.gz").environments) == 2
 
 
-def test_two_reports_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a").mkdir()
-    for directory in (tmp_path, tmp_path / "a"):
-        write_report(directory / "one.json", _of("2.10.0", "ok"))
-    with pytest.raises(UsageError, match=r"two of the reports would be known as one.json; rename one of them"):
-        merge_command.run(reports=[tmp_path / "one.json", tmp_path / "a" / "one.json"])
+def test_a_folder_tells_reports_of_one_name_apart(tmp_path: pathlib.Path) -> None:
+    files = [tmp_path / folder / "installed.json" for folder in ("torch-2.10", "torch-2.13")]
+    assert names_beside(files, None) == ["torch-2.10/installed.json", "torch-2.13/installed.json"]
+    with pytest.raises(UsageError, match=r"two of the reports would be known as a/one.json; rename one of them"):
+        names_beside([tmp_path / "a" / "one.json", tmp_path / "b" / "a" / "one.json"], None)
+
+
+def test_a_file_that_is_given_twice_is_refused(tmp_path: pathlib.Path) -> None:
+    write_report(tmp_path / "one.json", _of("2.10.0", "ok"))
+    with pytest.raises(UsageError, match=r"one.json is given twice$"):
+        merge_command.run(reports=[tmp_path / "one.json", tmp_path / "one.json"])
+
+
+def test_a_merged_report_goes_on_with_further_reports_as_if_all_were_merged_at_once(tmp_path: pathlib.Path) -> None:
+    reports = [_of("2.10.0", "crash", "ok"), _of("2.11.0", "ok"), _of("2.12.0", "ok", "crash")]
+    at_once = _merged(*reports)
+    write_merged(tmp_path / "merged.json.gz", merge({"0.json": reports[0], "2.json": reports[2]}))
+    write_report(tmp_path / "1.json", reports[1])
+    # Into the file that it is read from.
+    merge_command.run(reports=[tmp_path / "merged.json.gz", tmp_path / "1.json"], json_file=tmp_path / "merged.json.gz")
+    assert read_merged(tmp_path / "merged.json.gz") == at_once
+
+
+def test_another_selection_of_an_environment_becomes_part_of_its_column_with_both_commands() -> None:
+    whole = _of("2.13.0", "ok", "crash", accelerate="1.15.0")
+    one, other = [dataclasses.replace(whole, results=(each,), command=f"run {each.id}") for each in whole.results]
+    merged = merge({"merged.json": _merged(one), "more.json": other})
+    (environment,) = merged.environments
+    assert environment.command == f"run {_ONE.id}; run {_OTHER.id}"
+    assert environment.packages["accelerate"] == "1.15.0"
+
+
+def test_the_committed_report_merged_again_is_itself() -> None:
+    merged = read_merged(ROOT / "docs" / "compat" / "merged.json.gz")
+    again = merge({"merged.json.gz": merged})
+    assert dataclasses.replace(again, version=merged.version) == merged
+
+
+def test_where_a_file_is_written_a_line_for_each_environment_and_change_is_printed(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"a.json": _of("2.10.0", "crash", "ok", "unsupported"), "b.json": _of("2.11.0", "ok", "ok")}
+    for name, one in files.items():
+        write_report(tmp_path / name, one)
+    reports = [tmp_path / name for name in files]
+    changed = f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11"
+    merge_command.run(reports=reports, json_file=tmp_path / "all.json")
+    assert capsys.readouterr().out.splitlines() == [
+        "torch 2.10.0, emulated\t1 ok, 1 bad, 1 not run",
+        "torch 2.11.0, emulated\t2 ok, 0 bad, 1 not run",
+        changed,
+    ]
+    merge_command.run(reports=reports, json_file=tmp_path / "all.json", changes=True)
+    assert capsys.readouterr().out.splitlines() == [changed]
+    merge_command.run(reports=reports, json_file=tmp_path / "all.json", every_case=True)
+    every = capsys.readouterr().out
+    merge_command.run(reports=reports)
+    assert capsys.readouterr().out == every
+    assert len(every.splitlines()) == 3

@@ -11,7 +11,7 @@ import signal
 import sys
 
 import pytest
-from program import Run, Started, doctor
+from program import Run, Started, doctor, user_paths
 from support.places import ROOT
 from support.reports import every_kind, report
 from support.wheels import index_with_torch
@@ -70,7 +70,7 @@ def test_it_leaves_reports_and_logs_and_no_environment(swept: _Swept) -> None:
 def test_both_are_in_the_merged_report(swept: _Swept) -> None:
     files = [str(swept.directory / f"torch{version}.json") for version in ("2.98", "2.99")]
     merged = swept.directory.parent / "merged.json"
-    done = doctor("merge", *files, "--json", str(merged))
+    done = doctor("merge", *files, "--json", str(merged), "--cases")
     assert done.code == 0, done.stderr
     first, second, third = json.loads(merged.read_text())["environments"], *done.stdout.splitlines()
     assert [one["complete"] for one in first] == [False, True]
@@ -95,8 +95,30 @@ def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept,
     os.kill(started.pid, signal.SIGTERM)
     done = started.wait()
     assert (done.code, done.left) == (130, [])
-    assert done.stderr == "fsdp-doctor: stopped by SIGTERM\n"
+    assert done.stderr.startswith("fsdp-doctor: stopped by SIGTERM; what ran is kept")
     assert [file.name for file in tmp_path.iterdir()] == ["torch2.98.log"]
+
+
+def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept, tmp_path: pathlib.Path) -> None:
+    fifo, reports = tmp_path / "fifo", tmp_path / "reports"
+    os.mkfifo(fifo)
+    variables = swept.variables | {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": "0"}
+    selection = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+    options = ("--device", "cpu", *selection, *user_paths("processes:keeps_the_run_busy"), "--timeout", "8")
+    command = ("sweep", "--torch", "2.98", "--directory", str(reports), "--", *options)
+    started = Started(sys.executable, "-m", "fsdp_doctor", *command, env=variables)
+    fifo.read_text()
+    started.interrupt()
+    done = started.wait()
+    assert (done.code, done.left) == (130, [])
+    assert "fsdp-doctor: stopped by SIGINT; what ran is kept" in done.stderr
+    assert sorted(file.name for file in reports.iterdir()) == [f"torch2.98.{kind}" for kind in ("json", "log")]
+    (kept,) = read_report(reports / "torch2.98.json").results
+    # Of rank 0 nobody reads any more: the run is not kept busy, but hangs until its deadline.
+    again = doctor(*command, env=variables | {"FSDP_DOCTOR_TEST_RANK": "none"})
+    whole = read_report(reports / "torch2.98.json")
+    assert (again.code, whole.complete) == (1, True)
+    assert [whole.results[0], whole.results[1].verdict.kind] == [kept, "hang"]
 
 
 @pytest.mark.parametrize(

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
 from support.places import ROOT
 
-from fsdp_doctor.versions.merged import MergedReport
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
+from fsdp_doctor.versions.merged import MergedCase
 from fsdp_doctor.versions.merged_file import read_merged
 
 _MERGED = read_merged(ROOT / "docs" / "compat" / "merged.json.gz")
 _PAGE = (ROOT / "docs" / "versions.md").read_text()
 
 
-def _table(merged: MergedReport) -> str:
+def _counts(number: int, cases: list[MergedCase]) -> tuple[int, int, int]:
+    """In the environment of that number: ok, bad, and without a verdict."""
+    kinds = Counter(_MERGED.shown(case, number) for case in cases)
+    not_run = kinds["unsupported"] + kinds["skipped"] + kinds["not run"]
+    return kinds["ok"], len(cases) - kinds["ok"] - not_run, not_run
+
+
+def _matrix_table() -> str:
     rows = ["| torch | device | ranks | transformers | ok | bad | not run |", "|---|---|---|---|---|---|---|"]
-    for number, one in enumerate(merged.environments):
-        kinds = Counter(merged.shown(case, number) for case in merged.cases)
-        not_run = kinds["unsupported"] + kinds["skipped"] + kinds["not run"]
-        bad = len(merged.cases) - kinds["ok"] - not_run
+    cases = [case for case in _MERGED.cases if not is_framework_id(case.id)]
+    for number, one in enumerate(_MERGED.environments):
         device = one.accelerators[0] if one.accelerators else one.device
-        cells = (one.torch, device, one.world_size, one.packages["transformers"], kinds["ok"], bad, not_run)
+        cells = (one.torch, device, one.world_size, one.packages["transformers"], *_counts(number, cases))
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
-def test_the_table_is_that_of_the_committed_report() -> None:
-    assert _table(_MERGED) in _PAGE
+def _frameworks_table() -> str:
+    packages = ("accelerate", "transformers", "peft")
+    rows = [f"| framework | torch | {' | '.join(packages)} | ok | bad | not run |", "|---" * 8 + "|"]
+    for framework in FRAMEWORKS:
+        cases = [case for case in _MERGED.cases if case.id.startswith(f"{framework}:")]
+        for number, one in enumerate(_MERGED.environments):
+            if any(case.outcomes[number] is not None for case in cases):
+                versions = (one.torch, *(one.packages[name] for name in packages))
+                rows.append(f"| {' | '.join(map(str, (framework, *versions, *_counts(number, cases))))} |")
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("table", [_matrix_table, _frameworks_table])
+def test_the_tables_are_those_of_the_committed_report(table: Callable[[], str]) -> None:
+    assert table() in _PAGE
 
 
 def test_every_run_is_whole_and_small_enough_to_be_committed() -> None:
