@@ -10,8 +10,10 @@ Raises :class:`EmulationUnavailable` where the device cannot be built.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from fsdp_doctor.emulated.build import EmulationUnavailable
 __all__ = ["EmulationUnavailable"]
 
 _DEFAULT_DEVICES = 8
+_SECONDS_TO_LET_GO = 0.05
 
 
 def _register() -> None:
@@ -32,7 +35,7 @@ def _register() -> None:
         raise EmulationUnavailable(f"torch has room for one device of this kind, and {taken} has taken it")
     torch.utils.rename_privateuse1_backend("emulated")
     _C.register_device()
-    _C.set_device_count(max(_DEFAULT_DEVICES, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    _C.set_device_count(max(_DEFAULT_DEVICES, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
     # Streams of the device can be made from here on, and the module makes one.
     from fsdp_doctor.emulated import device
 
@@ -53,4 +56,17 @@ def _backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelt
     return backend
 
 
+def _let_go_of_the_last_backward() -> None:
+    """Gives autograd's threads a moment without the interpreter's lock, before Python ends.
+
+    Such a thread drops the context of a backward, a Python object, only after ``backward`` has returned. If the
+    interpreter ends in between, torch aborts the process.
+    """
+    from fsdp_doctor.emulated.library import _C
+
+    if _C.is_initialized():
+        time.sleep(_SECONDS_TO_LET_GO)
+
+
 _register()
+atexit.register(_let_go_of_the_last_backward)

@@ -196,6 +196,23 @@ def test_another_torch_compiler_or_flag_is_another_library(monkeypatch: pytest.M
     assert build._key(command) != before
 
 
+def test_every_source_is_compiled_once() -> None:
+    named = [name for unit in build._units() for name in unit]
+    assert sorted(named) == sorted(source.stem for source in build._SOURCES.glob("*.cpp"))
+
+
+_BACKWARD = """
+import torch, fsdp_doctor.emulated
+model = torch.nn.Linear(4, 4, device="emulated")
+model(torch.ones(2, 4, device="emulated")).sum().backward()
+"""
+
+
+def test_a_program_may_end_right_after_a_backward() -> None:
+    ends = [process.wait() for process in [python(_BACKWARD) for _ in range(4)]]
+    assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 4
+
+
 def test_there_are_as_many_devices_as_ranks_on_the_host() -> None:
     code = "import torch, fsdp_doctor.emulated; print(torch.accelerator.device_count())"
     assert run(code, {"LOCAL_WORLD_SIZE": "12"})[:2] == (0, "12\n")

@@ -24,6 +24,12 @@ OLDEST_TORCH = "2.10"
 _SOURCES = pathlib.Path(__file__).parents[1] / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
+# Sources that need the same large headers are compiled as one: reading those headers is most of the time. The largest
+# first; a source that is not named here is compiled alone.
+_TOGETHER = (
+    ("collectives", "agreement", "gloo", "module"),
+    ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback"),
+)
 
 
 class EmulationUnavailable(ImportError):
@@ -145,9 +151,9 @@ def _build(compiler: list[str], target: pathlib.Path) -> None:
     print(  # noqa: T201, half a minute without a word would look like a hang
         f"building the emulated accelerator for torch {torch.__version__}, once", file=sys.stderr, flush=True
     )
-    sources = sorted(_SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = [pathlib.Path(scratch) / f"{source.stem}.o" for source in sources]
+        sources = [_source(unit, pathlib.Path(scratch)) for unit in _units()]
+        objects = [source.with_suffix(".o") for source in sources]
         commands = [
             [*compiler, *_flags(), "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
@@ -160,6 +166,19 @@ def _build(compiler: list[str], target: pathlib.Path) -> None:
         _run([*compiler, "-shared", *map(str, objects), "-o", str(linked), f"-L{libraries}", *named])
         # In one step, so that nobody ever finds half of it.
         linked.rename(target)
+
+
+def _units() -> list[tuple[str, ...]]:
+    """The names of the sources that one run of the compiler takes, each."""
+    together = {name for unit in _TOGETHER for name in unit}
+    return [*_TOGETHER, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in together)]
+
+
+def _source(unit: tuple[str, ...], directory: pathlib.Path) -> pathlib.Path:
+    """A file in ``directory`` that includes the sources of ``unit``."""
+    path = directory / f"{unit[0]}.cpp"
+    path.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
+    return path
 
 
 def _run(command: list[str]) -> None:
