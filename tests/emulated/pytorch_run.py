@@ -1,0 +1,131 @@
+"""One file of PyTorch's tests in processes of its own, and what became of each test."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Literal, get_args
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SECONDS_OF_A_FILE = 2400
+# PyTorch's own limit for a test of several processes, and ours for what does not keep to it.
+SECONDS_OF_A_PROCESS_TEST = 300
+SECONDS_OF_A_TEST = 400
+
+# undone: the time of the file was over before it.
+Outcome = Literal["passed", "failed", "skipped", "undone"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+# A class of tests that share their processes is skipped from its first failure on.
+_AFTER_A_FAILURE = "Previous test failed, skipping"
+_ENDED = "the process ended with exit code"
+_NO_END = "came to no end"
+_EXCEPTION = re.compile(r"^(?:E +)?((?:[\w.]*(?:Error|Exception|Skip\w*|Failure)|Exception)\b.*)", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    file: str
+    ranks: int
+    test: str
+    outcome: Outcome
+    text: str = ""
+
+    @property
+    def run(self) -> str:
+        return f"{self.file}@{self.ranks}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.run}::{self.test}"
+
+    @property
+    def why(self) -> str:
+        """The exception in one line: the last of a text, which is the one in the rank and not in who waited for it."""
+        first = self.text.split("\n")[0]
+        if first.startswith((_ENDED, _NO_END)):
+            return first
+        lines = [line for line in _EXCEPTION.findall(self.text) if "exited with error code" not in line]
+        return lines[-1] if lines else first
+
+
+def run_file(tests: pathlib.Path, file: str, ranks: int) -> list[Result]:
+    """Every test of ``file``, a path below ``tests``, with ``ranks`` devices."""
+    deadline = time.monotonic() + SECONDS_OF_A_FILE
+    results: dict[str, Result] = {}
+    while True:
+        states, ended = _run_rest(tests, file, ranks, sorted(results), deadline)
+        finished = {
+            test: Result(file, ranks, test, state, text)
+            for test, (state, text) in states.items()
+            if state in ("passed", "failed", "skipped") and _AFTER_A_FAILURE not in text
+        }
+        for test, (state, _) in states.items():
+            if state == "started":
+                finished[test] = Result(file, ranks, test, "failed", ended)
+        results |= finished
+        rest = [test for test in states if test not in results]
+        if not rest or not finished or time.monotonic() > deadline:
+            return [*results.values(), *(Result(file, ranks, test, "undone", ended) for test in rest)]
+
+
+def _run_rest(
+    tests: pathlib.Path, file: str, ranks: int, done: list[str], deadline: float
+) -> tuple[dict[str, tuple[Any, str]], str]:
+    """The last state and text of each test that was not done before, and how the process ended."""
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = pathlib.Path(directory, "outcomes")
+        outcomes.touch()
+        # The ranks of a test are processes of their own, which Python starts: each imports this first.
+        pathlib.Path(directory, "sitecustomize.py").write_text("import tests.emulated.pytorch_device\n")
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join([directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTORCH_SUITE_TESTS": str(tests),
+            "PYTORCH_SUITE_RANKS": str(ranks),
+            "PYTORCH_SUITE_OUTCOMES": str(outcomes),
+            "PYTORCH_SUITE_DONE": json.dumps(done),
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS_OF_A_PROCESS_TEST),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": directory,
+        }
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.emulated.pytorch_plugin"]
+        command += ["-q", "--assert=plain", "--noconftest", "-c", os.devnull, "--rootdir", str(tests)]
+        with pathlib.Path(directory, "printed").open("w+b") as printed:
+            process = subprocess.Popen(
+                [*command, str(tests / file)],
+                env=env,
+                cwd=directory,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            ended = ending(process, outcomes, deadline)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            printed.seek(0)
+            ended += "\n" + printed.read().decode(errors="replace")[-2000:]
+        states: dict[str, tuple[Any, str]] = {}
+        for line in outcomes.read_text().splitlines():
+            test, state, text = json.loads(line)
+            states[test] = state, text
+        if not states and not done:
+            states["(the file)"] = "failed", ended
+        return states, ended
+
+
+def ending(process: subprocess.Popen[bytes], outcomes: pathlib.Path, deadline: float) -> str:
+    while time.monotonic() < deadline and time.time() - outcomes.stat().st_mtime < SECONDS_OF_A_TEST:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"{_ENDED} {process.wait(timeout=5)}"
+    return _NO_END
