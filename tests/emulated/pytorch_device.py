@@ -1,6 +1,6 @@
 """PyTorch's tests, read with the emulated device where they name CUDA.
 
-``pytorch_suite.py`` has every process of a test file import this first. A test file, and what PyTorch's tests share
+``pytorch_run.py`` has every process of a test file import this first. A test file, and what PyTorch's tests share
 (the parts of ``torch.testing`` that choose their device and skip them), is loaded from where it lies with the
 substitutions below. Torch itself is as it is installed.
 """
@@ -33,10 +33,19 @@ _SUBSTITUTIONS = tuple(
         (r"\bis_cuda\b", "is_emulated"),
         (r"(?<![\w.])cuda(?!\w)", "emulated"),
         (r"""(?<=["':])nccl(?=["',])""", "emulated"),
+        # On a class this makes a function of it, in which no runner finds a test.
+        (r"@skip_if_lt_x_gpu\(\d+\)\n(?=class )", "\n"),
         # A rank that is forked from a process that has imported torch, and has not used the device, starts at once.
         (r'(get_context|start_method)\("spawn"\)', r'\1("forkserver")'),
     )
 )
+
+
+def register() -> None:
+    """The device, with a count. Torch calls it at its import, as it does for every backend that is installed."""
+    from fsdp_doctor.emulated.library import _C
+
+    _C.set_device_count(_RANKS)
 
 
 def on_device(source: str) -> str:
@@ -52,9 +61,6 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(on_device(source), self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        from fsdp_doctor.emulated.library import _C
-
-        _C.set_device_count(_RANKS)
         from torch.testing._internal import common_cuda, common_utils
 
         # The device's clock: a cycle of its _sleep is a nanosecond.

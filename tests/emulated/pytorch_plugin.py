@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import fsdp_doctor.emulated  # noqa: F401, which registers the device
 import tests.emulated.pytorch_device  # noqa: F401, so that an error in it is one of this process, too
 
 _FILE = pathlib.Path(os.environ["PYTORCH_SUITE_OUTCOMES"])

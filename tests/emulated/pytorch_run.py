@@ -85,8 +85,7 @@ def _run_rest(
     with tempfile.TemporaryDirectory() as directory:
         outcomes = pathlib.Path(directory, "outcomes")
         outcomes.touch()
-        # The ranks of a test are processes of their own, which Python starts: each imports this first.
-        pathlib.Path(directory, "sitecustomize.py").write_text("import tests.emulated.pytorch_device\n")
+        _prepare(pathlib.Path(directory))
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join([directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTORCH_SUITE_TESTS": str(tests),
@@ -122,6 +121,14 @@ def _run_rest(
         if not states and not done:
             states["(the file)"] = "failed", ended
         return states, ended
+
+
+def _prepare(directory: pathlib.Path) -> None:
+    """What every Python process of the tests, such as a rank, finds in its path: how it reads them, and the device."""
+    (directory / "sitecustomize.py").write_text("import tests.emulated.pytorch_device\n")
+    installed = directory / "pytorch_suite-0.dist-info"
+    installed.mkdir()
+    (installed / "entry_points.txt").write_text("[torch.backends]\nemulated = tests.emulated.pytorch_device:register\n")
 
 
 def ending(process: subprocess.Popen[bytes], outcomes: pathlib.Path, deadline: float) -> str:

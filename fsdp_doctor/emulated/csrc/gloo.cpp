@@ -76,14 +76,15 @@ bool is_on_gloo(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return group->getBackend(kEmulated)->getBackendName() == "gloo";
 }
 
-void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+// A tensor subclass comes here before Python has seen it: it has no memory, and its class says what is sent.
+void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto begin = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
   const auto group = op.schema().argumentIndexWithName("process_group");
-  const at::AutoDispatchBelowAutograd below;
-  if (!is_on_gloo((begin + *group)->toCustomClass<c10d::ProcessGroup>())) {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
+  if (keys.has(c10::DispatchKey::Python) || !is_on_gloo((begin + *group)->toCustomClass<c10d::ProcessGroup>())) {
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     return;
   }
+  const at::AutoDispatchBelowAutograd below;
   Lent lent;
   for (auto value = begin; value != stack->end(); ++value) {
     *value = lent.to_host(*value);
