@@ -42,10 +42,11 @@ _SUBSTITUTIONS = tuple(
 
 
 def register() -> None:
-    """The device, with a count. Torch calls it at its import, as it does for every backend that is installed."""
+    """The device as the suite wants it. Torch calls it at its import, as for every backend that is installed."""
     from fsdp_doctor.emulated.library import _C
 
     _C.set_device_count(_RANKS)
+    _C.set_late(os.environ["PYTORCH_SUITE_LATE"] == "yes")
 
 
 def on_device(source: str) -> str:

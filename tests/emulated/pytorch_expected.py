@@ -18,9 +18,9 @@ else:
 
 EXPECTED = pathlib.Path(__file__).with_name("pytorch_suite.toml")
 
-# Why a test fails: it needs CUDA itself or fails for a reason of its own, it compiles, it was written for another
-# version of torch, or the device lacks something.
-FailureClass = Literal["cuda", "compile", "version", "gap"]
+# Why a test fails: it, or torch for it, names CUDA's own libraries; it compiles; it was written for another version of
+# torch; torch reads on the host what is still in flight; or the device lacks something.
+FailureClass = Literal["cuda", "compile", "version", "late", "gap"]
 _CLASSES: tuple[tuple[FailureClass, str], ...] = (
     ("compile", r"torch\._dynamo|torch\._inductor|InductorError|BackendCompilerFailed|[Tt]riton"),
     ("cuda", r"Torch not compiled with CUDA|Found no NVIDIA driver|nccl|NCCL|CUDA error"),
