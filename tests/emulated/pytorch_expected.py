@@ -71,7 +71,14 @@ def _words(totals: Sequence[int]) -> str:
     return ", ".join(f"{count} {outcome}" for count, outcome in zip(totals, OUTCOMES, strict=True) if count)
 
 
-def write(results: Sequence[Result], torch: str, tests: str) -> None:
+def comparison(here: dict[str, str]) -> str:
+    """Which versions are compared: a test of another one may have changed."""
+    expected = read()
+    there = ", ".join(f"{name} {expected.get(name)}" for name in here)
+    return f"expected are the outcomes of {there}; these are of {', '.join(map(' '.join, here.items()))}"
+
+
+def write(results: Sequence[Result], versions: dict[str, str]) -> None:
     """Makes ``results`` the expectation of the files and ranks that were run; the others keep theirs."""
     expected = read()
     run = totals_of(results)
@@ -86,8 +93,7 @@ def write(results: Sequence[Result], torch: str, tests: str) -> None:
     lines = [
         "# What PyTorch's tests give on the emulated device, written by tests/emulated/pytorch_suite.py --write;",
         "# the classes and reasons of the failures are written by hand.",
-        f'torch = "{torch}"',
-        f'tests = "{tests}"',
+        *(f'{name} = "{version}"' for name, version in versions.items()),
         "",
         f"# {', '.join(OUTCOMES)}, of a file with that many ranks.",
         "[totals]",

@@ -62,8 +62,11 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def installed_torch() -> str:
-    return importlib.metadata.version("torch").split("+")[0]
+def versions(checkout: pathlib.Path) -> dict[str, str]:
+    """Of torch, which is installed, and of the tests."""
+    file = checkout / "version.txt"
+    tests = file.read_text().strip() if file.is_file() else "unknown"
+    return {"torch": importlib.metadata.version("torch").split("+")[0], "tests": tests}
 
 
 def main() -> int:
@@ -110,8 +113,9 @@ def main() -> int:
     if options.no_late_completion:
         return 0
     if options.write:
-        pytorch_expected.write(results, installed_torch(), (options.pytorch / "version.txt").read_text().strip())
+        pytorch_expected.write(results, versions(options.pytorch))
         return 0
+    print(pytorch_expected.comparison(versions(options.pytorch)))
     surprises = pytorch_expected.surprises(results)
     print("\n".join(surprises) if surprises else "everything is as expected")
     return 1 if surprises else 0

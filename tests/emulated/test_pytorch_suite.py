@@ -12,6 +12,7 @@ from support.places import ROOT
 from tests.emulated import pytorch_expected
 from tests.emulated.pytorch_run import Outcome, Result
 
+_VERSIONS = {"torch": "2.13.0", "tests": "2.12.1"}
 _SUITE = (sys.executable, "-m", "tests.emulated.pytorch_suite")
 
 # A file as PyTorch's are: it names CUDA, and imports what chooses the device and skips.
@@ -99,7 +100,7 @@ def expectation(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> path
     file.write_text("")
     monkeypatch.setattr(pytorch_expected, "EXPECTED", file)
     failed = _result("T.test_b", "failed", "RuntimeError: NCCL is not here")
-    pytorch_expected.write([_result("T.test_a", "passed"), failed], "2.13.0", "2.12.1")
+    pytorch_expected.write([_result("T.test_a", "passed"), failed], _VERSIONS)
     return file
 
 
@@ -125,7 +126,7 @@ def test_a_surprise_in_either_direction_is_told(a: Outcome, b: Outcome, words: s
 
 def test_writing_one_file_keeps_the_others_and_the_reasons(expectation: pathlib.Path) -> None:
     expectation.write_text(expectation.read_text().replace("RuntimeError: NCCL is not here", "by hand"))
-    pytorch_expected.write([Result("test_y.py", 2, "T.test_c", "failed", "ValueError: no")], "2.13.0", "2.12.1")
+    pytorch_expected.write([Result("test_y.py", 2, "T.test_c", "failed", "ValueError: no")], _VERSIONS)
     expected = pytorch_expected.read()
     assert [group["reason"] for group in expected["failures"]] == ["by hand", "ValueError: no"]
     assert expected["totals"] == {"test_x.py@2": [1, 1, 0, 0], "test_y.py@2": [0, 1, 0, 0]}
