@@ -88,6 +88,19 @@ def test_batch_norm_takes_weights_in_half_precision_beside_buffers_in_float32(dt
     torch.testing.assert_close(module.weight.grad.float(), reference.weight.grad, atol=5e-2, rtol=5e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradients_of_batch_norm_in_two_dimensions_want_buffers_of_the_weights_dtype(dtype: torch.dtype) -> None:
+    module = nn.BatchNorm2d(4).to(DEVICE)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    inputs = torch.randn(6, 4, 2, 2, device=DEVICE, dtype=dtype, requires_grad=True)
+    name = str(dtype).replace("torch.bfloat16", "BFloat16").replace("torch.float16", "Half")
+    with pytest.raises(RuntimeError, match=f"Expected running_mean to have type {name} but got Float"):
+        module(inputs).sum().backward()
+    module(inputs.to(memory_format=torch.channels_last)).sum().backward()
+    assert inputs.grad is not None
+
+
 def test_the_parts_of_batch_norm_add_up_to_it() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(6, 3, 2, device=DEVICE)

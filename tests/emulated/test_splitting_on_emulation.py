@@ -55,6 +55,16 @@ def test_a_group_that_some_ranks_are_no_part_of_is_split_off() -> None:
 
 
 @on_two
+def test_a_group_of_gloo_takes_tensors_of_inference_mode() -> None:
+    group = dist.new_group(backend="gloo")
+    with torch.inference_mode():
+        total = torch.ones(2, device=this_device())
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [2.0, 2.0]
+    dist.destroy_process_group(group)
+
+
+@on_two
 def test_a_group_of_gloo_takes_tensors_of_the_device() -> None:
     group = dist.new_group(backend="gloo")
     own = torch.tensor([1.0 + this_rank(), 2.0], device=this_device())

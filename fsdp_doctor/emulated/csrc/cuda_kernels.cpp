@@ -246,6 +246,12 @@ Tensor backward_elemt(
   return (centered * per_channel(scale, input)).to(input.scalar_type());
 }
 
+// Whether the channels of an element lie beside one another, which CUDA has kernels of their own for.
+bool is_channels_last(const Tensor& input) {
+  return input.is_contiguous(at::MemoryFormat::ChannelsLast) ||
+      input.is_contiguous(at::MemoryFormat::ChannelsLast3d) || (input.is_contiguous() && input.stride(1) == 1);
+}
+
 // Weights in half precision beside buffers in float32, which the CPU's batch norm refuses: its kernel gets the
 // weights in float32, and their gradients go back to the dtype of the weights.
 void batch_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -266,8 +272,15 @@ void batch_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     }
   }
-  run_on_host(op, stack);
   const bool is_backward = op.schema().argumentIndexWithName("grad_out").has_value();
+  const auto& input = argument("input")->toTensor();
+  // CUDA's other kernel for gradients has one dtype for weights and buffers.
+  TORCH_CHECK(
+      narrow == at::kFloat || !is_backward || narrow != input.scalar_type() || is_channels_last(input),
+      "Expected running_mean to have type ",
+      narrow,
+      " but got Float");
+  run_on_host(op, stack);
   if (narrow != at::kFloat && is_backward) {
     for (auto result = stack->end() - 2; result != stack->end(); ++result) {
       if (result->isTensor() && result->toTensor().defined()) {

@@ -76,15 +76,18 @@ bool is_on_gloo(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return group->getBackend(kEmulated)->getBackendName() == "gloo";
 }
 
+// Of every device's tensors. Before the kernels that c10d has for a device, and behind autograd and Python: it is
+// neither left out where gradients are off, nor does it see a subclass, which has no memory.
 void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto begin = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
   const auto group = op.schema().argumentIndexWithName("process_group");
-  const at::AutoDispatchBelowAutograd below;
-  // A subclass such as DTensor has no memory of its own, and says itself what it makes of a collective.
-  if (keys.has(c10::DispatchKey::Python) || !is_on_gloo((begin + *group)->toCustomClass<c10d::ProcessGroup>())) {
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  if (!keys.has(c10::DispatchKey::PrivateUse1) ||
+      !is_on_gloo((begin + *group)->toCustomClass<c10d::ProcessGroup>())) {
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect), stack);
     return;
   }
+  const at::AutoDispatchBelowAutograd below;
   Lent lent;
   for (auto value = begin; value != stack->end(); ++value) {
     *value = lent.to_host(*value);
@@ -98,9 +101,8 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 } // namespace
 
 void register_gloo() {
-  // Before the device's own kernels, which are c10d's.
   static auto* library =
-      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
