@@ -113,6 +113,8 @@ def main() -> int:
     for result in results:
         if result.outcome in ("failed", "undone"):
             print(f"{result.outcome}: {result.name}: {pytorch_expected.class_of(result)}: {result.why[:200]}")
+    for reason, count in Counter(result.text for result in results if result.outcome == "skipped").most_common():
+        print(f"skipped: {count}: {reason.removeprefix('Skipped: ')}")
     if told.no_late_completion:
         return 0
     if told.write:
