@@ -46,7 +46,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        return f"{self.run}::{self.test}"
+        return f"{self.file}::{self.test}"
 
     @property
     def why(self) -> str:

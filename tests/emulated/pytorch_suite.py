@@ -112,7 +112,8 @@ def main() -> int:
         print(f"not in this checkout: {file}")
     for result in results:
         if result.outcome in ("failed", "undone"):
-            print(f"{result.outcome}: {result.name}: {pytorch_expected.class_of(result)}: {result.why[:200]}")
+            where = f"{result.name} with {result.ranks} ranks"
+            print(f"{result.outcome}: {where}: {pytorch_expected.class_of(result)}: {result.why[:200]}")
     for reason, count in Counter(result.text for result in results if result.outcome == "skipped").most_common():
         print(f"skipped: {count}: {reason.removeprefix('Skipped: ')}")
     if told.no_late_completion:
@@ -121,6 +122,8 @@ def main() -> int:
         pytorch_expected.write(results, versions(told.pytorch))
         return 0
     print(pytorch_expected.comparison(versions(told.pytorch)))
+    for unlisted in pytorch_expected.unlisted(results):
+        print(f"no totals are listed for {unlisted}")
     surprises = pytorch_expected.surprises(results)
     print("\n".join(surprises) if surprises else "everything is as expected")
     return 1 if surprises else 0

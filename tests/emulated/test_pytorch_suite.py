@@ -74,13 +74,14 @@ def test_a_test_that_names_cuda_gets_the_emulated_device(suite: Run) -> None:
 
 def test_a_test_that_ends_the_process_fails_and_the_rest_of_the_file_runs(suite: Run) -> None:
     assert (
-        "test_device_mesh.py@3::TestDevice.test_b_process_ends: gap: the process ended with exit code 7" in suite.stdout
+        "test_device_mesh.py::TestDevice.test_b_process_ends with 3 ranks: gap: the process ended with exit code 7"
+        in suite.stdout
     )
-    assert "test_device_mesh.py@3::TestDevice.test_d_failure: gap: RuntimeError: in the test" in suite.stdout
+    assert "test_device_mesh.py::TestDevice.test_d_failure with 3 ranks: gap: RuntimeError: in the test" in suite.stdout
 
 
 def test_what_pytorch_skips_after_a_failure_is_run_apart(suite: Run) -> None:
-    assert "TestSharedProcesses.test_a_failure: gap: AssertionError: first" in suite.stdout
+    assert "TestSharedProcesses.test_a_failure with 3 ranks: gap: AssertionError: first" in suite.stdout
     assert "test_b_after_it" not in suite.stdout
 
 
@@ -115,8 +116,8 @@ def test_what_was_written_is_no_surprise() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "words"),
     [
-        ("failed", "failed", "failed, and expected to pass: test_x.py@2::T.test_a"),
-        ("passed", "passed", "passed, and expected to fail: test_x.py@2::T.test_b (cuda)"),
+        ("failed", "failed", "failed, and expected to pass: test_x.py::T.test_a with 2 ranks"),
+        ("passed", "passed", "passed, and expected to fail: test_x.py::T.test_b with 2 ranks (cuda)"),
         ("skipped", "failed", "test_x.py@2: 1 failed, 1 skipped, and expected: 1 passed, 1 failed"),
         ("undone", "failed", "test_x.py@2: 1 failed, 1 undone, and expected: 1 passed, 1 failed"),
     ],
