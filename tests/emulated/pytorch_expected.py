@@ -19,8 +19,9 @@ else:
 EXPECTED = pathlib.Path(__file__).with_name("pytorch_suite.toml")
 
 # Why a test fails: it, or torch for it, names CUDA's own libraries; it compiles; it was written for another version of
-# torch; torch reads on the host what is still in flight; or the device lacks something.
-FailureClass = Literal["cuda", "compile", "version", "late", "gap"]
+# torch; torch reads on the host what is still in flight; its own threads race, so that it may as well pass; or the
+# device lacks something.
+FailureClass = Literal["cuda", "compile", "version", "late", "race", "gap"]
 _CLASSES: tuple[tuple[FailureClass, str], ...] = (
     ("compile", r"torch\._dynamo|torch\._inductor|InductorError|BackendCompilerFailed|[Tt]riton"),
     ("cuda", r"Torch not compiled with CUDA|Found no NVIDIA driver|nccl|NCCL|CUDA error"),
@@ -32,9 +33,11 @@ def read() -> dict[str, Any]:
     return tomllib.loads(EXPECTED.read_text())
 
 
-def class_of(result: Result) -> FailureClass:
-    """The class that the text suggests; what it says nothing about is the device's, until somebody has looked."""
-    return next((name for name, pattern in _CLASSES if re.search(pattern, result.why)), "gap")
+def class_of(result: Result) -> str:
+    """The expected class, or what the text suggests; what it says nothing about is a gap until somebody has looked."""
+    return failures_of(read()).get(result.name) or next(
+        (name for name, pattern in _CLASSES if re.search(pattern, result.why)), "gap"
+    )
 
 
 def failures_of(expected: dict[str, Any]) -> dict[str, str]:
@@ -54,17 +57,24 @@ def surprises(results: Sequence[Result]) -> list[str]:
     """A sentence for each test and each total that is not as expected."""
     expected = read()
     failures = failures_of(expected)
+    results = [result for result in results if failures.get(result.name) != "race"]
     found = []
     for result in results:
-        if result.outcome != "failed" and result.name in failures:
-            found.append(f"{result.outcome}, and expected to fail: {result.name} ({failures[result.name]})")
+        where = f"{result.name} with {result.ranks} ranks"
+        if result.outcome == "passed" and result.name in failures:
+            found.append(f"passed, and expected to fail: {where} ({failures[result.name]})")
         if result.outcome == "failed" and result.name not in failures:
-            found.append(f"failed, and expected to pass: {result.name} ({class_of(result)}): {result.why}")
+            found.append(f"failed, and expected to pass: {where} ({class_of(result)}): {result.why}")
+    before = expected.get("totals", {})
     for run, totals in totals_of(results).items():
-        before = expected.get("totals", {}).get(run)
-        if before != totals:
-            found.append(f"{run}: {_words(totals)}, and expected: {_words(before) if before else 'nothing'}")
+        if before.get(run, totals) != totals:
+            found.append(f"{run}: {_words(totals)}, and expected: {_words(before[run])}")
     return found
+
+
+def unlisted(results: Sequence[Result]) -> list[str]:
+    """The files with a number of ranks whose totals are not listed; their tests are compared all the same."""
+    return sorted(totals_of(results).keys() - read().get("totals", {}).keys())
 
 
 def _words(totals: Sequence[int]) -> str:
@@ -81,26 +91,27 @@ def comparison(here: dict[str, str]) -> str:
 def write(results: Sequence[Result], versions: dict[str, str]) -> None:
     """Makes ``results`` the expectation of the files and ranks that were run; the others keep theirs."""
     expected = read()
-    run = totals_of(results)
+    before = failures_of(expected)
+    totals = totals_of([result for result in results if before.get(result.name) != "race"])
     failed = {result.name: result for result in results if result.outcome == "failed"}
-    ran = {result.name for result in results}
-    groups = [
-        group | {"tests": [test for test in group["tests"] if test in failed or test not in ran]}
-        for group in expected.get("failures", ())
-    ]
-    unknown = {name: each for name, each in failed.items() if name not in failures_of({"failures": groups})}
-    groups += [{"class": class_of(each), "reason": each.why, "tests": [name]} for name, each in unknown.items()]
+    passed = {result.name for result in results if result.outcome == "passed"}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for group in expected.get("failures", ()):
+        stays = [test for test in group["tests"] if group["class"] == "race" or test not in passed]
+        groups.setdefault((group["class"], group["reason"]), []).extend(stays)
+    for name in failed.keys() - before.keys():
+        groups.setdefault((class_of(failed[name]), failed[name].why), []).append(name)
     lines = [
         "# What PyTorch's tests give on the emulated device, written by tests/emulated/pytorch_suite.py --write;",
         "# the classes and reasons of the failures are written by hand.",
         *(f'{name} = "{version}"' for name, version in versions.items()),
         "",
-        f"# {', '.join(OUTCOMES)}, of a file with that many ranks.",
+        f"# {', '.join(OUTCOMES)}, of a file with that many ranks, without those that race.",
         "[totals]",
-        *(f'"{name}" = {totals}' for name, totals in sorted((expected.get("totals", {}) | run).items())),
+        *(f'"{name}" = {totals}' for name, totals in sorted((expected.get("totals", {}) | totals).items())),
     ]
-    for group in groups:
-        if group["tests"]:
-            lines += ["", "[[failures]]", f'class = "{group["class"]}"', f"reason = {json.dumps(group['reason'])}"]
-            lines += ["tests = [", *(f'    "{test}",' for test in sorted(group["tests"])), "]"]
+    for (name, reason), tests in sorted(groups.items()):
+        if tests:
+            lines += ["", "[[failures]]", f'class = "{name}"', f"reason = {json.dumps(reason)}"]
+            lines += ["tests = [", *(f'    "{test}",' for test in sorted(tests)), "]"]
     EXPECTED.write_text("\n".join(lines) + "\n")

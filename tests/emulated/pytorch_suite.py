@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.emulated import pytorch_expected
-from tests.emulated.pytorch_run import Result, run_file
+from tests.emulated.pytorch_run import OUTCOMES, Result, run_file
 
 TESTS = pathlib.Path("test", "distributed")
 FILES = (
@@ -30,7 +30,7 @@ FILES = (
         f"_composable/fsdp/test_fully_shard_{name}.py"
         for name in (
             *("training", "comm", "state_dict", "memory", "autograd", "extensions", "frozen", "state"),
-            *("clip_grad_norm_", "init", "mixed_precision", "grad_scaler", "ignore_params", "logging", "overlap"),
+            *("clip_grad_norm_", "init", "mixed_precision", "grad_scaler", "ignore_params", "logging"),
         )
     ),
     "_composable/test_replicate_training.py",
@@ -50,16 +50,9 @@ FILES = (
 NEEDED = ("pytest", "expecttest", "numpy")
 
 
-def table(results: Sequence[Result]) -> str:
-    counts = Counter((result.file, result.ranks, result.outcome) for result in results)
-    lines = [f"{'file':60} {'ranks':>5} {'passed':>7} {'failed':>7} {'skipped':>7}"]
-    runs = list(dict.fromkeys((result.file, result.ranks) for result in results))
-    for file, ranks in runs:
-        each = [counts[file, ranks, outcome] for outcome in ("passed", "failed", "skipped")]
-        lines.append(f"{file:60} {ranks:5} " + " ".join(f"{count:7}" for count in each))
-    total = Counter(result.outcome for result in results)
-    lines.append(f"{'':66} " + " ".join(f"{total[outcome]:7}" for outcome in ("passed", "failed", "skipped")))
-    return "\n".join(lines)
+def row(head: str, results: Sequence[Result]) -> str:
+    counts = Counter(result.outcome for result in results)
+    return head + " " + " ".join(f"{counts[outcome]:7}" for outcome in OUTCOMES)
 
 
 def versions(checkout: pathlib.Path) -> dict[str, str]:
@@ -69,7 +62,8 @@ def versions(checkout: pathlib.Path) -> dict[str, str]:
     return {"torch": importlib.metadata.version("torch").split("+")[0], "tests": tests}
 
 
-def main() -> int:
+def options() -> argparse.Namespace:
+    """What the command was told; ``files`` are those of the checkout, ``missing`` those that it lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pytorch", type=pathlib.Path, required=True, metavar="DIR", help="a checkout of PyTorch")
     parser.add_argument("--ranks", default="2,4", help="how many devices the tests see, one run for each number")
@@ -79,43 +73,57 @@ def main() -> int:
         "--no-late-completion", action="store_true", help="copies happen at once; compares with nothing"
     )
     parser.add_argument("--write", action="store_true", help="make what comes out the expectation")
-    options = parser.parse_args()
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.ranks):
-        parser.error(f"--ranks: {options.ranks} is not a list of numbers such as 2,4")
-    wanted = [file for file in FILES if not options.file or any(part in file for part in options.file)]
+    told = parser.parse_args()
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", told.ranks):
+        parser.error(f"--ranks: {told.ranks} is not a list of numbers such as 2,4")
+    wanted = [file for file in FILES if not told.file or any(part in file for part in told.file)]
     if not wanted:
-        parser.error(f"--file: no file has {' or '.join(options.file)} in its path")
-    tests = (options.pytorch / TESTS).resolve()
-    present = [file for file in wanted if (tests / file).is_file()]
-    if not present:
-        parser.error(f"--pytorch: {options.pytorch} has none of the {len(wanted)} files, such as {TESTS / wanted[0]}")
+        parser.error(f"--file: no file has {' or '.join(told.file)} in its path")
+    tests = told.pytorch / TESTS
+    told.files = [file for file in wanted if (tests / file).is_file()]
+    told.missing = [file for file in wanted if file not in told.files]
+    if not told.files:
+        parser.error(f"--pytorch: {told.pytorch} has none of the {len(wanted)} files, such as {TESTS / wanted[0]}")
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         parser.error(f"PyTorch's tests need {', '.join(absent)}: pip install {' '.join(absent)}")
+    return told
 
+
+def run(told: argparse.Namespace) -> list[Result]:
+    """Every file with every number of ranks, one after the other; prints each as it is done."""
     results: list[Result] = []
-    for ranks in map(int, options.ranks.split(",")):
-        for file in present:
-            results += run_file(tests, file, ranks, late=not options.no_late_completion)
-            print(table([each for each in results if (each.file, each.ranks) == (file, ranks)]), flush=True)
-            if options.log:
-                with options.log.open("a") as log:
-                    for each in results:
-                        if each.outcome == "failed" and (each.file, each.ranks) == (file, ranks):
-                            log.write(f"==== {each.name}\n{each.text}\n")
+    for ranks in map(int, told.ranks.split(",")):
+        for file in told.files:
+            done = run_file((told.pytorch / TESTS).resolve(), file, ranks, late=not told.no_late_completion)
+            print(row(f"{file:60} {ranks:5}", done), flush=True)
+            if told.log:
+                with told.log.open("a") as log:
+                    log.writelines(f"==== {each.name}\n{each.text}\n" for each in done if each.outcome == "failed")
+            results += done
+    return results
 
-    print(table(results))
-    for file in wanted:
-        if file not in present:
-            print(f"not in this checkout: {file}")
+
+def main() -> int:
+    told = options()
+    print(f"{'file':60} {'ranks':>5} " + " ".join(f"{outcome:>7}" for outcome in OUTCOMES))
+    results = run(told)
+    print(row(" " * 66, results))
+    for file in told.missing:
+        print(f"not in this checkout: {file}")
     for result in results:
         if result.outcome in ("failed", "undone"):
-            print(f"{result.outcome} {result.name}: {result.why[:200]}")
-    if options.no_late_completion:
+            where = f"{result.name} with {result.ranks} ranks"
+            print(f"{result.outcome}: {where}: {pytorch_expected.class_of(result)}: {result.why[:200]}")
+    for reason, count in Counter(result.text for result in results if result.outcome == "skipped").most_common():
+        print(f"skipped: {count}: {reason.removeprefix('Skipped: ')}")
+    if told.no_late_completion:
         return 0
-    if options.write:
-        pytorch_expected.write(results, versions(options.pytorch))
+    if told.write:
+        pytorch_expected.write(results, versions(told.pytorch))
         return 0
-    print(pytorch_expected.comparison(versions(options.pytorch)))
+    print(pytorch_expected.comparison(versions(told.pytorch)))
+    for unlisted in pytorch_expected.unlisted(results):
+        print(f"no totals are listed for {unlisted}")
     surprises = pytorch_expected.surprises(results)
     print("\n".join(surprises) if surprises else "everything is as expected")
     return 1 if surprises else 0

@@ -65,7 +65,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_table_counts_what_became_of_each_test(suite: Run) -> None:
-    assert ["test_device_mesh.py", "3", "2", "3", "1"] in [line.split() for line in suite.stdout.splitlines()]
+    assert ["test_device_mesh.py", "3", "2", "3", "1", "0"] in [line.split() for line in suite.stdout.splitlines()]
 
 
 def test_a_test_that_names_cuda_gets_the_emulated_device(suite: Run) -> None:
@@ -73,12 +73,15 @@ def test_a_test_that_names_cuda_gets_the_emulated_device(suite: Run) -> None:
 
 
 def test_a_test_that_ends_the_process_fails_and_the_rest_of_the_file_runs(suite: Run) -> None:
-    assert "test_device_mesh.py@3::TestDevice.test_b_process_ends: the process ended with exit code 7" in suite.stdout
-    assert "test_device_mesh.py@3::TestDevice.test_d_failure: RuntimeError: in the test" in suite.stdout
+    assert (
+        "test_device_mesh.py::TestDevice.test_b_process_ends with 3 ranks: gap: the process ended with exit code 7"
+        in suite.stdout
+    )
+    assert "test_device_mesh.py::TestDevice.test_d_failure with 3 ranks: gap: RuntimeError: in the test" in suite.stdout
 
 
 def test_what_pytorch_skips_after_a_failure_is_run_apart(suite: Run) -> None:
-    assert "TestSharedProcesses.test_a_failure: AssertionError: first" in suite.stdout
+    assert "TestSharedProcesses.test_a_failure with 3 ranks: gap: AssertionError: first" in suite.stdout
     assert "test_b_after_it" not in suite.stdout
 
 
@@ -113,8 +116,8 @@ def test_what_was_written_is_no_surprise() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "words"),
     [
-        ("failed", "failed", "failed, and expected to pass: test_x.py@2::T.test_a"),
-        ("passed", "passed", "passed, and expected to fail: test_x.py@2::T.test_b (cuda)"),
+        ("failed", "failed", "failed, and expected to pass: test_x.py::T.test_a with 2 ranks"),
+        ("passed", "passed", "passed, and expected to fail: test_x.py::T.test_b with 2 ranks (cuda)"),
         ("skipped", "failed", "test_x.py@2: 1 failed, 1 skipped, and expected: 1 passed, 1 failed"),
         ("undone", "failed", "test_x.py@2: 1 failed, 1 undone, and expected: 1 passed, 1 failed"),
     ],
@@ -122,6 +125,14 @@ def test_what_was_written_is_no_surprise() -> None:
 def test_a_surprise_in_either_direction_is_told(a: Outcome, b: Outcome, words: str) -> None:
     found = pytorch_expected.surprises([_result("T.test_a", a), _result("T.test_b", b)])
     assert any(each.startswith(words) for each in found), found
+
+
+def test_a_test_that_races_is_no_surprise(expectation: pathlib.Path) -> None:
+    expectation.write_text(
+        expectation.read_text().replace('class = "cuda"', 'class = "race"').replace("[1, 1,", "[1, 0,")
+    )
+    for outcome in ("passed", "failed"):
+        assert pytorch_expected.surprises([_result("T.test_a", "passed"), _result("T.test_b", outcome)]) == []
 
 
 def test_writing_one_file_keeps_the_others_and_the_reasons(expectation: pathlib.Path) -> None:
