@@ -26,7 +26,7 @@ function stateOf(hash) {
   const given = Object.fromEntries(new URLSearchParams(hash.replace(/^#/, "")));
   const found = initial();
   const one = caseById.get(given.case);
-  if (one) for (const axis of AXES) found[axis] = one[axis];
+  if (one) for (const axis of AXES) found[axis] = one[axis] || ANY;
   for (const axis of [...AXES, "device"]) {
     if (given[axis] === ANY || choices(axis).includes(given[axis])) found[axis] = given[axis];
   }

@@ -32,7 +32,7 @@ class Column:
     """An environment as the head of a column.
 
     torch: its version, in short. more: what tells it from another column of the same torch and device, mostly empty.
-    anchor: names it in a link. incomplete: why not all of its cases ran, or empty.
+    anchor: names it in a link. packages: with their versions, and Python's. incomplete: why not all of its cases ran, or empty.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Column:
     device: str
     anchor: str
     options: str
+    packages: str
     incomplete: str
 
 
@@ -95,8 +96,13 @@ def _column(environment: Environment) -> Column:
         device=environment.device,
         anchor=re.sub(r"[^\w.]+", "-", environment.name).strip("-"),
         options=environment.rerun_options,
+        packages=", ".join(f"{name} {package}" for name, package in _versions(environment).items()),
         incomplete=environment.ended if not environment.complete else "",
     )
+
+
+def _versions(environment: Environment) -> dict[str, str]:
+    return {**environment.packages, "Python": environment.python or "unknown"}
 
 
 def _is_used(merged: MergedReport, axis: str, value: str) -> bool:
