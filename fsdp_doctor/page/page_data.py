@@ -32,7 +32,8 @@ class Column:
     """An environment as the head of a column.
 
     torch: its version, in short. more: what tells it from another column of the same torch and device, mostly empty.
-    anchor: names it in a link. packages: with their versions, and Python's. incomplete: why not all of its cases ran, or empty.
+    anchor: names it in a link. packages: with their versions, and Python's. incomplete: why not all of its cases ran,
+    or empty.
     """
 
     name: str
