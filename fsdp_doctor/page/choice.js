@@ -1,7 +1,7 @@
 // What is chosen: strategy, offload and the others, and the open cell. The address has it, so that it can be shared.
 
 function choices(axis) {
-  if (axis === "device") return [...new Set(data.environments.map((one) => one.device))];
+  if (axis === "device") return [...new Set(data.environments.map((one) => one.device))].filter((device) => device !== data.nowhere);
   return data.axes[axis].filter((value) => value && cases.some((one) => one[axis] === value));
 }
 

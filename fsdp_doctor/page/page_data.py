@@ -19,7 +19,7 @@ from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind
-from fsdp_doctor.versions.merged import Environment, MergedCase, MergedReport, Outcome
+from fsdp_doctor.versions.merged import NOWHERE, Environment, MergedCase, MergedReport, Outcome
 
 _NO_RESULT = -1
 _KINDS = get_args(VerdictKind)
@@ -83,18 +83,20 @@ def page_data(merged: MergedReport) -> dict[str, Any]:
         "cases": cases,
         "signatures": _signatures(known_failures()),
         "device": DEVICE,
+        "nowhere": NOWHERE,
         "texts": texts.texts,
     }
 
 
 def _column(environment: Environment) -> Column:
     version = re.sub(r"^torch (\S+), .*|.*", r"\1", environment.name, flags=re.DOTALL)
-    more = environment.name.removeprefix(f"torch {version}, {environment.device}").strip(", ")
+    device = environment.device if environment.world_size else NOWHERE
+    more = environment.name.removeprefix(f"torch {version}, {device}").strip(", ")
     return Column(
         name=environment.name,
         torch=version or "?",
         more=more,
-        device=environment.device,
+        device=device,
         anchor=re.sub(r"[^\w.]+", "-", environment.name).strip("-"),
         options=environment.rerun_options,
         packages=", ".join(f"{name} {package}" for name, package in _versions(environment).items()),
