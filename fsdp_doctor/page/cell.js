@@ -28,7 +28,7 @@ function knownPart(id) {
 function sheet(one, column) {
   const outcome = one.outcomes[column.index];
   const command = ["fsdp-doctor probe", column.options, `--case '${one.id}'`].filter(Boolean).join(" ");
-  const parts = [element("p", {}, element("code", {}, one.id), element("br"), column.name)];
+  const parts = [element("p", {}, element("code", {}, one.id), element("br"), column.name, element("br"), element("small", {}, column.packages))];
   const kind = outcome ? outcome.kind : "not run";
   parts.push(element("p", {}, verdict(kind), ` ${meanings.get(kind)}`));
   if (!outcome && column.incomplete) parts.push(element("p", {}, `Its run is incomplete: ${column.incomplete}`));

@@ -1,7 +1,7 @@
 // What is chosen: strategy, offload and the others, and the open cell. The address has it, so that it can be shared.
 
 function choices(axis) {
-  if (axis === "device") return [...new Set(data.environments.map((one) => one.device))];
+  if (axis === "device") return [...new Set(data.environments.map((one) => one.device))].filter((device) => device !== data.nowhere);
   return data.axes[axis].filter((value) => value && cases.some((one) => one[axis] === value));
 }
 
@@ -26,7 +26,7 @@ function stateOf(hash) {
   const given = Object.fromEntries(new URLSearchParams(hash.replace(/^#/, "")));
   const found = initial();
   const one = caseById.get(given.case);
-  if (one) for (const axis of AXES) found[axis] = one[axis];
+  if (one) for (const axis of AXES) found[axis] = one[axis] || ANY;
   for (const axis of [...AXES, "device"]) {
     if (given[axis] === ANY || choices(axis).includes(given[axis])) found[axis] = given[axis];
   }

@@ -11,6 +11,11 @@ function chosenColumns() {
     .filter((one) => state.device === ANY || one.device === state.device);
 }
 
+// An environment in which nothing of this was to run has no column; one whose run was cut short has.
+function hasColumn(column, rows) {
+  return Boolean(column.incomplete) || rows.some((one) => one.outcomes[column.index]);
+}
+
 function columnHead(column, rows) {
   const ran = rows.map((one) => one.outcomes[column.index]).filter(Boolean);
   const ok = ran.filter((outcome) => outcome.kind === "ok").length;
@@ -62,11 +67,14 @@ function grouped(rows) {
 
 function showMatrix(most = MOST_ROWS) {
   const rows = chosenCases();
-  const columns = chosenColumns();
+  const chosen = chosenColumns();
+  const columns = chosen.filter((column) => hasColumn(column, rows));
+  const without = chosen.length - columns.length;
   const place = document.getElementById("matrix");
   place.replaceChildren();
   document.getElementById("count").textContent =
-    `${rows.length} of ${cases.length} cases, ${columns.length} of ${data.environments.length} environments`;
+    `${rows.length} of ${cases.length} cases, ${columns.length} of ${data.environments.length} environments`
+    + (rows.length && without ? `; in ${without} more these cases did not run` : "");
   if (!rows.length) {
     place.append(element("p", { className: "more" }, "No case is like this; choose “any” somewhere."));
     return;

@@ -19,7 +19,7 @@ from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind
-from fsdp_doctor.versions.merged import Environment, MergedCase, MergedReport, Outcome
+from fsdp_doctor.versions.merged import NOWHERE, Environment, MergedCase, MergedReport, Outcome
 
 _NO_RESULT = -1
 _KINDS = get_args(VerdictKind)
@@ -32,7 +32,8 @@ class Column:
     """An environment as the head of a column.
 
     torch: its version, in short. more: what tells it from another column of the same torch and device, mostly empty.
-    anchor: names it in a link. incomplete: why not all of its cases ran, or empty.
+    anchor: names it in a link. packages: with their versions, and Python's. incomplete: why not all of its cases ran,
+    or empty.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Column:
     device: str
     anchor: str
     options: str
+    packages: str
     incomplete: str
 
 
@@ -81,22 +83,29 @@ def page_data(merged: MergedReport) -> dict[str, Any]:
         "cases": cases,
         "signatures": _signatures(known_failures()),
         "device": DEVICE,
+        "nowhere": NOWHERE,
         "texts": texts.texts,
     }
 
 
 def _column(environment: Environment) -> Column:
     version = re.sub(r"^torch (\S+), .*|.*", r"\1", environment.name, flags=re.DOTALL)
-    more = environment.name.removeprefix(f"torch {version}, {environment.device}").strip(", ")
+    device = environment.device if environment.world_size else NOWHERE
+    more = environment.name.removeprefix(f"torch {version}, {device}").strip(", ")
     return Column(
         name=environment.name,
         torch=version or "?",
         more=more,
-        device=environment.device,
+        device=device,
         anchor=re.sub(r"[^\w.]+", "-", environment.name).strip("-"),
         options=environment.rerun_options,
+        packages=", ".join(f"{name} {package}" for name, package in _versions(environment).items()),
         incomplete=environment.ended if not environment.complete else "",
     )
+
+
+def _versions(environment: Environment) -> dict[str, str]:
+    return {**environment.packages, "Python": environment.python or "unknown"}
 
 
 def _is_used(merged: MergedReport, axis: str, value: str) -> bool:

@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 import fsdp_doctor
 from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.versions.child_process import child_process, kill_with_all_it_started
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -86,15 +87,17 @@ def variables_of_another_python(**more: str) -> dict[str, str]:
 
 
 def _run(command: list[str], log: IO[str]) -> None:
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables_of_another_python()
-        )
+        with child_process(
+            command, kill_with_all_it_started, env=variables_of_another_python(), **streams
+        ) as installer:
+            output, _ = installer.communicate()
     except OSError as error:
         raise CannotRun(f"{command[0]} cannot be started: {error.strerror or error}") from None
-    log.write(done.stdout)
-    if done.returncode:
-        raise CannotRun(reason_of(done.stdout) or f"{command[0]} ended with exit code {done.returncode}")
+    log.write(output)
+    if installer.returncode:
+        raise CannotRun(reason_of(output) or f"{command[0]} ended with exit code {installer.returncode}")
 
 
 def reason_of(output: str) -> str:

@@ -11,7 +11,7 @@ from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.versions.columns import MergedColumn, columns_of, joined
-from fsdp_doctor.versions.merged import Environment, MergedCase, MergedReport, Outcome
+from fsdp_doctor.versions.merged import NOWHERE, Environment, MergedCase, MergedReport, Outcome
 from fsdp_doctor.versions.statements import VersionRow, machine, public, statement, version_order, version_rows
 
 
@@ -58,13 +58,20 @@ def _name_beside(file: pathlib.Path, merged: pathlib.Path | None, parts: int) ->
 
 def _place_in_order(column: MergedColumn) -> tuple[object, ...]:
     environment = column.environment
-    return (machine(environment), version_order(public(environment.torch)), environment.created, environment.reports)
+    never_made = environment.world_size == 0
+    return (
+        never_made,
+        machine(environment),
+        version_order(public(environment.torch)),
+        environment.created,
+        environment.reports,
+    )
 
 
 def _named(environments: Sequence[Environment]) -> list[Environment]:
     """With names that tell them apart: torch and device, and as much more as it takes."""
     short = [
-        f"torch {public(one.torch) or 'unknown'}, {one.device if one.world_size else 'not run'}" for one in environments
+        f"torch {public(one.torch) or 'unknown'}, {one.device if one.world_size else NOWHERE}" for one in environments
     ]
     longer = [
         ", ".join([name, machine(one), *(f"{key} {value}" for key, value in _others(one, environments))])

@@ -21,6 +21,7 @@ from fsdp_doctor.machine.environment import home_as_tilde, without_torch
 from fsdp_doctor.machine.versions import at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
+from fsdp_doctor.versions.child_process import child_process
 from fsdp_doctor.versions.installing import (
     copy_of_the_doctor,
     exact_versions,
@@ -133,10 +134,14 @@ class Program:
         take, Interrupted where a signal ended it: either would end the next version, too.
         """
         command = [str(self.python), "-m", "fsdp_doctor", "probe", *options, "--format", "lines"]
-        with open(log, "a", encoding="utf-8") as file:
-            # In a session of its own: a signal that the terminal sends comes to us, and we end it, once.
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=self._variables, start_new_session=True)
-            code = _waited_for(process)
+        with (
+            open(log, "a", encoding="utf-8") as file,
+            # Where this process is to end, the probe writes its partial report first.
+            child_process(
+                command, subprocess.Popen.terminate, stdout=file, stderr=file, env=self._variables
+            ) as process,
+        ):
+            code = process.wait()
         said = _last_sentence(log)
         match code:
             case 0 | 1:
@@ -168,16 +173,6 @@ class Program:
     @property
     def _variables(self) -> dict[str, str]:
         return variables_of_another_python(PYTHONPATH=str(self.path))
-
-
-def _waited_for(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. Where this process is to end, it writes its partial report first."""
-    try:
-        return process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
 
 
 def _device_options(options: Sequence[str], program: Program) -> list[str]:

@@ -178,3 +178,11 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
     same = str(tmp_path / "x")
     done = doctor("merge", report, "--html", same, "--json", same)
     assert (done.code, done.stderr) == (2, "fsdp-doctor: two of --json, --html name the same file\n")
+
+
+def test_a_version_that_could_not_be_made_is_the_last_column_and_of_no_device() -> None:
+    never = pages.report_of("2.9", [], device="auto", world_size=0, complete=False, ended="torch 2.9 does not install")
+    merged = merge({"never.json": never, "ran.json": pages.report_of("2.13.0", pages.results_of("2.13.0")[:3])})
+    _, last = page_data(merged)["environments"]
+    assert (last["torch"], last["device"], last["more"]) == ("2.9", page_data(merged)["nowhere"], "")
+    assert last["incomplete"] == "torch 2.9 does not install"
