@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-import pytest
 import torch
 from support.ranks import Setting, accelerator, on_ranks, this_device, together
 from torch import nn

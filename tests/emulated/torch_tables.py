@@ -240,18 +240,18 @@ def modules(dtype: torch.dtype, *, one_in: int = 1, samples: int | None = None) 
     for info in [info for info in module_db if dtype in info.dtypes][::one_in]:
         for training in (False, True):
             given = info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=training)
-            outcomes = [outcome_of(_module(info, each, training)) for each in islice(given, samples)]
+            outcomes = [outcome_of(_module(info, each, training, dtype)) for each in islice(given, samples)]
             worst = max(outcomes, key=lambda each: _WORST.index(each[0]), default=("skipped", "no samples"))
             yield Entry("module", f"{info.name}{' training' if training else ''}", str(dtype)[6:], *worst)
 
 
-def _module(info: Any, given: Any, training: bool) -> Callable[[str], Any]:
+def _module(info: Any, given: Any, training: bool, dtype: torch.dtype) -> Callable[[str], Any]:
     def run(device: str) -> Any:
         made = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train(training)
         inputs = (given.forward_input.args, given.forward_input.kwargs)
         args, kwargs = copied(inputs, device)
         torch.manual_seed(0)
-        output = made.to(device)(*args, **kwargs)
+        output = made.to(device, dtype)(*args, **kwargs)
         graded = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
         wanted = [parameter for parameter in made.parameters() if parameter.requires_grad]
         ones = [torch.ones_like(each) for each in graded]
