@@ -43,3 +43,22 @@ def test_a_mesh_chooses_the_device_by_local_rank() -> None:
         "dist.init_device_mesh('emulated', (1,)); print(torch.emulated.current_device())"
     )
     assert python_prints(code, env={"LOCAL_RANK": "3"}) == "3\n"
+
+
+_DESTROYED = """
+import torch, torch.distributed as dist, fsdp_doctor.emulated
+dist.init_process_group("cpu:gloo,emulated:emulated", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(2, device="emulated")
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+try: dist.all_reduce(tensor)
+except ValueError as error: print(error)
+print(tensor.sum().item())
+"""
+
+
+def test_a_tensor_outlives_its_process_group_and_a_collective_on_it_is_refused_by_torch() -> None:
+    assert python_prints(_DESTROYED).splitlines() == [
+        "Default process group has not been initialized, please make sure to call init_process_group.",
+        "2.0",
+    ]

@@ -31,7 +31,12 @@ else:
     import tomli as tomllib
 
 DEVICE = "emulated"
-DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64")
+DTYPES = (
+    *("float32", "float64", "bfloat16", "float16"),
+    *("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
+    *("complex32", "complex64", "complex128"),
+)
 EXCEPTIONS = pathlib.Path(__file__).with_name("torch_tables.toml")
 
 Table = Literal["forward", "backward", "in place", "error", "module", "optimizer"]
@@ -56,17 +61,28 @@ class Entry:
 # Comparing
 
 
-def to_device(value: Any) -> Any:
-    """The same tensors on the device, as leaves of their own, with the strides that they have."""
+def copied(value: Any, device: str) -> Any:
+    """The same tensors on the device, as leaves of their own, with the strides and the memory that they have."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.detach().to(DEVICE).requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, torch.device) or leaf == "cpu":
-            return torch.device(DEVICE)
+            return _copied_tensor(leaf.detach(), device).requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf == "cpu"):
+            return torch.device(device)
         return leaf
 
     return tree_map(move, value)
+
+
+def _copied_tensor(tensor: Tensor, device: str) -> Tensor:
+    if tensor.layout != torch.strided:
+        return tensor.to(device, copy=True)
+    if tensor.is_conj() or tensor.is_neg():
+        undone = tensor.conj() if tensor.is_conj() else torch._neg_view(tensor)
+        again = _copied_tensor(undone, device)
+        return again.conj() if tensor.is_conj() else torch._neg_view(again)
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return memory.to(device, copy=True).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -153,18 +169,13 @@ def _of_samples(table: Table, name: str, dtype: torch.dtype, samples: Sequence[S
     return Entry(table, name, str(dtype)[6:], *worst)
 
 
-def _arguments(sample: Sample, device: str, clone: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    arguments = ((sample.input, *sample.args), dict(sample.kwargs))
-    if device != "cpu":
-        return to_device(arguments)
-    if clone:
-        return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments)
-    return arguments
+def _arguments(sample: Sample, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return copied(((sample.input, *sample.args), dict(sample.kwargs)), device)
 
 
 def _forward(op: Callable[..., Any], sample: Sample) -> Callable[[str], Any]:
     def run(device: str) -> Any:
-        args, kwargs = _arguments(sample, device, clone=True)
+        args, kwargs = _arguments(sample, device)
         with torch.no_grad():
             return op(*args, **kwargs)
 
@@ -223,26 +234,24 @@ def _as_expected(error: Exception, expected: Any) -> tuple[Outcome, str]:
     return "differs", f"{type(error).__name__}: {str(error)[:80]}, not {expected.error_regex[:60]}".replace("\n", " ")
 
 
-def modules(*, one_in: int = 1, samples: int | None = None) -> Iterator[Entry]:
+def modules(dtype: torch.dtype, *, one_in: int = 1, samples: int | None = None) -> Iterator[Entry]:
     from torch.testing._internal.common_modules import module_db
 
-    for info in module_db[::one_in]:
+    for info in [info for info in module_db if dtype in info.dtypes][::one_in]:
         for training in (False, True):
-            given = islice(
-                info.module_inputs_func(info, "cpu", torch.float32, requires_grad=False, training=training), samples
-            )
-            outcomes = [outcome_of(_module(info, each, training)) for each in given]
-            worst = max(outcomes, key=lambda each: _WORST.index(each[0]), default=("skipped", ""))
-            yield Entry("module", f"{info.name}{' training' if training else ''}", "float32", *worst)
+            given = info.module_inputs_func(info, "cpu", dtype, requires_grad=False, training=training)
+            outcomes = [outcome_of(_module(info, each, training, dtype)) for each in islice(given, samples)]
+            worst = max(outcomes, key=lambda each: _WORST.index(each[0]), default=("skipped", "no samples"))
+            yield Entry("module", f"{info.name}{' training' if training else ''}", str(dtype)[6:], *worst)
 
 
-def _module(info: Any, given: Any, training: bool) -> Callable[[str], Any]:
+def _module(info: Any, given: Any, training: bool, dtype: torch.dtype) -> Callable[[str], Any]:
     def run(device: str) -> Any:
         made = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train(training)
         inputs = (given.forward_input.args, given.forward_input.kwargs)
-        args, kwargs = to_device(inputs) if device != "cpu" else inputs
+        args, kwargs = copied(inputs, device)
         torch.manual_seed(0)
-        output = made.to(device)(*args, **kwargs)
+        output = made.to(device, dtype)(*args, **kwargs)
         graded = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
         wanted = [parameter for parameter in made.parameters() if parameter.requires_grad]
         ones = [torch.ones_like(each) for each in graded]
@@ -256,19 +265,22 @@ def optimizers() -> Iterator[Entry]:
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:
-        outcomes = [outcome_of(_optimizer(info, given)) for given in info.optim_inputs_func(device="cpu")]
-        worst = max(outcomes, key=lambda each: _WORST.index(each[0]), default=("skipped", ""))
-        yield Entry("optimizer", info.name, "float32", *worst)
+        # The default of the CPU is one tensor after the other, that of the device is foreach: each is asked for.
+        for kind in [kind for kind in ("", "foreach", "fused") if not kind or kind in info.supported_impls]:
+            given = info.optim_inputs_func(device="cpu")
+            outcomes = [outcome_of(_optimizer(info, each, kind)) for each in given]
+            worst = max(outcomes, key=lambda each: _WORST.index(each[0]), default=("skipped", "no samples"))
+            yield Entry("optimizer", f"{info.name} {kind}".strip(), "float32", *worst)
 
 
-def _optimizer(info: Any, given: Any) -> Callable[[str], Any]:
+def _optimizer(info: Any, given: Any, kind: str) -> Callable[[str], Any]:
     def run(device: str) -> Any:
-        made = torch.nn.Linear(4, 3)
-        inputs = torch.randn(5, 4)
-        made, inputs = made.to(device), inputs.to(device)
-        # The CPU's default is one tensor after the other.
-        options = {"foreach": False, **given.kwargs} if "foreach" in info.supported_impls else given.kwargs
-        optimizer = info.optim_cls(made.parameters(), **to_device(options) if device != "cpu" else options)
+        made = torch.nn.Linear(4, 3).to(device)
+        inputs = torch.randn(5, 4).to(device)
+        options = copied(given.kwargs, device)
+        if "foreach" in info.supported_impls:
+            options |= {"foreach": False} | ({kind: True} if kind else {})
+        optimizer = info.optim_cls(made.parameters(), **options)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -302,8 +314,8 @@ def unforeseen(entries: Sequence[Entry], known: dict[str, str]) -> list[Entry]:
 def run_tables(dtypes: Sequence[str], one_in: int, samples: int | None) -> Iterator[Entry]:
     for dtype in dtypes:
         yield from operators(getattr(torch, dtype), one_in=one_in, samples=samples)
+        yield from modules(getattr(torch, dtype), one_in=one_in, samples=samples)
     yield from errors(one_in=one_in)
-    yield from modules(one_in=one_in, samples=samples)
     yield from optimizers()
 
 
@@ -319,11 +331,12 @@ def summary(entries: Sequence[Entry]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="of the operators; all by default")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="of the operators and modules; all by default")
     parser.add_argument("--one-in", type=int, default=1, metavar="N", help="every Nth entry of a table")
     parser.add_argument("--samples", type=int, help="at most so many of an entry")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the samples are small
     known = exceptions()
     entries = []
     for entry in run_tables(options.dtypes.split(","), options.one_in, options.samples):

@@ -33,6 +33,11 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::
   return view.to_device(counts.to(self.scalar_type()), self.device().index());
 }
 
+// The CPU's own kernel has other errors.
+Tensor narrow_copy(const Tensor& self, int64_t dim, int64_t start, int64_t length) {
+  return self.narrow(dim, start, length).clone(at::MemoryFormat::Contiguous);
+}
+
 bool is_given(const MaybeTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
@@ -294,6 +299,7 @@ void batch_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 void register_cuda_kernels(torch::Library& kernels) {
   kernels.impl("histc", TORCH_FN(histc));
+  kernels.impl("narrow_copy", TORCH_FN(narrow_copy));
   kernels.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
   kernels.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
   kernels.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));

@@ -422,17 +422,26 @@ bool waits_for_the_host(const std::string& name) {
   return kWaits.count(name) > 0;
 }
 
-// A composite that would come down to many kernels, where the CPU's has a kernel of its own for it.
+// A composite that would come down to many kernels, where the CPU has a kernel of its own for it, or to one that asks
+// for the device's own.
 bool whole_on_the_host(const std::string& name) {
-  static const std::unordered_set<std::string> kWhole{"aten::convolution", "aten::convolution_backward"};
+  static const std::unordered_set<std::string> kWhole{
+      "aten::conj_physical_", "aten::convolution", "aten::convolution_backward"};
   return name.rfind("aten::_foreach_", 0) == 0 || kWhole.count(name) > 0;
 }
 
 bool is_ours(const std::string& name) {
   static const std::unordered_set<std::string> kOurs{
       "aten::_foreach_copy_", "aten::_has_compatible_shallow_copy_type", "aten::copy_", "aten::histc",
-      "aten::native_batch_norm", "aten::native_batch_norm_backward", "aten::record_stream"};
+      "aten::narrow_copy", "aten::native_batch_norm", "aten::native_batch_norm_backward", "aten::record_stream"};
   return kOurs.count(name) > 0;
+}
+
+void check_dense(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tensor.layout() == at::kStrided,
+      "the emulated device has dense tensors alone, and this one is ",
+      tensor.layout());
 }
 
 } // namespace
@@ -473,6 +482,7 @@ at::Tensor HostView::to_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kEmulated) {
     return tensor;
   }
+  check_dense(tensor);
   // One tensor that is given twice is one on the host: kernels ask whether what they write is what they read.
   for (const auto& [own, host] : tensors_) {
     if (own.is_same(tensor)) {
@@ -487,6 +497,7 @@ at::Tensor HostView::to_device(const at::Tensor& host, c10::DeviceIndex device) 
   if (!host.defined() || !host.device().is_cpu()) {
     return host;
   }
+  check_dense(host);
   for (const auto& [own, its_host] : tensors_) {
     if (its_host.is_same(host)) {
       return own;

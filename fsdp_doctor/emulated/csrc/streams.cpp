@@ -201,18 +201,21 @@ void poison_reads(const void* memory, size_t nbytes, c10::Stream owner, const st
   std::lock_guard<std::mutex> lock(mutex);
   const auto& own = queues[name_of(owner)].items;
   for (auto& [name, queue] : queues) {
-    if (name == name_of(owner) || std::find(recorded.begin(), recorded.end(), name.second) != recorded.end()) {
-      continue;
-    }
+    const bool may_read =
+        name == name_of(owner) || std::find(recorded.begin(), recorded.end(), name.second) != recorded.end();
     for (auto& item : queue.items) {
       const auto* from = static_cast<const char*>(item.copy.from);
+      if (item.kind != Kind::to_host || from < begin || begin + nbytes <= from) {
+        continue;
+      }
       const auto waits = [&, other = name](const Item& one) {
         return one.kind == Kind::wait && one.other == other && one.through >= item.number;
       };
-      if (item.kind == Kind::to_host && begin <= from && from < begin + nbytes &&
-          std::none_of(own.begin(), own.end(), waits)) {
+      if (!may_read && std::none_of(own.begin(), own.end(), waits)) {
         std::memset(item.bytes.get(), 0xff, item.copy.nbytes);
       }
+      // The next tensor at this address is another one.
+      item.copy.from = nullptr;
     }
   }
 }
