@@ -27,6 +27,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/emulated.py
+	$(BIN)/python benchmarks/emulated_training.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -28,6 +28,8 @@ def _matrix_table() -> str:
     rows = ["| torch | device | ranks | transformers | ok | bad | not run |", "|---|---|---|---|---|---|---|"]
     cases = [case for case in _MERGED.cases if not is_framework_id(case.id)]
     for number, one in enumerate(_MERGED.environments):
+        if all(case.outcomes[number] is None for case in cases):
+            continue
         device = one.accelerators[0] if one.accelerators else one.device
         cells = (one.torch, device, one.world_size, one.packages["transformers"], *_counts(number, cases))
         rows.append(f"| {' | '.join(map(str, cells))} |")
@@ -41,8 +43,10 @@ def _frameworks_table() -> str:
         cases = [case for case in _MERGED.cases if case.id.startswith(f"{framework}:")]
         for number, one in enumerate(_MERGED.environments):
             if any(case.outcomes[number] is not None for case in cases):
-                versions = (one.torch, *(one.packages[name] for name in packages))
-                rows.append(f"| {' | '.join(map(str, (framework, *versions, *_counts(number, cases))))} |")
+                own = "" if framework in packages else one.packages.get(framework, "")
+                name = f"{framework} {own}".strip()
+                versions = (one.torch, *(one.packages[package] for package in packages))
+                rows.append(f"| {' | '.join(map(str, (name, *versions, *_counts(number, cases))))} |")
     return "\n".join(rows)
 
 
