@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 
 import pytest
@@ -52,6 +53,34 @@ def test_a_group_that_some_ranks_are_no_part_of_is_split_off() -> None:
                 assert tensor.tolist() == [1.0, 1.0]
                 assert dist.get_world_size(one) == 1
     together()
+
+
+@on_two
+def test_ranks_that_disagree_about_a_split_are_told_after_its_timeout() -> None:
+    parent = dist.new_group(backend="emulated")
+    second = datetime.timedelta(seconds=1)
+    with bound_to_its_device():
+        if this_rank() == 0:
+            with pytest.raises(dist.DistStoreError, match="wait timeout after 1000ms"):
+                dist.split_group(parent, [[0, 1]], timeout=second)
+        else:
+            assert dist.get_world_size(dist.split_group(parent, [[0], [1]], timeout=second)) == 1
+    together()
+
+
+@on_two
+def test_a_group_that_was_destroyed_refuses_collectives_in_the_words_of_nccl() -> None:
+    group = dist.new_group(backend="emulated")
+    tensor = torch.ones(2, device=this_device())
+    dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(dist.DistBackendError, match="NCCL communicator was aborted on rank"):
+        group.allreduce([tensor])
+    with pytest.raises(ValueError, match="is not initialized in the world group map"):
+        dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0, 2.0]
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [4.0, 4.0]
 
 
 @on_two

@@ -405,6 +405,10 @@ class Backend final : public c10d::Backend {
     options_->timeout = timeout;
   }
 
+  void shutdown() override {
+    is_shut_down_ = true;
+  }
+
   bool supportsSplitting() const override {
     return true;
   }
@@ -776,6 +780,8 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork put_task(Task task, const Tensors& outputs) {
+    // In the words of NCCL, whose communicator is gone then.
+    TORCH_CHECK_WITH(DistBackendError, !is_shut_down_, "NCCL communicator was aborted on rank ", getRank(), ". ");
     // A collective begins after what its caller's stream holds, as any kernel.
     before_kernel(current_stream(device_.index()));
     task.done = std::make_shared<Moment>();
@@ -821,6 +827,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<GroupOptions> options_;
   MakeBackend make_;
   uint64_t sequence_ = 0;
+  bool is_shut_down_ = false;
   MomentPtr last_;
   std::optional<std::vector<HostWork>> coalesced_;
   c10::Device device_{kEmulated, 0};
