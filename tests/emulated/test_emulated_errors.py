@@ -116,9 +116,15 @@ WRONG: dict[str, Op] = {
     ).backward(),
     "cat of other shapes": lambda t: torch.cat([t(2, 3), t(2, 4)]),
     "split that does not add up": lambda t: t(7).split([1, 2]),
+    "narrow_copy beyond the end": lambda t: t(3).narrow_copy(0, 2, 5),
     "gradient of an integer": lambda t: t.ints(3).requires_grad_(),
     "foreach of other lengths": lambda t: torch._foreach_add(t.list((2,)), t.list((2,), (2,))),
 }
+
+
+def test_a_tensor_that_is_not_dense_is_refused_in_a_sentence() -> None:
+    with pytest.raises(NotImplementedError, match="the emulated device has dense tensors alone"):
+        torch.ones(3, device=DEVICE).to_sparse()
 
 
 def error_of(op: Op, device: str) -> str:

@@ -38,6 +38,7 @@ LAZY: dict[str, Op] = {
     "lu_solve": hermitian_solution,
     "a copy into a conjugate": copied(torch.Tensor.conj),
     "a copy into an imaginary part of a conjugate": copied(lambda base: base.conj().imag),
+    "a conjugate in place": lambda t: t(3, dtype=C64).conj_physical_(),
     "a copy of a conjugate": lambda t: t(3, dtype=C64).conj().to(torch.complex128),
     "matmul of conjugates": lambda t: t(3, 3, dtype=C64).conj() @ t(3, 3, dtype=C64).mH,
 }
