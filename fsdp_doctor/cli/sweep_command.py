@@ -66,16 +66,21 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     swept = []
-    for one in sweeping.run(sweep):
-        swept.append(one)
-        print(_line(one), flush=True)
+    try:
+        for one in sweeping.run(sweep):
+            swept.append(one)
+            print(_line(one), flush=True)
+    except _Signal as signal_:
+        raise Interrupted(f"stopped by {signal_}; what ran is kept, and the same command goes on with it") from None
     raise SystemExit(_exit_code(swept, sweep.options))
 
 
+class _Signal(BaseException):
+    """No Exception: importlib.metadata suppresses all of those while it looks into a directory."""
+
+
 def _stop(number: int, _: object) -> None:
-    raise Interrupted(
-        f"stopped by {signal.Signals(number).name}; what ran is kept, and the same command goes on with it"
-    )
+    raise _Signal(signal.Signals(number).name)
 
 
 def _versions(given: list[str] | None) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept,
     assert started.first_message() == "fsdp-doctor: torch 2.98: installing\n"
     os.kill(started.pid, signal.SIGTERM)
     done = started.wait()
-    assert (done.code, done.left) == (130, [])
+    assert (done.code, done.left) == (130, []), done.stderr
     assert done.stderr.startswith("fsdp-doctor: stopped by SIGTERM; what ran is kept")
     assert [file.name for file in tmp_path.iterdir()] == ["torch2.98.log"]
 
@@ -110,7 +110,7 @@ def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept,
     fifo.read_text()
     started.interrupt()
     done = started.wait()
-    assert (done.code, done.left) == (130, [])
+    assert (done.code, done.left) == (130, []), done.stderr
     assert "fsdp-doctor: stopped by SIGINT; what ran is kept" in done.stderr
     assert sorted(file.name for file in reports.iterdir()) == [f"torch2.98.{kind}" for kind in ("json", "log")]
     (kept,) = read_report(reports / "torch2.98.json").results
