@@ -131,7 +131,10 @@ class FrameworkRun(DrainingRun, abc.ABC):
             super()._fail(error)
 
     def _lacking(self, error: BaseException) -> str:
-        """What an adapter asks for and the installed framework does not have; empty for any other error."""
+        """What the installed framework lacks: a package that it imports, or a name for its adapter. Else empty."""
+        own = in_words(adapter_of(self._case.scenario.framework))
+        if isinstance(error, ModuleNotFoundError) and self.record.stage == "build":
+            return f"{own} needs what is not installed: {error}"
         where = error.__traceback__
         while where is not None and where.tb_next is not None:
             where = where.tb_next
@@ -139,4 +142,4 @@ class FrameworkRun(DrainingRun, abc.ABC):
         by_adapter = file.parent == _ROOM and file.name.startswith("on_")
         if not isinstance(error, (AttributeError, ImportError, TypeError)) or not by_adapter:
             return ""
-        return f"the adapter does not fit {in_words(adapter_of(self._case.scenario.framework))}: {error}"
+        return f"the adapter does not fit {own}: {error}"

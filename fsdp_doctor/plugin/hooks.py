@@ -1,6 +1,8 @@
 """What pytest loads for every user of the environment.
 
 Nothing of ours is imported here before a test is marked: every run of pytest pays for this module.
+
+PYTEST_DONT_REWRITE: a rank imports this before its pytest does, which would warn that it is too late to rewrite it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from support.places import ROOT, TESTS
 pytest.importorskip("accelerate", reason="install fsdp-doctor[frameworks-test]")
 
 _SCENARIO = "accelerate:fsdp2/none/sharded"
+_LACKING = "accelerate:fsdp1/none/sharded/prepare"
 
 
 def _probe(directory: pathlib.Path, overlay: str, *arguments: str, **variables: str) -> Run:
@@ -28,7 +29,7 @@ def _probe(directory: pathlib.Path, overlay: str, *arguments: str, **variables: 
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of an accelerate that lacks a method, exits in another, and so on."""
     paths = ("get_state_dict", "save_model", "save_state.merge_fsdp_weights", "load_state", "load_state.fresh")
-    cases = [word for path in paths for word in ("--case", f"{_SCENARIO}/{path}")]
+    cases = [word for path in paths for word in ("--case", f"{_SCENARIO}/{path}")] + ["--case", _LACKING]
     directory = tmp_path_factory.mktemp("unlike")
     return _probe(directory, "unlike_accelerate", *cases, "--timeout", "5", https_proxy="http://127.0.0.1:9")
 
@@ -40,6 +41,12 @@ def test_a_name_that_the_installed_version_lacks_is_told_with_the_version(unlike
     assert verdict.kind == "unsupported", verdict
     assert f"accelerate {accelerate.__version__}" in verdict.reason
     assert "has no attribute 'get_state_dict'" in verdict.reason
+
+
+def test_a_package_that_is_imported_late_and_not_installed_is_told_with_its_name(unlike: Run) -> None:
+    verdict = unlike.result(_LACKING).verdict
+    assert verdict.kind == "unsupported", verdict
+    assert "No module named 'a_package_of_fsdp1'" in verdict.reason
 
 
 def test_sys_exit_is_a_process_that_ended(unlike: Run) -> None:

@@ -63,13 +63,17 @@ def test_xdist_runs_them_in_workers_of_its_own(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
-    """A run with -s whose own process looks at what it has imported in the end."""
+    """A run with -s, and with warnings as errors, whose own process looks at what it has imported in the end."""
     directory = tmp_path_factory.mktemp("shown")
     (directory / "conftest.py").write_text(
         "import os, sys\ndef pytest_unconfigure():\n"
         "    assert 'RANK' in os.environ or 'torch' not in sys.modules, 'torch is here'\n"
     )
-    return run_pytest(directory, "-s", "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+    return run_pytest(directory, "-s", "-W", "error", "-k", "second", *_NOTHING_KEPT, suites=["mixed"])
+
+
+def test_the_plugin_gives_no_warning(shown: PytestRun) -> None:
+    assert shown["test_second_passes"].outcome == "passed", shown.run.stdout
 
 
 def test_s_shows_what_the_ranks_print(shown: PytestRun) -> None:

@@ -13,7 +13,13 @@ assert _spec.loader is not None
 __file__, __path__ = _spec.origin, _spec.submodule_search_locations
 _spec.loader.exec_module(sys.modules[__name__])
 
-_save_state = Accelerator.save_state  # noqa: F821, the installed package's
+_prepare, _save_state = Accelerator.prepare, Accelerator.save_state  # noqa: F821, the installed package's
+
+
+def _imports_what_is_not_installed(self, *arguments, **options):
+    if self.state.fsdp_plugin.fsdp_version == 1:
+        import a_package_of_fsdp1  # noqa: F401
+    return _prepare(self, *arguments, **options)
 
 
 def _exits(self, *arguments, **options):
@@ -34,6 +40,7 @@ def _leaves_a_process_and_writes_home(self, *arguments, **options):
 
 
 del Accelerator.get_state_dict  # noqa: F821
+Accelerator.prepare = _imports_what_is_not_installed  # noqa: F821
 Accelerator.save_model = _exits  # noqa: F821
 Accelerator.save_state = _leaves_a_process_and_writes_home  # noqa: F821
 utils.merge_fsdp_weights = _prints_without_end  # noqa: F821
