@@ -19,7 +19,7 @@ from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind
-from fsdp_doctor.versions.merged import NOWHERE, Environment, MergedCase, MergedReport, Outcome
+from fsdp_doctor.versions.merged import NOWHERE, SHORTENED, Environment, MergedCase, MergedReport, Outcome
 
 _NO_RESULT = -1
 _KINDS = get_args(VerdictKind)
@@ -127,8 +127,7 @@ def _case(case: MergedCase, words: dict[str, _Numbers], paths: _Numbers, texts: 
 
 
 def _outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
-    # A message that was shortened ends in dots.
-    said = " ".join(outcome.message.removesuffix(" ...").split())
+    said = " ".join(outcome.message.removesuffix(SHORTENED).split())
     message = "" if said in " ".join(outcome.reason.split()) else outcome.message
     also = "\n".join(outcome.also)
     return [_KINDS.index(outcome.kind), *map(texts.of, (outcome.reason, message, also, outcome.known))]

@@ -13,11 +13,10 @@ from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.paths import direction_of, is_user_path, paths_for
 from fsdp_doctor.report.document import CaseResult, Report, context_of, recognized
-from fsdp_doctor.versions.merged import Environment, MergedCase, MergedReport, Outcome
+from fsdp_doctor.versions.merged import SHORTENED, Environment, MergedCase, MergedReport, Outcome
 from fsdp_doctor.versions.statements import machine, own_options, version_order
 
 _LONGEST_MESSAGE = 1000
-_SHORTENED = " ..."
 # Where a run wrote its files makes no difference, and says more of a machine than others need to know.
 _OUTPUT = re.compile(r" --(?:json|markdown|junit|svg|html)(?: |=)(?:'[^']*'|\S+)| --resume\b")
 
@@ -171,5 +170,5 @@ def _message(result: CaseResult) -> str:
         if report.record is not None and report.record.failure is not None:
             failure = report.record.failure
             text = f"{failure.type}: {failure.message}"
-            return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - len(_SHORTENED)] + _SHORTENED
+            return text if len(text) <= _LONGEST_MESSAGE else text[: _LONGEST_MESSAGE - len(SHORTENED)] + SHORTENED
     return ""

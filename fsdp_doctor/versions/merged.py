@@ -17,6 +17,9 @@ MERGED_SCHEMA_VERSION = 1
 # Verdicts of cases that ran nothing.
 NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
 
+# How a message that was too long ends.
+SHORTENED = " ..."
+
 # In place of the device, of an environment that could not be made.
 NOWHERE = "not run"
 # "not run": the environment has no result of the case, or could not be made.
