@@ -192,15 +192,15 @@ class RankSession:
 
     def _find(self, session: pytest.Session) -> pytest.Item | None:
         """The test of the command; None, and what keeps it from being found is said, where there is none."""
-        wanted, file = self._command.test, self._command.file
+        wanted, file = _within_file(self._command.test), self._command.file
         try:
             if file not in self._items:
-                self._items[file] = {item.nodeid: item for item in session.perform_collect([file])}
+                self._items[file] = {_within_file(item.nodeid): item for item in session.perform_collect([file])}
         except Exception as error:
             self._say_done(failure_from(error))
             return None
-        if wanted in self._items[file]:
-            return self._items[file][wanted]
+        if (item := self._items[file].get(wanted)) is not None:
+            return item
         why = "\n".join(str(report.longrepr) for report in self._collection_errors)
         message = "this rank does not collect the test" + (": its file raises when it is imported" if why else "")
         self._say_done(Failure(type="CollectError", message=message, traceback=why, time=time.time()))
@@ -214,6 +214,11 @@ class RankSession:
         sys.stderr.flush()
         retire = self._retire or ("" if self._scenarios.whole else "the ranks ended a case differently")
         self._ends.send(Record(case_id=self._command.test, stage="test", failure=failure, retire=retire, done=True))
+
+
+def _within_file(node_id: str) -> str:
+    """A test's name in its file: what pytest 8 writes before it differs where the file is outside of its root."""
+    return node_id.partition("::")[2]
 
 
 def _join(place: Place, start: RankStart, scratch: pathlib.Path) -> Runtime:
