@@ -23,6 +23,8 @@ class VerlSession(FrameworkSession):
         from verl.utils.device import get_device_name
 
         self._device_name = get_device_name()
+        # As verl's Worker does where Ray shows it every device of the node.
+        torch.get_device_module(plain.device).set_device(plain.device)
         self._engine = _engine(configuration, plain)
         self._engine.initialize()
         # initialize() ends as every use of the engine does: with what is offloaded on the CPU.
