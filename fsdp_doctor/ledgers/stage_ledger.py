@@ -1,0 +1,96 @@
+"""The classes of memory, the stages of a job, and what one rank holds at one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+MemoryClass: TypeAlias = Literal[
+    "parameters",  # the shards, or what an unsharded model has
+    "gradients",  # as they are kept between backward and the optimizer's step: sharded
+    "optimizer state",
+    "unsharded parameters",  # what FSDP gathers for a unit, and their gradients until they are reduced
+    "buffers",
+    "gathered outputs",  # what an extraction yielded and its caller holds
+    "activations",  # what a forward keeps for the backward, and what both compute with
+    "communication buffers",  # inputs and outputs of all-gathers and reduce-scatters
+    "unexplained",  # counted by the allocator, and nobody's that could be named
+]
+JobStage: TypeAlias = Literal[
+    "built",  # sharded, with an optimizer that has no state
+    "first step",
+    "trained",  # after a second step, the first that has optimizer state from its beginning
+    "offloaded",
+    "staged",
+    "extracted",
+    "offloaded again",
+    "loaded",
+    "trained again",
+]
+CLASSES: tuple[MemoryClass, ...] = get_args(MemoryClass)
+STAGES: tuple[JobStage, ...] = get_args(JobStage)
+Bytes: TypeAlias = Mapping[MemoryClass, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLedger:
+    """One rank's device, in bytes. A class that is left out holds nothing.
+
+    held: by class, when the stage ends; they add up to ``allocated``.
+    at_peak: by class, at the moment of the stage at which the most was allocated; they add up to ``peak``.
+    allocated, reserved: in tensors and in the allocator's segments when the stage ends.
+    peak, peak_reserved: the most of each within the stage.
+    capacity: what the device has, or what it was limited to; None where nobody says.
+    elsewhere: in use on the device, and not reserved by this process: other processes, the context, the driver,
+        libraries that allocate for themselves; None where nobody counts it.
+    """
+
+    held: Bytes
+    at_peak: Bytes
+    allocated: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+    capacity: int | None = None
+    elsewhere: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLedger:
+    """One rank's tensors on the host, in bytes, when the stage ends.
+
+    held: by class, pinned and pageable; they add up to ``pinned`` and ``pageable``.
+    pinned: in tensors. pinned_reserved: taken for them, of the next power of two for each, as CUDA's allocator of
+        pinned memory takes it. pageable: in tensors.
+    """
+
+    held: Bytes
+    pinned: int
+    pinned_reserved: int
+    pageable: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLedger:
+    """What one rank holds at one stage.
+
+    job: what it is a stage of: a scenario's id, or a role of a job. path: of the stage "extracted", by which path.
+    device: None where there is no accelerator.
+    """
+
+    job: str
+    stage: JobStage
+    rank: int
+    host: HostLedger
+    device: DeviceLedger | None = None
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        """The stage, and the path where there is one."""
+        return f"{self.stage}: {self.path}" if self.path else self.stage
+
+
+def total(held: Bytes) -> int:
+    return sum(held.values())

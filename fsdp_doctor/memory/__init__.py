@@ -1,0 +1,1 @@
+"""What a live job holds, on this rank's device and host, by class."""
