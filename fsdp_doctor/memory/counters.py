@@ -27,19 +27,24 @@ class Counters:
     elsewhere: int
 
 
+def check_counted(device_type: str) -> None:
+    """Raises CannotRun where nobody counts the memory of such devices. Makes no context on one."""
+    if device_type == "cpu":
+        raise CannotRun("torch does not count the memory of the CPU: use --device emulated, or an accelerator")
+    module = torch.get_device_module(device_type)
+    if missing := [name for name in _NEEDED if not hasattr(module, name)]:
+        raise CannotRun(
+            f"a device of type {device_type} cannot say what its memory holds: torch.{device_type} has no {missing[0]}"
+        )
+
+
 class DeviceCounters:
     """Those of one device. Raises CannotRun where it has none."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.type == "cpu":
-            raise CannotRun("torch does not count the memory of the CPU: use --device emulated, or an accelerator")
+        check_counted(device.type)
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        if missing := [name for name in _NEEDED if not hasattr(self._module, name)]:
-            raise CannotRun(
-                f"a device of type {device.type} cannot say what its memory holds: "
-                f"torch.{device.type} has no {missing[0]}"
-            )
 
     def synchronize(self) -> None:
         self._module.synchronize(self._device)

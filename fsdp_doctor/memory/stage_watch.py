@@ -19,11 +19,27 @@ from fsdp_doctor.memory.tracker import StorageTracker
 _TRAINS: tuple[JobStage, ...] = ("first step", "trained", "trained again")
 
 
-class StageWatch:
-    """The stages of one job, one after the other, on this rank's device. Raises CannotRun where it counts nothing.
+class Unwatched:
+    """The stages of a job whose memory nobody asks for."""
 
-    ledgers: of the stages that are over.
-    """
+    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """From now on, whose memory is told apart: at once, and within the stage that is under way."""
+
+    def stage(self, stage: JobStage, path: str = "") -> contextlib.AbstractContextManager[None]:
+        """What runs in it is the stage; its ledger is written when it ends well. Every rank must enter it alike."""
+        return contextlib.nullcontext()
+
+    def yielding(self, result: Any) -> Any:
+        """What a path returned, with what it yields told apart: a mapping, or an iterator of pairs."""
+        return result
+
+    def take(self) -> tuple[StageLedger, ...]:
+        """The ledgers that were written since this was last called."""
+        return ()
+
+
+class StageWatch(Unwatched):
+    """The stages of one job, one after the other, on this rank's device. Raises CannotRun where it counts nothing."""
 
     def __init__(self, job: str, rank: int, device: torch.device) -> None:
         self._job = job
@@ -31,25 +47,21 @@ class StageWatch:
         self._counters = DeviceCounters(device)
         self._tracker = StorageTracker(device)
         self._owned: Callable[[], Iterator[tuple[MemoryClass, torch.Tensor]]] = lambda: iter(())
-        self._hooks: list[Any] = []
-        self.ledgers: list[StageLedger] = []
+        self._ledgers: list[StageLedger] = []
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """From now on, whose memory is told apart: at once, and within the stage that is under way."""
         self._owned = lambda: owned_tensors(model, optimizer)
-        for hook in self._hooks:
-            hook.remove()
 
         def own(*_: object) -> None:
             self._tracker.own(self._owned())
 
         # Between a backward and the next one's beginning nobody but the optimizer's step sees the gradients.
-        self._hooks = [optimizer.register_step_pre_hook(own), optimizer.register_step_post_hook(own)]
+        optimizer.register_step_pre_hook(own)
+        optimizer.register_step_post_hook(own)
         own()
 
     @contextlib.contextmanager
     def stage(self, stage: JobStage, path: str = "") -> Iterator[None]:
-        """What runs in it is the stage; its ledger is written when it ends well."""
         gc.collect()
         self._counters.synchronize()
         self._tracker.own(self._owned())
@@ -57,19 +69,18 @@ class StageWatch:
         with self._tracker.tracking("activations" if stage in _TRAINS else "communication buffers"):
             yield
             self._counters.synchronize()
-        self.ledgers.append(self._ledger(stage, path))
+        self._ledgers.append(self._ledger(stage, path))
 
     def yielding(self, result: Any) -> Any:
-        """What a path returned, with what it yields told apart: a mapping, or an iterator of pairs."""
         if not isinstance(result, Mapping):
             return self._each(result)
         for value in result.values():
             self._tell_yielded(value)
         return result
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def take(self) -> tuple[StageLedger, ...]:
+        taken, self._ledgers = tuple(self._ledgers), []
+        return taken
 
     def _each(self, pairs: Any) -> Iterator[Any]:
         for pair in pairs:
