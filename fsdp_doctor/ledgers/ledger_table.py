@@ -13,18 +13,21 @@ from fsdp_doctor.ledgers.jobs import JobLedgers, by_job, unit_for
 from fsdp_doctor.ledgers.stage_ledger import Bytes, MemoryClass, StageLedger
 
 _SHORT: dict[MemoryClass, str] = {
+    "parameters": "params",
+    "gradients": "grads",
     "optimizer state": "optimizer",
     "unsharded parameters": "unsharded",
     "gathered outputs": "outputs",
     "communication buffers": "comm.",
 }
-_NARROWEST = 150
+# A table is as wide as what is in it, and nothing of it is cut.
+_WIDEST = 400
 
 
-def render_ledgers(ledgers: Iterable[StageLedger], width: int = _NARROWEST, color: bool = False) -> str:
-    """A table for each job; nothing of it is cut. ``width`` in columns."""
+def render_ledgers(ledgers: Iterable[StageLedger], color: bool = False) -> str:
+    """A table for each job."""
     console = Console(
-        width=max(width, _NARROWEST),
+        width=_WIDEST,
         file=io.StringIO(),
         force_terminal=color,
         no_color=not color,

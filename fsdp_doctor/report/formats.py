@@ -65,7 +65,7 @@ def render(
         case "github":
             return github.workflow_commands(report, surprises)
         case "memory":
-            return measured_ledgers.ledger_text(report, width, color)
+            return measured_ledgers.ledger_text(report, color)
         case "memory-svg":
             return ledgers_svg(measured_ledgers.ledgers_of(report))
         case "ledgers":

@@ -25,10 +25,10 @@ def ledger_file(report: Report) -> LedgerFile:
     )
 
 
-def ledger_text(report: Report, width: int, color: bool) -> str:
+def ledger_text(report: Report, color: bool) -> str:
     """The tables, and a line for each case that broke."""
     lines = "".join(f"{printable(line)}\n" for line in _not_measured(report))
-    return render_ledgers(ledgers_of(report), width, color) + lines
+    return render_ledgers(ledgers_of(report), color) + lines
 
 
 def _not_measured(report: Report) -> list[str]:
