@@ -32,8 +32,12 @@ _MADE_IN: dict[str, MemoryClass] = {
     "/fsdp/_runtime_utils.py": "communication buffers",
 }
 _OPTIMIZERS = "/torch/optim/"
-# Of those in the first files, what makes shards that are to be gathered.
-_MAKES_INPUTS = ("all_gather_inputs", "_use_low_precision_shard")
+# What makes shards that are to be gathered, and what moves a unit's shard.
+_MADE_BY: dict[str, MemoryClass] = {
+    "all_gather_inputs": "communication buffers",
+    "_use_low_precision_shard": "communication buffers",
+    "flat_param_to": "parameters",
+}
 # What is given the gradients of a unit, as the backward made them.
 _REDUCES = ("foreach_reduce", "foreach_reduce_scatter_copy_in", "_post_backward_hook", "_reduce_grad")
 
@@ -193,9 +197,8 @@ class StorageTracker(private.OperatorMode):
 def _class_of(code: CodeType) -> MemoryClass | None:
     if _OPTIMIZERS in code.co_filename:
         return "optimizer state"
-    if code.co_name in _MAKES_INPUTS:
-        return "communication buffers"
-    return next((found for end, found in _MADE_IN.items() if code.co_filename.endswith(end)), None)
+    made_in = next((found for end, found in _MADE_IN.items() if code.co_filename.endswith(end)), None)
+    return made_in and _MADE_BY.get(code.co_name, made_in)
 
 
 def _summed(tracked: Iterable[TrackedStorage]) -> Bytes:
