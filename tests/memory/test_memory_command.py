@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from program import Run, forked_doctor, probe
 from support.emulation import needs_emulation
 
@@ -72,6 +73,18 @@ def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(
         for held in (device.held, device.at_peak):
             assert abs(held.get("unexplained", 0)) <= _MOST_UNEXPLAINED * max(1, device.peak), (ledger.name, held)
             assert all(nbytes >= 0 for name, nbytes in held.items() if name != "unexplained")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+def test_on_two_gpus_less_than_3_percent_of_the_peak_of_a_step_is_unexplained(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "ledgers.json"
+    size = ("--batch", "8", "--sequence", "2048")
+    done = forked_doctor("memory", "--strategy", "fsdp2,fsdp1", *size, "--device", "cuda", "--json", str(file))
+    assert done.code == 0, done.stderr
+    for ledger in ledgers_from_json(file.read_text()).ledgers:
+        device = _device(ledger)
+        if ledger.stage in ("trained", "trained again"):
+            assert device.at_peak.get("unexplained", 0) <= 0.03 * device.peak, (ledger.job, device)
 
 
 def test_a_manual_offload_takes_parameters_and_optimizer_state_to_the_host(measured: LedgerFile) -> None:
