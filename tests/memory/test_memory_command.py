@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 import torch
 from program import Run, forked_doctor, probe
@@ -16,6 +17,7 @@ from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
 from fsdp_doctor.ledgers.stage_ledger import STAGES, DeviceLedger, StageLedger, total
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.report.schema import schema
 
 _MOST_UNEXPLAINED = 0.01
 
@@ -164,7 +166,9 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_pa
     )
     result = done.result("state_dict")
     assert {ledger.stage for ledger in result.ledgers} == set(STAGES)
-    assert result.ledgers == read_report(tmp_path / "report.json").results[0].ledgers
+    file = tmp_path / "report.json"
+    assert result.ledgers == read_report(file).results[0].ledgers
+    jsonschema.validate(json.loads(file.read_text()), schema(), cls=jsonschema.Draft202012Validator)
     assert done.report is not None
     assert "extracted: state_dict" in render(done.report, "memory")
     assert len(json.loads(render(done.report, "ledgers"))["ledgers"]) == len(result.ledgers)
