@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
@@ -41,6 +42,10 @@ WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 ``FSDP_WRAPPED_MODULE`` and ``_CHECKPOINT_WRAPPED_MODULE`` stand in private modules, ``_orig_mod`` in none.
 """
+
+
+OperatorMode = TorchDispatchMode
+"""``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
 
 
 # The modules of a model.
@@ -198,6 +203,11 @@ def flat_shard(handle: Any) -> torch.Tensor:
     flat_param = _get(handle, "flat_param")
     shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
     return shard.detach()
+
+
+def host_gradient(handle: Any) -> torch.Tensor | None:
+    """What a unit under ``CPUOffload`` keeps for its gradient, as long as it lives: ``FlatParameter._cpu_grad``."""
+    return getattr(_get(handle, "flat_param"), "_cpu_grad", None)
 
 
 def shard_padding(handle: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.fsdp import private
@@ -30,6 +30,11 @@ class Fsdp2Unit:
     policy: OffloadPolicy
     is_initialized: bool
     _state: Any
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it is under CPUOffloadPolicy."""
+        return isinstance(self.policy, CPUOffloadPolicy)
 
     def follow_materialized(self, parameter: nn.Parameter) -> None:
         """After one of its parameters was given memory: the unit gathers from there, padded and pinned as it needs."""
@@ -90,6 +95,11 @@ class Fsdp1Unit:
     def shard(self) -> torch.Tensor:
         """This rank's shard, 1-D, as long as every other rank's: its last ``padding`` elements are no parameter's."""
         return private.flat_shard(self._handle)
+
+    @property
+    def host_gradient(self) -> torch.Tensor | None:
+        """Pinned, on the host, as large as the shard: where a unit under CPUOffload has its gradients."""
+        return private.host_gradient(self._handle)
 
     @property
     def padding(self) -> int:

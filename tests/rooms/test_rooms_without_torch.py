@@ -7,7 +7,7 @@ import sys
 from program import ROOT, run
 
 ROOMS = (
-    *("errors", "machine", "matrix", "verdict", "known", "report", "versions", "page"),
+    *("errors", "machine", "matrix", "ledgers", "verdict", "known", "report", "versions", "page"),
     *("explain", "check", "repro", "bundle", "cli"),
 )
 _IMPORT_EACH = """
