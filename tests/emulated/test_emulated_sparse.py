@@ -254,3 +254,9 @@ def test_values_that_were_freed_are_an_illegal_access() -> None:
 def test_it_cannot_be_pinned() -> None:
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         coo(Inputs(DEVICE)).pin_memory()
+
+
+def test_what_cuda_has_no_kernel_for_is_refused_in_torchs_words() -> None:
+    product = torch.eye(3, device=DEVICE).to_sparse_csr()
+    with pytest.raises(NotImplementedError, match="Could not run 'aten::_sparse_mm_reduce_impl'"):
+        torch.sparse.mm(product, torch.ones(3, 2, device=DEVICE), reduce="amax")

@@ -483,6 +483,14 @@ bool is_ours(const std::string& name) {
   return kOurs.count(name) > 0;
 }
 
+// What is ours, and what CUDA has no kernel for either. That of the products with a reduction asks whether a gradient will
+// be wanted, which a host tensor does not say.
+bool is_not_for_sparse(const std::string& name) {
+  static const std::unordered_set<std::string> kOthers{
+      "aten::_pin_memory", "aten::_sparse_mm_reduce_impl", "aten::_sparse_mm_reduce_impl_backward", "aten::copy_"};
+  return kOthers.count(name) > 0;
+}
+
 void check_layout(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       (tensor.layout() == at::kStrided || is_sparse(tensor)) && !tensor.is_quantized(),
@@ -511,9 +519,7 @@ void register_operations(torch::Library& library, c10::DispatchKey cpu, bool (*i
 
 void register_sparse(c10::DispatchKey device, c10::DispatchKey cpu) {
   auto* aten = new torch::Library(torch::Library::IMPL, "aten", device, __FILE__, __LINE__);
-  register_operations(*aten, cpu, [](const std::string& name) {
-    return name == "aten::copy_" || name == "aten::_pin_memory";
-  });
+  register_operations(*aten, cpu, is_not_for_sparse);
   aten->impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy_sparse>());
 }
 
