@@ -24,6 +24,7 @@ def test_what_differs_from_the_cpu_is_known_to() -> None:
     for table, count in re.findall(r"^(.{15}) .{10} +(\d+)", done.stdout, re.MULTILINE):
         equal[table.strip()] += int(count)
     assert equal["forward"] > 20
+    assert equal["sparse"] > 10
     assert equal["error"] > 40
     assert equal["module"] > 5
     assert equal["optimizer"] > 10
