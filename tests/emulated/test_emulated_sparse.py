@@ -14,10 +14,11 @@ from support.emulated_inputs import BF16, FP64, Inputs, Op, assert_same, both, c
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# Torch says once that it does not check indices, and once that compressed layouts are new.
+# Torch says once that it does not check indices, that it does at a load, and that compressed layouts are new.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
 ]
 
 LAYOUTS = {
