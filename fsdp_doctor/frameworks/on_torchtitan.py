@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,17 +148,6 @@ class TorchtitanAdapter(Adapter):
     def on_emulated(self, shims: Shimming) -> None:
         from torchtitan.models.common.attention import ScaledDotProductAttention
 
-        device = torch.get_device_module("emulated")
-        total = device.mem_get_info()[1]
-        device.get_device_properties = lambda index=None: SimpleNamespace(name="emulated", total_memory=total)
-        shims.note("torch.emulated:get_device_properties")
-
-        def memory_stats(index: Any = None) -> dict[str, int]:
-            found = dict(before(index))
-            peak = found["allocated_bytes.all.peak"]
-            return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak} | found
-
-        before = shims.replace("torch.emulated:memory_stats", memory_stats)
         shims.replace(
             "torchtitan.models.qwen3:get_attention_config", lambda backend: ScaledDotProductAttention.Config()
         )

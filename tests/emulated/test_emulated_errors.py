@@ -122,9 +122,16 @@ WRONG: dict[str, Op] = {
 }
 
 
-def test_a_tensor_that_is_not_dense_is_refused_in_a_sentence() -> None:
-    with pytest.raises(NotImplementedError, match="the emulated device has dense tensors alone"):
-        torch.ones(3, device=DEVICE).to_sparse()
+NEITHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "Mkldnn": lambda x: x.to_mkldnn(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_a_tensor_that_is_neither_dense_nor_sparse_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"has dense and sparse tensors alone, and this one is {name}"):
+        NEITHER[name](torch.ones(3, device=DEVICE))
 
 
 def error_of(op: Op, device: str) -> str:

@@ -21,9 +21,10 @@ def test_what_differs_from_the_cpu_is_known_to() -> None:
     done = run(sys.executable, "-m", "tests.emulated.torch_tables", *_SAMPLE, cwd=ROOT)
     assert done.code == 0, done.stdout + done.stderr
     equal: Counter[str] = Counter()
-    for table, count in re.findall(r"^(.{10}) .{10} +(\d+)", done.stdout, re.MULTILINE):
+    for table, count in re.findall(r"^(.{15}) .{10} +(\d+)", done.stdout, re.MULTILINE):
         equal[table.strip()] += int(count)
     assert equal["forward"] > 20
+    assert equal["sparse"] > 10
     assert equal["error"] > 40
     assert equal["module"] > 5
     assert equal["optimizer"] > 10

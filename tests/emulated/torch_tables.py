@@ -15,7 +15,8 @@ import pathlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -39,7 +40,8 @@ DTYPES = (
 )
 EXCEPTIONS = pathlib.Path(__file__).with_name("torch_tables.toml")
 
-Table = Literal["forward", "backward", "in place", "error", "module", "optimizer"]
+LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+Table = Literal["forward", "backward", "in place", "sparse", "sparse backward", "error", "module", "optimizer"]
 # skipped: the CPU raises too, or the entry is not for this dtype.
 Outcome = Literal["equal", "rounding", "differs", "raises", "skipped"]
 _WORST: tuple[Outcome, ...] = ("skipped", "equal", "rounding", "differs", "raises")
@@ -90,6 +92,15 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
+def _parts(sparse: Tensor) -> tuple[Any, ...]:
+    """The dense tensors of a sparse one, and what is beside them."""
+    if sparse.layout == torch.sparse_coo:
+        return sparse._indices(), sparse._values(), sparse.is_coalesced()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+
+
 def compared(found: Any, expected: Any) -> tuple[Outcome, str]:
     ours, theirs = tree_leaves(found), tree_leaves(expected)
     if len(ours) != len(theirs):
@@ -109,7 +120,7 @@ def _compared_leaf(one: Any, other: Any) -> tuple[Outcome, str]:
         if getattr(one, what) != getattr(other, what):
             return "differs", f"{what} {getattr(one, what)}, not {getattr(other, what)}"
     if other.layout != torch.strided:
-        return "skipped", "not dense"
+        return compared(_parts(one), _parts(other))
     if one.stride() != other.stride():
         return "differs", f"strides {one.stride()}, not {other.stride()}"
     if torch.equal(_bits(one), _bits(other)):
@@ -143,22 +154,32 @@ def operators(dtype: torch.dtype, *, one_in: int = 1, samples: int | None = None
         if dtype not in op.supported_dtypes("cpu"):
             continue
         name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
-        yield _of_samples("forward", name, dtype, _samples(op, dtype, samples), lambda s, op=op: _forward(op.op, s))
-        if op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"):
-            graded = _samples(op, dtype, samples, requires_grad=True)
+        given = _samples(op.sample_inputs, dtype, samples)
+        yield _of_samples("forward", name, dtype, given, lambda s, op=op: _forward(op.op, s))
+        has_backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        if has_backward:
+            graded = _samples(op.sample_inputs, dtype, samples, requires_grad=True)
             yield _of_samples("backward", name, dtype, graded, lambda s, op=op: _backward(op, s))
         if op.inplace_variant is not None:
-            yield _of_samples("in place", name, dtype, _samples(op, dtype, samples), lambda s, op=op: _in_place(op, s))
+            yield _of_samples("in place", name, dtype, given, lambda s, op=op: _in_place(op, s))
+        for layout in LAYOUTS:
+            named, make = f"{name} {str(layout)[6:]}", partial(op.sample_inputs_sparse, layout)
+            if given := _samples(make, dtype, samples):
+                yield _of_samples("sparse", named, dtype, given, lambda s, op=op: _forward(op.op, s))
+                graded = _samples(make, dtype, samples, requires_grad=True) if has_backward else []
+                yield _of_samples("sparse backward", named, dtype, graded, lambda s, op=op: _backward(op, s))
 
 
 Sample = Any  # torch's SampleInput: input, args, kwargs
 Runs = Callable[[Sample], Callable[[str], Any]]
 
 
-def _samples(op: Any, dtype: torch.dtype, most: int | None, requires_grad: bool = False) -> list[Sample]:
+def _samples(
+    make: Callable[..., Iterable[Sample]], dtype: torch.dtype, most: int | None, requires_grad: bool = False
+) -> list[Sample]:
     try:
         torch.manual_seed(0)
-        return list(islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), most))
+        return list(islice(make("cpu", dtype, requires_grad=requires_grad), most))
     except Exception:
         return []
 
@@ -322,10 +343,10 @@ def run_tables(dtypes: Sequence[str], one_in: int, samples: int | None) -> Itera
 def summary(entries: Sequence[Entry]) -> str:
     counts = Counter((entry.table, entry.dtype, entry.outcome) for entry in entries)
     outcomes: tuple[Outcome, ...] = ("equal", "rounding", "differs", "raises", "skipped")
-    lines = [f"{'table':10} {'dtype':10} " + " ".join(f"{outcome:>9}" for outcome in outcomes)]
+    lines = [f"{'table':15} {'dtype':10} " + " ".join(f"{outcome:>9}" for outcome in outcomes)]
     for table, dtype in dict.fromkeys((entry.table, entry.dtype) for entry in entries):
         numbers = " ".join(f"{counts[table, dtype, outcome]:9}" for outcome in outcomes)
-        lines.append(f"{table:10} {dtype:10} {numbers}")
+        lines.append(f"{table:15} {dtype:10} {numbers}")
     return "\n".join(lines)
 
 
@@ -344,7 +365,7 @@ def main() -> int:
         if entry.is_unequal:
             mark = "NEW " if unforeseen([entry], known) else "    "
             print(
-                f"{mark}{entry.table:9} {entry.name:44} {entry.dtype:10} {entry.outcome:9} {entry.detail}", flush=True
+                f"{mark}{entry.table:15} {entry.name:44} {entry.dtype:10} {entry.outcome:9} {entry.detail}", flush=True
             )
     print(summary(entries))
     return 1 if unforeseen(entries, known) else 0

@@ -28,7 +28,7 @@ _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 # first; a source that is not named here is compiled alone.
 _TOGETHER = (
     ("collectives", "agreement", "gloo", "module"),
-    ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback"),
+    ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback", "sparse"),
 )
 
 

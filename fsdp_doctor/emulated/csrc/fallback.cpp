@@ -8,6 +8,7 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -18,6 +19,7 @@
 #include "cuda_kernels.h"
 #include "device.h"
 #include "memory.h"
+#include "sparse.h"
 #include "streams.h"
 
 namespace emulated {
@@ -90,7 +92,8 @@ bool is_view(const c10::FunctionSchema& schema) {
 
 Traits traits_of(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> kMetadata{
-      "aten::resize_", "aten::set_", "aten::resize_as_", "aten::as_strided_", "aten::is_set_to"};
+      "aten::resize_", "aten::set_", "aten::resize_as_", "aten::as_strided_", "aten::is_set_to", "aten::_coalesced_",
+      "aten::_dimI", "aten::_dimV", "aten::_nnz", "aten::dense_dim", "aten::is_coalesced", "aten::sparse_dim"};
   static const std::unordered_set<std::string> kCpuIndices{
       "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
       "aten::_unsafe_index_put", "aten::tensor_split"};
@@ -118,6 +121,21 @@ void each_tensor(const IValue& value, const Visit& visit) {
       }
     }
   }
+}
+
+// Those with memory on the device; of a sparse tensor, its parts.
+template <typename Visit>
+void each_in_memory(const IValue& value, const Visit& visit) {
+  each_tensor(value, [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.device().type() != kEmulated) {
+      return;
+    }
+    for (const auto& part : parts_of(tensor)) {
+      if (part.numel() > 0 && !part._is_zerotensor()) {
+        visit(part);
+      }
+    }
+  });
 }
 
 // The device of a call: of its tensors, or of the device that it is told.
@@ -178,6 +196,19 @@ void check_same_device(const at::Tensor& tensor, c10::DeviceIndex device, bool i
       " and ",
       other,
       "!");
+}
+
+[[noreturn]] void throw_device_side_assert(const std::string& why) {
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, __LINE__},
+      kDeviceSideAssert,
+      c10::str("emulated error: device-side assert triggered (", why, ")"));
+}
+
+void check_sparse(const at::Tensor& host) {
+  if (const auto index = stray_index(host)) {
+    throw_device_side_assert(c10::str("index ", *index, " is out of bounds in a sparse tensor of size ", host.sizes()));
+  }
 }
 
 // tensor_split's second tensor: like an index, it may be on the CPU.
@@ -263,7 +294,11 @@ class Call {
     if (traits_.touches_memory) {
       check_memory(tensor);
     }
-    return view_.to_host(tensor);
+    auto on_host = view_.to_host(tensor);
+    if (traits_.touches_memory && is_sparse(on_host)) {
+      check_sparse(on_host);
+    }
+    return on_host;
   }
 
   Traits traits_;
@@ -312,10 +347,8 @@ void launch_of(const c10::OperatorHandle& op, c10::Stream stream, c10::ArrayRef<
   std::vector<Access> accesses;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = op.schema().arguments()[i].alias_info();
-    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      if (is_on_device(tensor) && tensor.numel() > 0 && !tensor._is_zerotensor()) {
-        accesses.push_back(access_of(tensor, alias != nullptr && alias->isWrite()));
-      }
+    each_in_memory(arguments[i], [&](const at::Tensor& tensor) {
+      accesses.push_back(access_of(tensor, alias != nullptr && alias->isWrite()));
     });
   }
   launch(op.schema().name(), stream, accesses);
@@ -330,11 +363,7 @@ bool only_allocates(const c10::OperatorHandle& op) {
 void written_by(const c10::OperatorHandle& op, c10::Stream stream, c10::ArrayRef<IValue> results) {
   std::vector<Access> accesses;
   for (const auto& result : results) {
-    each_tensor(result, [&](const at::Tensor& tensor) {
-      if (is_on_device(tensor) && tensor.numel() > 0 && !tensor._is_zerotensor()) {
-        accesses.push_back(access_of(tensor, true));
-      }
-    });
+    each_in_memory(result, [&](const at::Tensor& tensor) { accesses.push_back(access_of(tensor, true)); });
   }
   launch(op.schema().name(), stream, accesses);
 }
@@ -352,18 +381,26 @@ bool says(const c10::Error& error, const char* words) {
   }
   for (const char* words : {"is out of bounds for dimension", "index out of range in self", "Target "}) {
     if (says(error, words) && says(error, " out of ")) {
-      throw c10::AcceleratorError(
-          {__func__, __FILE__, __LINE__},
-          kDeviceSideAssert,
-          c10::str("emulated error: device-side assert triggered (", error.what_without_backtrace(), ")"));
+      throw_device_side_assert(error.what_without_backtrace());
     }
   }
   throw;
 }
 
+c10::DispatchKeySet host_key(c10::DispatchKeySet keys) {
+  switch (keys.highestPriorityTypeId()) {
+    case c10::DispatchKey::SparsePrivateUse1:
+      return c10::DispatchKeySet(c10::DispatchKey::SparseCPU);
+    case c10::DispatchKey::SparseCsrPrivateUse1:
+      return c10::DispatchKeySet(c10::DispatchKey::SparseCsrCPU);
+    default:
+      return c10::DispatchKeySet(c10::DispatchKey::CPU);
+  }
+}
+
 // waits: the operation returns a value or a size to the host, so the host waits for the stream.
 template <bool waits>
-void run(const c10::OperatorHandle& op, Stack* stack) {
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& declared = op.schema().arguments();
   const auto begin = stack->size() - declared.size();
   const auto arguments = c10::ArrayRef<IValue>(*stack).slice(begin);
@@ -384,7 +421,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   try {
     const LentGenerator lent(call.draws_from_the_cpu(), place.device);
     const at::AutoDispatchBelowAutograd below;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    op.redispatchBoxed(host_key(keys), stack);
   } catch (const c10::Error& error) {
     rethrow_as_device(error, place);
   }
@@ -398,6 +435,15 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
       written_by(op, stream, c10::ArrayRef<IValue>(*stack).slice(first));
     }
   }
+}
+
+// Between devices the parts are moved first, each as a dense tensor.
+void copy_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto self = torch::jit::peek(*stack, 0, 3).toTensor();
+  const bool non_blocking = torch::jit::peek(*stack, 2, 3).toBool();
+  auto& source = torch::jit::peek(*stack, 1, 3);
+  source = source.toTensor().to(self.device(), source.toTensor().scalar_type(), non_blocking);
+  is_on_device(self) ? run<false>(op, keys, stack) : op.redispatchBoxed(host_key(keys), stack);
 }
 
 // On CUDA `x.data = y` may change a tensor's device between the CPU and the accelerator; FSDP1's
@@ -416,7 +462,7 @@ void record_stream_of(at::Tensor& tensor, c10::Stream stream) {
 
 bool waits_for_the_host(const std::string& name) {
   static const std::unordered_set<std::string> kWaits{
-      "aten::_local_scalar_dense", "aten::_unique", "aten::_unique2", "aten::bincount", "aten::equal",
+      "aten::_coalesce", "aten::_local_scalar_dense", "aten::_to_sparse", "aten::_unique", "aten::_unique2", "aten::bincount", "aten::equal",
       "aten::masked_select", "aten::nonzero", "aten::repeat_interleave", "aten::unique_consecutive",
       "aten::unique_dim", "aten::unique_dim_consecutive"};
   return kWaits.count(name) > 0;
@@ -437,20 +483,59 @@ bool is_ours(const std::string& name) {
   return kOurs.count(name) > 0;
 }
 
-void check_dense(const at::Tensor& tensor) {
+// What is ours, and what CUDA has no kernel for either. That of the products with a reduction asks whether a gradient will
+// be wanted, which a host tensor does not say.
+bool is_not_for_sparse(const std::string& name) {
+  static const std::unordered_set<std::string> kOthers{
+      "aten::_pin_memory", "aten::_sparse_mm_reduce_impl", "aten::_sparse_mm_reduce_impl_backward", "aten::copy_"};
+  return kOthers.count(name) > 0;
+}
+
+void check_layout(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      tensor.layout() == at::kStrided,
-      "the emulated device has dense tensors alone, and this one is ",
-      tensor.layout());
+      (tensor.layout() == at::kStrided || is_sparse(tensor)) && !tensor.is_quantized(),
+      "the emulated device has dense and sparse tensors alone, and this one is ",
+      tensor.is_quantized() ? "quantized" : c10::str(tensor.layout()));
+}
+
+// The kernel of every operation for which the CPU has one, for dense tensors or sparse ones.
+void register_operations(torch::Library& library, c10::DispatchKey cpu, bool (*is_left_out)(const std::string&)) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) != 0 || is_left_out(name.name) || !op.has_value()) {
+      continue;
+    }
+    const bool whole = cpu == c10::DispatchKey::CPU && whole_on_the_host(name.name);
+    if (!whole && !op->hasKernelForDispatchKey(cpu)) {
+      continue;
+    }
+    library.impl(
+        c10::toString(name).c_str(),
+        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run<true>>()
+                                      : torch::CppFunction::makeFromBoxedFunction<&run<false>>());
+  }
+}
+
+void register_sparse(c10::DispatchKey device, c10::DispatchKey cpu) {
+  auto* aten = new torch::Library(torch::Library::IMPL, "aten", device, __FILE__, __LINE__);
+  register_operations(*aten, cpu, is_not_for_sparse);
+  aten->impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy_sparse>());
 }
 
 } // namespace
 
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
-  run<false>(op, stack);
+  run<false>(op, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
 }
 
 void check_memory(const at::Tensor& tensor) {
+  if (is_sparse(tensor)) {
+    for (const auto& part : parts_of(tensor)) {
+      check_memory(part);
+    }
+    return;
+  }
   if (tensor.numel() == 0 || tensor.device().type() != kEmulated) {
     return;
   }
@@ -482,12 +567,20 @@ at::Tensor HostView::to_host(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != kEmulated) {
     return tensor;
   }
-  check_dense(tensor);
+  check_layout(tensor);
   // One tensor that is given twice is one on the host: kernels ask whether what they write is what they read.
-  for (const auto& [own, host] : tensors_) {
+  for (const auto& [own, host] : is_sparse(tensor) ? sparse_ : tensors_) {
     if (own.is_same(tensor)) {
       return host;
     }
+  }
+  if (is_sparse(tensor)) {
+    Parts hosts;
+    for (const auto& part : parts_of(tensor)) {
+      hosts.push_back(to_host(part));
+    }
+    sparse_.emplace_back(tensor, sparse_tensor(hosts, tensor));
+    return sparse_.back().second;
   }
   tensors_.emplace_back(tensor, new_tensor(to_host(tensor.storage()), c10::DispatchKey::CPU, tensor));
   return tensors_.back().second;
@@ -497,11 +590,14 @@ at::Tensor HostView::to_device(const at::Tensor& host, c10::DeviceIndex device) 
   if (!host.defined() || !host.device().is_cpu()) {
     return host;
   }
-  check_dense(host);
-  for (const auto& [own, its_host] : tensors_) {
+  check_layout(host);
+  for (const auto& [own, its_host] : is_sparse(host) ? sparse_ : tensors_) {
     if (its_host.is_same(host)) {
       return own;
     }
+  }
+  if (is_sparse(host)) {
+    return sparse_tensor(device_parts(host, device), host);
   }
   auto storage = device_storage(host.storage(), device);
   for (const auto& [own, _] : tensors_) {
@@ -510,6 +606,14 @@ at::Tensor HostView::to_device(const at::Tensor& host, c10::DeviceIndex device) 
     }
   }
   return new_tensor(std::move(storage), c10::DispatchKey::PrivateUse1, host);
+}
+
+Parts HostView::device_parts(const at::Tensor& host, c10::DeviceIndex device) {
+  Parts own;
+  for (const auto& part : parts_of(host)) {
+    own.push_back(to_device(part, device));
+  }
+  return own;
 }
 
 c10::Storage HostView::device_storage(const c10::Storage& host, c10::DeviceIndex device) {
@@ -542,6 +646,13 @@ void HostView::write_back(c10::DeviceIndex device) {
       impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
     }
   }
+  for (const auto& [own, host] : sparse_) {
+    const auto parts = device_parts(host, device), before = parts_of(own);
+    const auto same = [](const at::Tensor& one, const at::Tensor& other) { return one.is_same(other); };
+    if (!same_shape(own, host) || !std::equal(parts.begin(), parts.end(), before.begin(), same)) {
+      set_parts(own, parts, host);
+    }
+  }
 }
 
 void register_kernels() {
@@ -553,20 +664,9 @@ void register_kernels() {
   // apart, or compute into an `out=` of their own making, where the CPU has one kernel for it.
   static auto* aten =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    const auto op = dispatcher.findOp(name);
-    if (name.name.rfind("aten::", 0) != 0 || is_ours(name.name) || !op.has_value()) {
-      continue;
-    }
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !whole_on_the_host(name.name)) {
-      continue;
-    }
-    aten->impl(
-        c10::toString(name).c_str(),
-        waits_for_the_host(name.name) ? torch::CppFunction::makeFromBoxedFunction<&run<true>>()
-                                      : torch::CppFunction::makeFromBoxedFunction<&run<false>>());
-  }
+  register_operations(*aten, c10::DispatchKey::CPU, is_ours);
+  register_sparse(c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU);
+  register_sparse(c10::DispatchKey::SparseCsrPrivateUse1, c10::DispatchKey::SparseCsrCPU);
   aten->impl("copy_", TORCH_FN(copy_));
   aten->impl("_has_compatible_shallow_copy_type", TORCH_FN(may_replace));
   aten->impl("record_stream", TORCH_FN(record_stream_of));

@@ -9,6 +9,8 @@
 
 #include <utility>
 
+#include "sparse.h"
+
 namespace emulated {
 
 // The tensors of one call: host tensors on the memory of device tensors, and the way back.
@@ -25,9 +27,11 @@ class HostView {
 
  private:
   c10::Storage device_storage(const c10::Storage& host, c10::DeviceIndex device);
+  Parts device_parts(const at::Tensor& host, c10::DeviceIndex device);
 
   c10::SmallVector<std::pair<c10::Storage, c10::Storage>, 6> storages_; // device, host
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 6> tensors_; // device, host
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 6> sparse_; // device, host; their parts are among tensors_
 };
 
 // Throws where the tensor's memory was freed: a CUDA kernel that reads it dies of it, the host's would

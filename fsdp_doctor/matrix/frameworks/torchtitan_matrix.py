@@ -51,16 +51,6 @@ TORCHTITAN = FrameworkMatrix(
     ),
     shims=(
         Shim(
-            name="torch.emulated:get_device_properties",
-            kind="stand-in",
-            reason="it asks for the device's name and memory, for its log of speeds",
-        ),
-        Shim(
-            name="torch.emulated:memory_stats",
-            kind="function",
-            reason="and for counters that CUDA's allocator has",
-        ),
-        Shim(
             name="torchtitan.models.qwen3:get_attention_config",
             kind="function",
             reason="the debug model's flex attention is compiled by inductor, which knows no other device than its own",
