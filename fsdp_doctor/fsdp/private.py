@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
@@ -41,6 +42,10 @@ WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 
 ``FSDP_WRAPPED_MODULE`` and ``_CHECKPOINT_WRAPPED_MODULE`` stand in private modules, ``_orig_mod`` in none.
 """
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operator, those of a backward too; ``torch.overrides.TorchFunctionMode`` sees calls from Python."""
 
 
 # The modules of a model.

@@ -1,0 +1,44 @@
+"""How one model of a job is held and trained: what a stage's bytes follow from, beside its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_doctor.matrix.cases import Scenario
+
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Bytes of an element: of the shards that the optimizer has, of what is gathered and computed, of what is reduced."""
+
+    master: int = FP32
+    compute: int = BF16
+    reduce: int = FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSetup:
+    """One model of a job.
+
+    scenario: its strategy and offload; of its sharding here are the numbers. shard_ranks: of one shard group.
+    replicas: how many shard groups there are. trains: else it only runs forward.
+    sequences, length: what one forward gets. checkpointing: of activations.
+    moments: how many tensors of its parameters' size the optimizer keeps, float32 beside float32 masters.
+    """
+
+    role: str
+    scenario: Scenario
+    shard_ranks: int
+    replicas: int = 1
+    trains: bool = True
+    sequences: int = 1
+    length: int = 1024
+    checkpointing: bool = False
+    dtypes: Dtypes = Dtypes()
+    moments: int = 2
+
+    @property
+    def world_size(self) -> int:
+        return self.shard_ranks * self.replicas
