@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from fsdp_doctor.case.draining_run import DrainingRun, ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
 from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.ledgers.stage_ledger import JobStage
+from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
 
 
 class ExtractionRun(CaseRun, DrainingRun):
@@ -22,13 +25,28 @@ class ExtractionRun(CaseRun, DrainingRun):
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment)
         self.truth = reference.Reference()
+        self._watch = Unwatched()
+
+    @contextlib.contextmanager
+    def _in_life(self, stage: JobStage, path: str = "") -> Iterator[None]:
+        """A stage in the life of the job, whose ledger becomes part of the record."""
+        with self._watch.stage(stage, path):
+            yield
+        self._add(ledgers=(*self.record.ledgers, *self._watch.take()))
 
     def _new_trainer(self) -> Trainer:
-        trainer = Trainer(self._case.scenario, self._runtime, with_mesh=not self._path.without_mesh)
-        if self._case.scenario.phase == "trained":
-            trainer.step()
+        scenario, runtime = self._case.scenario, self._runtime
+        self._watch = StageWatch(scenario.id, runtime.rank, runtime.device) if runtime.with_ledgers else Unwatched()
+        with self._in_life("built"):
+            trainer = Trainer(scenario, runtime, with_mesh=not self._path.without_mesh)
+            trainer.watch = self._watch
+            trainer.watch.of(trainer.model, trainer.optimizer)
+        if scenario.phase == "trained":
+            with self._in_life("first step"):
+                trainer.step()
             # A second step: the first one allocates what stays (Adam's state, cuBLAS workspaces).
-            trainer.step()
+            with self._in_life("trained"):
+                trainer.step()
             # As every later cycle leaves it: loading the optimizer takes Adam's step counters, which a step
             # makes on the host, to the device with the rest of the state.
             trainer.resume()
@@ -36,23 +54,30 @@ class ExtractionRun(CaseRun, DrainingRun):
 
     def _train_on(self, trainer: Trainer) -> None:
         self._enter("next step")
-        trainer.resume(undo_staging=self.undoes_staging)
+        with self._in_life("offloaded again", self._path.name):
+            trainer.unstage(undo_staging=self.undoes_staging)
+        with self._in_life("loaded", self._path.name):
+            trainer.load()
         self._check_weights(trainer.model, self.truth, "the next training step would start from other weights")
-        trainer.step()
-        self._runtime.synchronize()
+        with self._in_life("trained again", self._path.name):
+            trainer.step()
+            self._runtime.synchronize()
 
     def _is_reusable(self, trainer: Trainer) -> bool:
         return self._case.scenario.phase == "trained"
 
     def _bring_to_state(self, trainer: Trainer) -> None:
+        self._watch = trainer.watch
         self._enter("reference")
         optimizer = trainer.optimizer if self._contract.form == "optimizer" else None
         self.truth = reference.take(trainer.model, optimizer, self._runtime)
         self._enter("offload")
-        trainer.offload()
+        with self._in_life("offloaded"):
+            trainer.offload()
         if self._case.scenario.staging == "staged":
             self._enter("staging")
-            trainer.stage()
+            with self._in_life("staged"):
+                trainer.stage()
         self._note_state(trainer.model, trainer.optimizer, self.truth)
         self._expected = verification.ExpectedYield(
             contract=self._contract,
@@ -67,12 +92,16 @@ class ExtractionRun(CaseRun, DrainingRun):
 
     def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
         extraction = ExtractionCall(
-            call=call,
+            call=lambda: self._watch.yielding(call()),
             own=trainer.tensor_ids(),
             offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._path.offloads else 0,
             owned=owned,
         )
         self._extract(trainer.model, trainer.optimizer, extraction, self._expected)
+
+    def _drain(self, extraction: ExtractionCall, verifier: verification.Verifier) -> None:
+        with self._in_life("extracted", self._path.name):
+            super()._drain(extraction, verifier)
 
 
 def _shard_bytes(model: nn.Module, device: torch.device) -> int:

@@ -160,6 +160,11 @@ def unsupported(name: Model) -> str:
     return f"transformers {transformers.__version__} has no {needed}"
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Has the decoder layers computed anew in the backward, as verl does."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def add_buffers(model: nn.Module, seed: int) -> None:
     """A float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
     for index, layer in enumerate(decoder_layers(model)):

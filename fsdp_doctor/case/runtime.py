@@ -18,6 +18,7 @@ from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Backend, Sharding
+from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
@@ -32,6 +33,7 @@ class Runtime:
     control: a gloo group of all ranks, apart from the groups that the model uses; the reference
         is joined over it and the ranks agree over it.
     scratch: a directory that this run may write to, the same on every rank.
+    training: of the scenarios' steps. with_ledgers: whether the stages of a scenario are watched.
     """
 
     rank: int
@@ -41,6 +43,8 @@ class Runtime:
     scratch: pathlib.Path
     custom_model: pathlib.Path | None
     num_nodes: int = 1
+    training: TrainingSize = SMALL_STEP
+    with_ledgers: bool = False
     _meshes: dict[Sharding, DeviceMesh] = dataclasses.field(default_factory=dict)
 
     @property

@@ -19,9 +19,9 @@ from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.memory.stage_watch import Unwatched
 
 COMPUTE_DTYPE = torch.bfloat16
-_BATCH = (2, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,11 @@ class Unsupported(Exception):
 class Trainer:
     """A sharded model with its optimizer, in the state between two training steps.
 
+    watch: what writes the ledgers of its stages.
     Every method that is not a property is to be called by every rank.
     """
+
+    watch = Unwatched()
 
     def __init__(self, scenario: Scenario, runtime: Runtime, *, with_mesh: bool = True, start: Start = START) -> None:
         reason = _why_not(scenario, runtime)
@@ -60,6 +63,8 @@ class Trainer:
         plain = models.build(scenario.model, scenario.dims, runtime.custom_model, start.weights)
         if scenario.checkpoint == "fp32":
             models.halve(plain)
+        if runtime.training.checkpointing:
+            models.checkpoint_activations(plain)
         self._vocabulary_size = models.vocabulary_size(plain)
         self.model = _shard(plain, scenario, runtime, with_mesh)
         self._options = dict(start.options)
@@ -81,7 +86,8 @@ class Trainer:
 
     def step(self) -> None:
         """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
-        tokens = torch.randint(0, self._vocabulary_size, _BATCH, generator=self._generator)
+        size = (self.runtime.training.batch, self.runtime.training.sequence)
+        tokens = torch.randint(0, self._vocabulary_size, size, generator=self._generator)
         tokens = tokens.to(self.runtime.device)
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
@@ -110,11 +116,19 @@ class Trainer:
         undo_staging: move a module that was staged under CPUOffloadPolicy back to the CPU, where
             torch expects its shards; verl before PR 6463 did not.
         """
+        self.unstage(undo_staging=undo_staging)
+        self.load()
+
+    def unstage(self, *, undo_staging: bool = False) -> None:
+        """The first half of :meth:`resume`: the manual offload again of what was staged."""
         if self._staged and self.scenario.param_offload:
             self.offload()
         if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:
             offloading.unstage(self.model, self.runtime.device)
         self._staged = False
+
+    def load(self) -> None:
+        """The second half of :meth:`resume`: what a manual offload took away comes back."""
         if self.scenario.param_offload:
             self._load_parameters()
         if self.scenario.optimizer_offload:

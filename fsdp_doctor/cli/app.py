@@ -19,6 +19,7 @@ from fsdp_doctor.cli import (
     expect_command,
     explain_command,
     list_command,
+    memory_command,
     merge_command,
     probe_command,
     report_command,
@@ -45,6 +46,7 @@ for _command in (
     repro_command,
     bundle_command,
     bench_command,
+    memory_command,
     list_command,
     report_command,
     diff_command,
@@ -89,10 +91,10 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Under torchrun every rank comes here; of a probe all but rank 0 follow what rank 0 says."""
+    """Under torchrun every rank comes here; of a probe, or of memory, all but rank 0 follow what rank 0 says."""
     if launch.is_rank_zero() or sys.argv[1:2] == [bench_command.NAME]:
         app()
-    elif sys.argv[1:2] == [probe_command.NAME] and "--help" not in sys.argv:
+    elif sys.argv[1:2] in ([probe_command.NAME], [memory_command.NAME]) and "--help" not in sys.argv:
         from fsdp_doctor.probe.command import follow
 
         starting.check_versions()

@@ -81,7 +81,8 @@ class OutputOptions:
     format: Annotated[
         str,
         typer.Option(
-            help="Of stdout: table, lines, json, markdown, junit, svg, github; auto is table on a terminal, else lines."
+            help="Of stdout: table, lines, json, markdown, junit, svg, github, and with --memory: memory, memory-svg, "
+            "ledgers; auto is table on a terminal, else lines."
         ),
     ] = "auto"
     json_file: Annotated[
@@ -129,6 +130,10 @@ def run(
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Run each bad case a second time, in fresh workers.")
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Add to the report what each rank holds at each stage, of cases that extract."),
+    ] = False,
     output: OutputOptions,
     expect: Annotated[
         str | None,
@@ -165,6 +170,7 @@ def run(
         host_memory=values.size("--host-memory", limits.host_memory) if limits.host_memory is not None else None,
         saved_by=ranks.saved_by,
         confirm=confirm,
+        with_ledgers=memory,
         format=values.output_format(output.format),
         outputs=output.files,
         page=output.html,
@@ -176,10 +182,11 @@ def run(
     starting.check_versions()
     if not launch.under_torchrun():
         starting.start_ranks(ranks)
-    raise SystemExit(_conduct(options))
+    raise SystemExit(conduct_probe(options))
 
 
-def _conduct(options: ProbeOptions) -> int:
+def conduct_probe(options: ProbeOptions) -> int:
+    """Under torchrun, on rank 0. Returns the exit code."""
     from fsdp_doctor.probe.command import conduct
 
     code = conduct(options)

@@ -44,8 +44,8 @@ WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_
 """
 
 
-class DispatchMode(TorchDispatchMode):
-    """Sees every operator, those of a backward too; ``torch.overrides.TorchFunctionMode`` sees calls from Python."""
+OperatorMode = TorchDispatchMode
+"""``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
 
 
 # The modules of a model.
@@ -203,6 +203,11 @@ def flat_shard(handle: Any) -> torch.Tensor:
     flat_param = _get(handle, "flat_param")
     shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
     return shard.detach()
+
+
+def host_gradient(handle: Any) -> torch.Tensor | None:
+    """What a unit under ``CPUOffload`` keeps for its gradient, as long as it lives: ``FlatParameter._cpu_grad``."""
+    return getattr(_get(handle, "flat_param"), "_cpu_grad", None)
 
 
 def shard_padding(handle: Any) -> int:

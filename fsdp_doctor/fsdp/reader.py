@@ -92,6 +92,11 @@ class Fsdp1Unit:
         return private.flat_shard(self._handle)
 
     @property
+    def host_gradient(self) -> torch.Tensor | None:
+        """Pinned, on the host, as large as the shard: where a unit under CPUOffload has its gradients."""
+        return private.host_gradient(self._handle)
+
+    @property
     def padding(self) -> int:
         return private.shard_padding(self._handle)
 

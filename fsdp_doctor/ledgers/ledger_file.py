@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -29,9 +29,9 @@ class LedgerFile:
     origin: Origin
     command: str
     device: str
-    ledgers: Sequence[StageLedger]
+    ledgers: tuple[StageLedger, ...]
     packages: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    notes: tuple[str, ...] = ()
     estimates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -47,7 +47,8 @@ def ledgers_from_json(text: str) -> LedgerFile:
         if (data.pop("schema"), data.pop("schema_version")) != (SCHEMA, SCHEMA_VERSION):
             raise KeyError("schema")
         data.pop("version")
-        return LedgerFile(**data | {"ledgers": tuple(map(ledger_from_dict, data["ledgers"]))})
+        notes, ledgers = tuple(data.pop("notes")), tuple(map(ledger_from_dict, data.pop("ledgers")))
+        return LedgerFile(**data, notes=notes, ledgers=ledgers)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
 

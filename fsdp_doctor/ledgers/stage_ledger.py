@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 MemoryClass: TypeAlias = Literal[
     "parameters",  # the shards, or what an unsharded model has
-    "gradients",  # as they are kept between backward and the optimizer's step: sharded
-    "optimizer state",
-    "unsharded parameters",  # what FSDP gathers for a unit, and their gradients until they are reduced
+    "gradients",  # of a unit, unsharded, as backward makes them, and sharded, as they are kept until the step
+    "optimizer state",  # and what the optimizer computes with while it steps
+    "unsharded parameters",  # what FSDP gathers for a unit
     "buffers",
-    "gathered outputs",  # what an extraction yielded and its caller holds
+    "gathered outputs",  # what an extraction yields
     "activations",  # what a forward keeps for the backward, and what both compute with
-    "communication buffers",  # inputs and outputs of all-gathers and reduce-scatters
+    "communication buffers",  # what all-gathers and reduce-scatters read and write, and an extraction works in
     "unexplained",  # counted by the allocator, and nobody's that could be named
 ]
 JobStage: TypeAlias = Literal[
@@ -30,7 +29,7 @@ JobStage: TypeAlias = Literal[
 ]
 CLASSES: tuple[MemoryClass, ...] = get_args(MemoryClass)
 STAGES: tuple[JobStage, ...] = get_args(JobStage)
-Bytes: TypeAlias = Mapping[MemoryClass, int]
+Bytes: TypeAlias = dict[MemoryClass, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,8 @@ class HostLedger:
     """One rank's tensors on the host, in bytes, when the stage ends.
 
     held: by class, pinned and pageable; they add up to ``pinned`` and ``pageable``.
-    pinned: in tensors. pinned_reserved: taken for them, of the next power of two for each, as CUDA's allocator of
-        pinned memory takes it. pageable: in tensors.
+    pinned: in tensors. pinned_reserved: taken for them, the next power of two for each as CUDA's allocator of pinned
+        memory does, and what that allocator keeps of earlier ones. pageable: in tensors.
     """
 
     held: Bytes

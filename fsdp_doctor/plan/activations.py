@@ -131,7 +131,7 @@ class _Recorder:
             self._live.drop_gradients(self._layers[at + 1])
 
 
-class _Live(private.DispatchMode):
+class _Live(private.OperatorMode):
     """Every storage that an operator makes, until it is gone."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Bytes of an element: of the shards that the optimizer has, of what is gathered and computed, of what is reduced."""
+    """Bytes of an element: of the optimizer's shards, of what is gathered and computed, of what is reduced."""
 
     master: int = FP32
     compute: int = BF16

@@ -47,6 +47,7 @@ _RENDEZVOUS_SECONDS = 60.0
 
 def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
+    from fsdp_doctor.memory.counters import check_counted
     from fsdp_doctor.probe.conductor import Conductor
     from fsdp_doctor.probe.job import Job, Limits, share_job
     from fsdp_doctor.probe.savers import Savers, number_of_savers
@@ -55,6 +56,8 @@ def conduct(options: ProbeOptions) -> int:
     place, store, interruption = _join_the_others()
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
     devices.load(device, asked=options.device.type)
+    if options.with_ledgers:
+        check_counted(device.type)
     saved_by = number_of_savers(options.saved_by, place.world_size, device.type)
     report = first_report(options, place, device, saved_by)
     writer = ReportWriter(report, options.cases, options.outputs)
@@ -65,6 +68,8 @@ def conduct(options: ProbeOptions) -> int:
         user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
         custom_model=options.model,
         scratch=scratch,
+        training=options.training,
+        with_ledgers=options.with_ledgers,
     )
     limits = Limits(
         start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
@@ -149,6 +154,7 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
                 savers=savers,
                 world_size=context.world_size,
                 confirm=options.confirm,
+                scenarios_apart=options.with_ledgers,
             ):
                 writer.add(recognized(result, context))
                 progress.add(result)
@@ -175,9 +181,18 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
         write_step_summary(report, unforeseen)
     if options.expect == "known":
         print(baseline.conclusion(report, surprises, context), file=sys.stderr)
-    if problem := trouble or lost or no_page:
+    if problem := trouble or lost or no_page or (_unmeasured(report) if options.with_ledgers else None):
         raise problem
     return baseline.exit_code(report, options.expect, surprises)
+
+
+def _unmeasured(report: Report) -> CannotRun | None:
+    """Why no stage has a ledger; None where one has."""
+    if any(result.ledgers for result in report.results):
+        return None
+    verdicts = [result.verdict for result in report.results]
+    reason = next((verdict.reason for verdict in verdicts if verdict.bad), verdicts[0].reason if verdicts else "")
+    return CannotRun(f"no stage could be measured: {reason or 'the cases have no stages'}")
 
 
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:

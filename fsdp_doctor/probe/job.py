@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.matrix.cases import AnyCase, any_case_of, frameworks_of
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,6 +27,7 @@ class Job:
     """What every worker of the run is told, the same on all ranks.
 
     scratch: a directory that the run may write to; on another node than rank 0's, one of the same name.
+    training: of the scenarios' steps. with_ledgers: whether the stages of the scenarios are watched.
     """
 
     device: RunDevice
@@ -33,6 +35,8 @@ class Job:
     user_paths: tuple[str, ...]
     custom_model: pathlib.Path | None
     scratch: pathlib.Path
+    training: TrainingSize = SMALL_STEP
+    with_ledgers: bool = False
 
     @property
     def frameworks(self) -> tuple[FrameworkName, ...]:
@@ -66,6 +70,8 @@ def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
         "user_paths": job.user_paths,
         "custom_model": str(job.custom_model) if job.custom_model else None,
         "scratch": str(job.scratch),
+        "training": dataclasses.asdict(job.training),
+        "with_ledgers": job.with_ledgers,
         "limits": dataclasses.asdict(limits),
     }
     store.set(_KEY, json.dumps(shared))
@@ -86,5 +92,7 @@ def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limi
         user_paths=tuple(shared["user_paths"]),
         custom_model=pathlib.Path(shared["custom_model"]) if shared["custom_model"] else None,
         scratch=pathlib.Path(shared["scratch"]),
+        training=TrainingSize(**shared["training"]),
+        with_ledgers=shared["with_ledgers"],
     )
     return job, Limits(**shared["limits"])

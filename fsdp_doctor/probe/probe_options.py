@@ -10,6 +10,7 @@ from typing import Literal
 
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.matrix.cases import AnyCase
+from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.probe.baseline import Baseline
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.formats import Format
@@ -24,6 +25,7 @@ class ProbeOptions:
     where they do nothing).
     host_memory: bytes that a worker may hold, None for no limit.
     saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
+    training: of the scenarios' steps. with_ledgers: whether their stages are watched.
     outputs: files to write, by format. page: the HTML file to write. expect: what the verdicts are held against.
     """
 
@@ -36,6 +38,8 @@ class ProbeOptions:
     host_memory: int | None = None
     saved_by: int | None = None
     confirm: bool = False
+    training: TrainingSize = SMALL_STEP
+    with_ledgers: bool = False
     format: Format | Literal["auto"] = "auto"
     outputs: Mapping[Format, pathlib.Path] = dataclasses.field(default_factory=dict)
     page: pathlib.Path | None = None

@@ -28,11 +28,19 @@ def results(
     savers: Savers,
     world_size: int,
     confirm: bool,
+    scenarios_apart: bool = False,
 ) -> Iterator[CaseResult]:
-    """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list."""
+    """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list.
+
+    scenarios_apart: each gets fresh workers, which hold nothing of another's.
+    """
     unbuildable: dict[tuple[AnyScenario, bool], str] = {}
+    before: AnyScenario | None = None
     for number in numbers:
         case = cases[number]
+        if scenarios_apart and before not in (None, case.scenario):
+            conductor.retire()
+        before = case.scenario
         built = (case.scenario, _without_mesh(case))
         if built in unbuildable:
             yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))

@@ -142,6 +142,7 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
         scratch=job.scratch,
         custom_model=job.custom_model,
     )
+    joined.training, joined.with_ledgers = job.training, job.with_ledgers
     runner = CaseRunner(joined, job.user_paths, report=send)
     send(Ready(environment=of_torch()))
     return runner

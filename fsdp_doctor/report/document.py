@@ -9,6 +9,8 @@ from typing import Any
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
 from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.ledgers.ledger_file import ledger_from_dict
+from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, any_case_of
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind
@@ -18,7 +20,7 @@ from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_
 SCHEMA = "fsdp-doctor/report"
 SCHEMA_VERSION = 1
 # Keys of a result, or of a rank's record in it, that reports of the first versions do not have.
-NOT_IN_OLDER_REPORTS = frozenset({"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint"})
+NOT_IN_OLDER_REPORTS = frozenset({"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class CaseResult:
         did not get through.
     known: the id of the catalogue's entry that a bad verdict shows; empty where there is none.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
+    ledgers: what each rank held at each stage, with --memory.
     """
 
     case: AnyCase
@@ -41,6 +44,7 @@ class CaseResult:
     yielded: tuple[dict[str, int], ...] = ()
     known: str = ""
     confirmation: Verdict | None = None
+    ledgers: tuple[StageLedger, ...] = ()
     ranks: tuple[RankReport, ...] = ()
 
     @property
@@ -113,8 +117,16 @@ def result_of(case: AnyCase, verdict: Verdict, reports: list[RankReport], wall_s
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
         yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
-        ranks=tuple(reports) if verdict.bad else (),
+        ledgers=tuple(ledger for record in records for ledger in record.ledgers),
+        ranks=tuple(map(_without_ledgers, reports)) if verdict.bad else (),
     )
+
+
+def _without_ledgers(report: RankReport) -> RankReport:
+    """They stand in the result already."""
+    if report.record is None:
+        return report
+    return dataclasses.replace(report, record=dataclasses.replace(report.record, ledgers=()))
 
 
 def context_of(report: Report) -> RunContext:
@@ -177,6 +189,7 @@ def result_to_dict(result: CaseResult) -> dict[str, Any]:
         "yielded": list(result.yielded),
         "known": result.known,
         "confirmation": _verdict_to_dict(result.confirmation) if result.confirmation else None,
+        "ledgers": [dataclasses.asdict(ledger) for ledger in result.ledgers],
         "ranks": [rank_report_to_dict(report) for report in result.ranks],
     }
 
@@ -191,6 +204,7 @@ def result_from_dict(data: dict[str, Any]) -> CaseResult:
         yielded=tuple(data.get("yielded", ())),
         known=data.get("known", ""),
         confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,
+        ledgers=tuple(map(ledger_from_dict, data.get("ledgers", ()))),
         ranks=tuple(rank_report_from_dict(report) for report in data["ranks"]),
     )
 

@@ -11,7 +11,9 @@ from typing_extensions import assert_never
 from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.layout import printable
 
-Format: TypeAlias = Literal["table", "lines", "json", "markdown", "junit", "svg", "github"]
+Format: TypeAlias = Literal[
+    "table", "lines", "json", "markdown", "junit", "svg", "github", "memory", "memory-svg", "ledgers"
+]
 
 FORMATS: dict[Format, str] = {
     "table": "the matrix, for a terminal",
@@ -21,6 +23,9 @@ FORMATS: dict[Format, str] = {
     "junit": "JUnit XML, for CI systems",
     "svg": "the matrix as a picture",
     "github": "annotations for GitHub Actions",
+    "memory": "with --memory, what is held at each stage, for a terminal",
+    "memory-svg": "the same as a picture",
+    "ledgers": "the same as JSON, of every rank",
 }
 _NARROWEST = 60
 
@@ -40,7 +45,9 @@ def render(
     expected: the ids of bad cases that are, which for JUnit are no failures.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
-    from fsdp_doctor.report import case_lines, github, junit, markdown, table
+    from fsdp_doctor.ledgers.ledger_file import ledgers_to_json
+    from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
+    from fsdp_doctor.report import case_lines, github, junit, markdown, measured_ledgers, table
 
     match name:
         case "table":
@@ -57,5 +64,11 @@ def render(
             return printable(table.render_svg(report)) + "\n"
         case "github":
             return github.workflow_commands(report, surprises)
+        case "memory":
+            return measured_ledgers.ledger_text(report, color)
+        case "memory-svg":
+            return ledgers_svg(measured_ledgers.ledgers_of(report))
+        case "ledgers":
+            return ledgers_to_json(measured_ledgers.ledger_file(report))
         case _:
             assert_never(name)

@@ -9,6 +9,7 @@ import json
 import pathlib
 from typing import Any, Literal, get_origin
 
+from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, HostLedger, StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyScenario, Case, Scenario
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
@@ -35,6 +36,9 @@ _DEFINITIONS: dict[Any, str] = {
     Problem: "problem",
     Refused: "refused",
     Ready: "ready",
+    StageLedger: "ledger",
+    DeviceLedger: "device_ledger",
+    HostLedger: "host_ledger",
 }
 _TYPES = TypeSchemas(definitions=_DEFINITIONS, optional=NOT_IN_OLDER_REPORTS)
 

@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_doctor.ledgers.ledger_file import ledger_from_dict
+from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
 
 Stage = Literal[
@@ -86,6 +88,7 @@ class Record:
     refusal: the exception with which every rank refused a checkpoint that does not fit; empty where none did.
     retire: what the path left behind in the process that could not be undone, so that no other case
         may run in it; empty if there is nothing.
+    ledgers: of the stages of the scenario's life that were watched and are over.
     """
 
     case_id: str
@@ -100,6 +103,7 @@ class Record:
     healthy: bool = True
     refusal: str = ""
     retire: str = ""
+    ledgers: tuple[StageLedger, ...] = ()
     done: bool = False
 
 
@@ -186,6 +190,7 @@ def record_from_dict(data: dict[str, Any]) -> Record:
     fields = dict(data)
     fields["failure"] = Failure(**fields["failure"]) if fields.get("failure") else None
     fields["problems"] = tuple(Problem(**problem) for problem in fields.get("problems", ()))
+    fields["ledgers"] = tuple(map(ledger_from_dict, fields.get("ledgers", ())))
     return Record(**fields)
 
 
