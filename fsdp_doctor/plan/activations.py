@@ -97,10 +97,10 @@ class _Recorder:
                 layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._ends(at, output)),
             ]
         self._hooks += self._live.hooks()
-        self._live.__enter__()
+        self._live.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
-        self._live.__exit__(*exception)
+        self._live.__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
@@ -135,7 +135,7 @@ class _Live(private.OperatorMode):
     """Every storage that an operator makes, until it is gone."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._sizes: dict[int, int] = {}
         self._gradients: set[int] = set()
@@ -203,7 +203,7 @@ def _fused_attention() -> Iterator[None]:
     original = nn.functional.scaled_dot_product_attention
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
-        return _Attention.apply(query, key, value)
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
 
     nn.functional.scaled_dot_product_attention = fused
     try:
