@@ -25,7 +25,8 @@ class RoleSetup:
     scenario: its strategy and offload; of its sharding here are the numbers. shard_ranks: of one shard group.
     replicas: how many shard groups there are. trains: else it only runs forward.
     sequences, length: what one forward gets. checkpointing: of activations.
-    moments: how many tensors of its parameters' size the optimizer keeps, float32 beside float32 masters.
+    moments: how many tensors of its parameters' size the optimizer keeps. path: by which its weights are taken out;
+    none is for a model of which nobody takes them. bucket_bytes: of such a path that has buckets.
     """
 
     role: str
@@ -38,7 +39,17 @@ class RoleSetup:
     checkpointing: bool = False
     dtypes: Dtypes = Dtypes()
     moments: int = 2
+    path: str = "full_tensors"
+    bucket_bytes: int = 512 << 20
 
     @property
     def world_size(self) -> int:
         return self.shard_ranks * self.replicas
+
+    @property
+    def shards_on_host(self) -> bool:
+        """When the weights are taken out."""
+        scenario = self.scenario
+        if scenario.staging == "staged" and (scenario.param_offload or scenario.version == 2):
+            return False
+        return scenario.policy or scenario.param_offload

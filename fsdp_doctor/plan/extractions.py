@@ -1,0 +1,139 @@
+"""What each path that takes weights out has on the device at once, beside what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.shards import RankShards
+from fsdp_doctor.plan.timeline import Timeline, rounded, rounded_sum
+
+# Below it full_tensors gathers several tensors at once.
+_SMALL_BYTES = 1 << 20
+
+
+def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, path: str) -> None:
+    """path: a name of the matrix; one that is not known here is taken for one that reads tensor after tensor."""
+    for family, paths in FAMILIES.items():
+        if path in paths:
+            _REPLAYS[family](timeline, shards, setup)
+            return
+    _tensor_by_tensor(timeline, shards, setup)
+
+
+def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """full_tensors: as many buckets at once as fit into two, or into one and the largest tensor."""
+    most = setup.bucket_bytes + max(setup.bucket_bytes, _largest(shards, setup))
+    buckets: list[tuple[int, int]] = [(0, 0)]
+    for gathered, buffered in _gathers(shards, setup):
+        outputs, buffers = buckets[-1]
+        if outputs + buffers and outputs + buffers + gathered + buffered > setup.bucket_bytes:
+            buckets.append((0, 0))
+            outputs, buffers = 0, 0
+        buckets[-1] = outputs + gathered, buffers + buffered
+    for at in range(len(buckets)):
+        outputs = buffers = 0
+        for number, (gathered, buffered) in enumerate(buckets[at:]):
+            if number and outputs + buffers + gathered + buffered > most:
+                break
+            outputs, buffers = outputs + gathered, buffers + buffered
+        with timeline.taken("communication buffers", buffers), timeline.taken("gathered outputs", outputs):
+            pass
+
+
+def _gathers(shards: RankShards, setup: RoleSetup) -> list[tuple[int, int]]:
+    """(bytes of outputs, bytes of buffers beside them) of each tensor, in the order of the parameters."""
+    dtypes = setup.dtypes
+    if setup.scenario.version == 1:
+        # A part of a flat parameter is gathered by ranks, and then put into the unit's tensors.
+        return [(rounded(numel * dtypes.master),) * 2 for unit in shards.units for numel in unit.originals]
+    found = []
+    for unit in shards.units:
+        for numel in unit.full:
+            nbytes = rounded(numel * dtypes.master)
+            found.append((nbytes, nbytes if nbytes <= _SMALL_BYTES else 0))
+    return found
+
+
+def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """A shard comes to the device, and is gathered; what is cut unevenly is padded first."""
+    master = setup.dtypes.master
+    for unit in shards.units:
+        for numel, padded, own in zip(unit.full, unit.padded, unit.own, strict=False):
+            brought = rounded(own * master) if setup.shards_on_host else 0
+            copied = rounded(padded * master) if padded != own or setup.scenario.version == 1 else 0
+            with timeline.taken("communication buffers", brought + copied):
+                timeline.take("gathered outputs", rounded(numel * master))
+            timeline.give("gathered outputs", rounded(numel * master))
+
+
+def _whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Every tensor unsharded at the same time, in the dtype of the shards."""
+    outputs = [numel for unit in shards.units for numel in unit.originals]
+    for numel in outputs:
+        timeline.take("gathered outputs", rounded(numel * setup.dtypes.master))
+    timeline.give("gathered outputs", rounded_sum(numel * setup.dtypes.master for numel in outputs))
+
+
+def _unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """One unit after the other, in the dtype that is computed in."""
+    compute = setup.dtypes.compute
+    for unit in shards.units:
+        gathered = rounded(sum(unit.full) * compute) if setup.shard_ranks > 1 else 0
+        with (
+            timeline.taken("communication buffers", gathered),
+            timeline.taken("unsharded parameters", rounded_sum(numel * compute for numel in unit.full)),
+        ):
+            pass
+
+
+def _in_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """FSDP1's summon_full_params: all units, in the dtype of the shards."""
+    if setup.scenario.version == 1:
+        nbytes = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.full)
+        with timeline.taken("unsharded parameters", nbytes):
+            pass
+
+
+def _nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Shards as they are, or names and shapes."""
+
+
+def _largest(shards: RankShards, setup: RoleSetup) -> int:
+    return max(numel for unit in shards.units for numel in unit.originals) * setup.dtypes.master
+
+
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "buckets": ("full_tensors", "full_state_dict"),
+    "tensor by tensor": (
+        "state_dict.to.full_tensor",
+        "state_dict.full_tensor.to",
+        "state_dict.held",
+        "parameters.full_tensor",
+        "parameters.data.full_tensor",
+        "from_local",
+        "get_model_state_dict.full+cpu",
+        "full_state_dict.rank0+cpu",
+        "sharded_state_dict.full_tensor",
+    ),
+    "whole": ("get_model_state_dict.full",),
+    "unit by unit": ("unshard",),
+    "in full precision": ("summon_full_params",),
+    "nothing": (
+        "state_dict",
+        "get_model_state_dict.sharded",
+        "get_model_state_dict.sharded+cpu",
+        "sharded_state_dict",
+        "local_state_dict",
+        "dcp",
+        "weights_info",
+    ),
+}
+_REPLAYS: Mapping[str, Callable[[Timeline, RankShards, RoleSetup], None]] = {
+    "buckets": _buckets,
+    "tensor by tensor": _tensor_by_tensor,
+    "whole": _whole,
+    "unit by unit": _unit_by_unit,
+    "in full precision": _in_full_precision,
+    "nothing": _nothing,
+}
