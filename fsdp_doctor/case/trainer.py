@@ -60,17 +60,20 @@ class Trainer:
         self.runtime = runtime
         self.with_mesh = with_mesh
         self.num_steps = 0
-        plain = models.build(scenario.model, scenario.dims, runtime.custom_model, start.weights)
-        if scenario.checkpoint == "fp32":
-            models.halve(plain)
-        if runtime.training.checkpointing:
-            models.checkpoint_activations(plain)
-        self._vocabulary_size = models.vocabulary_size(plain)
-        self.model = _shard(plain, scenario, runtime, with_mesh)
+        self.model = self._sharded_model(start.weights)
+        self._vocabulary_size = models.vocabulary_size(self.model)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
         self._generator = torch.Generator().manual_seed(0 if start.same_batches else runtime.rank)
         self._staged = False
+
+    def _sharded_model(self, weights: models.Weights) -> nn.Module:
+        plain = models.build(self.scenario.model, self.scenario.dims, self.runtime.custom_model, weights)
+        if self.scenario.checkpoint == "fp32":
+            models.halve(plain)
+        if self.runtime.training.checkpointing:
+            models.checkpoint_activations(plain)
+        return _shard(plain, self.scenario, self.runtime, self.with_mesh)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over the parameters that the model has now."""

@@ -74,7 +74,8 @@ class HostLedger:
 class StageLedger:
     """What one rank holds at one stage.
 
-    job: what it is a stage of: a scenario's id, or a role of a job. path: of the stage "extracted", by which path.
+    job: what it is a stage of: a scenario's id, or a role of a job. path: by which something was extracted, of the
+        stage "extracted" and those that follow it.
     device: None where there is no accelerator.
     """
 
@@ -87,8 +88,8 @@ class StageLedger:
 
     @property
     def name(self) -> str:
-        """The stage, and the path where there is one."""
-        return f"{self.stage}: {self.path}" if self.path else self.stage
+        """The stage, and by which path where something is extracted."""
+        return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
 
 
 def total(held: Bytes) -> int:

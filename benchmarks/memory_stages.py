@@ -1,0 +1,283 @@
+"""The ledgers of models of a real shape at each stage, and what other estimators say of the same steps.
+
+    torchrun --nproc-per-node 2 benchmarks/memory_stages.py --json stages.json [--shape qwen3-4b qwen3-30b-a3b]
+
+Writes a file of ledgers as ``fsdp-doctor memory --json`` does, and adds to it after each model, so that what was
+measured is kept if the time runs out: no model is begun after ``--seconds``. A job's name is
+``shape/layers/strategy/offload/batch x sequence/checkpointing or activations``. Of each model the first job has all
+stages, the others have "trained" alone. ``estimates`` has, by job: the peak that the device counted in "trained", the
+peak that torch's FSDPMemTracker gives (of FSDP2 without an offload), and what accelerate's estimate-memory gives for
+AdamW in bfloat16, which knows neither shards nor activations, also divided by the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_doctor.bench import sharded_model
+from fsdp_doctor.bench.request import SHAPES, BenchOptions
+from fsdp_doctor.case import models, runtime
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.trainer import Trainer
+from fsdp_doctor.extract import full_tensors
+from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json, ledgers_to_json
+from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.machine import devices
+from fsdp_doctor.machine.environment import collect
+from fsdp_doctor.machine.launch import place
+from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.training_size import TrainingSize
+from fsdp_doctor.memory.stage_watch import StageWatch
+from fsdp_doctor.probe.worker import import_what_cases_need
+
+# Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.
+_LAYERS = {"qwen3-4b": 36, "qwen3-30b-a3b": 4, "qwen3-0.6b": 28, "small": 4}
+_PATH = "full_tensors"
+MOST_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is built in a process of its own."""
+
+    offload: str
+    shape: str
+    strategy: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}/{_LAYERS[self.shape]}/{self.strategy}/{self.offload}"
+
+    @property
+    def scenario(self) -> Scenario:
+        staging = "staged" if "param" in self.offload else "unstaged"
+        return scenario_of({"strategy": self.strategy, "offload": self.offload, "staging": staging})
+
+    def job(self, training: TrainingSize) -> str:
+        kept = "checkpointing" if training.checkpointing else "activations"
+        return f"{self.name}/{training.batch}x{training.sequence}/{kept}"
+
+
+def bench_options(shape: str) -> BenchOptions:
+    return BenchOptions(
+        direction="out",
+        sources=(),
+        model=shape,
+        directory=None,
+        layers=_LAYERS[shape],
+        strategies=(),
+        offloads=(),
+        dtypes=("fp32",),
+        bucket_bytes=None,
+        paths=(),
+        repeat=1,
+        device="auto",
+        json_file=None,
+    )
+
+
+class ShapeTrainer(Trainer):
+    """A trainer of a model of a real shape, with fp32 shards."""
+
+    shape = "small"
+
+    def _sharded_model(self, weights: models.Weights) -> nn.Module:
+        policy = "policy" if self.scenario.policy else "none"
+        mesh = self.runtime.mesh(self.scenario.sharding)
+        return sharded_model.build(bench_options(self.shape), self.scenario.strategy, policy, torch.float32, mesh)
+
+    def resize(self, training: TrainingSize) -> None:
+        """What the next steps are of."""
+        self.runtime.training = training
+        inner: Any = self.model if self.scenario.version == 2 else self.model.module
+        if training.checkpointing:
+            models.checkpoint_activations(inner)
+        else:
+            inner.gradient_checkpointing_disable()
+
+
+def measured(
+    model: Model, steps: list[TrainingSize], at: Runtime
+) -> tuple[list[StageLedger], dict[str, dict[str, int]]]:
+    """Every rank must call it."""
+    scenario = model.scenario
+    at.training, ShapeTrainer.shape = steps[0], model.shape
+    watch = StageWatch(model.job(steps[0]), at.rank, at.device)
+    with watch.stage("built"):
+        trainer = ShapeTrainer(scenario, at)
+        watch.of(trainer.model, trainer.optimizer)
+    trainer.resize(steps[0])
+    with watch.stage("first step"):
+        trainer.step()
+    ledgers, estimates = list(watch.take()), {}
+    for training in steps:
+        trainer.resize(training)
+        job = model.job(training)
+        with watch.stage("trained"):
+            trainer.step()
+        ledgers += [replace(ledger, job=job) for ledger in watch.take()]
+        device = ledgers[-1].device
+        assert device is not None
+        estimates[job] = {"measured": device.peak, **estimated(model.shape, trainer, at.world_size)}
+    trainer.resize(steps[0])
+    with watch.stage("offloaded"):
+        trainer.offload()
+    if scenario.staging == "staged":
+        with watch.stage("staged"):
+            trainer.stage()
+    with watch.stage("extracted", _PATH):
+        for _, tensor in watch.yielding(full_tensors(trainer.model, dtype=torch.bfloat16)):
+            del tensor
+    with watch.stage("offloaded again", _PATH):
+        trainer.unstage(undo_staging=True)
+    with watch.stage("loaded", _PATH):
+        trainer.load()
+    if scenario.param_offload:
+        with watch.stage("trained again", _PATH):
+            trainer.step()
+    return [*ledgers, *watch.take()], estimates
+
+
+def estimated(shape: str, trainer: ShapeTrainer, world_size: int) -> dict[str, int]:
+    whole = of_accelerate(shape)
+    found = {"accelerate estimate-memory": whole, "accelerate estimate-memory / ranks": whole // world_size}
+    if trainer.scenario.version == 2 and trainer.scenario.offload == "none":
+        found |= of_fsdp_mem_tracker(trainer)
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def of_accelerate(shape: str) -> int:
+    """0 where accelerate is not installed."""
+    try:
+        from accelerate.commands.estimate import estimate_training_usage
+        from accelerate.utils import calculate_maximum_sizes
+    except ImportError:
+        return 0
+    import transformers
+
+    kind, sizes = SHAPES[shape]
+    config = getattr(transformers, kind)(**sizes)
+    config.num_hidden_layers = _LAYERS[shape]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return int(max(estimate_training_usage(calculate_maximum_sizes(model)[0], "bfloat16").values()))
+
+
+def of_fsdp_mem_tracker(trainer: ShapeTrainer) -> dict[str, int]:
+    """Two steps, as its own test has it: the first one's optimizer state is of none that was there before."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker = FSDPMemTracker(trainer.model, trainer.optimizer)
+    try:
+        with tracker:
+            trainer.step()
+            tracker.reset_mod_stats()
+            trainer.step()
+        snapshot = tracker.get_tracker_snapshot("peak")[trainer.runtime.device]
+    except Exception as error:
+        print(f"FSDPMemTracker: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+        return {}
+    return {f"FSDPMemTracker {getattr(kind, 'value', kind)}": int(nbytes) for kind, nbytes in snapshot.items()}
+
+
+def measure(model: Model, options: argparse.Namespace) -> None:
+    """In a process of its own, which begins with an empty device; rank 0 adds to the file."""
+    at = started(model, options)
+    sizes = itertools.product(options.sequence, (True, False))
+    steps = [TrainingSize(batch=options.batch, sequence=length, checkpointing=kept) for length, kept in sizes]
+    ledgers, estimates = measured(model, steps if model.offload == "none" else steps[:1], at)
+    everyone: list[Any] = [None] * at.world_size
+    dist.all_gather_object(everyone, ledgers, group=at.control)
+    if at.rank == 0:
+        file = ledgers_from_json(options.json.read_text())
+        found = tuple(ledger for of_rank in everyone for ledger in of_rank)
+        file = replace(file, ledgers=(*file.ledgers, *found), estimates={**file.estimates, **estimates})
+        options.json.write_text(ledgers_to_json(file))
+    dist.barrier(group=at.control)
+    os._exit(0)
+
+
+def started(model: Model, options: argparse.Namespace) -> Runtime:
+    store, _, _ = next(dist.rendezvous("env://"))
+    device = devices.RunDevice(type=devices.resolve(options.device), late_completion=False)
+    return runtime.start(
+        dist.PrefixStore(model.name, store),
+        place=place(),
+        run_device=device,
+        backend="mixed",
+        scratch=pathlib.Path("."),
+        custom_model=None,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--shape", nargs="+", default=["qwen3-4b", "qwen3-30b-a3b"], choices=SHAPES)
+    parser.add_argument("--strategy", nargs="+", default=["fsdp2", "fsdp1"])
+    parser.add_argument("--offload", nargs="+", default=["none", "policy", "param+optimizer"])
+    parser.add_argument("--sequence", nargs="+", type=int, default=[1024, 4096])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=200)
+    options = parser.parse_args()
+
+    began = time.monotonic()
+    rank = place().rank
+    import_what_cases_need()
+    devices.load(devices.RunDevice(type=devices.resolve(options.device)), options.device)
+    # Each rank's own: a process that a rank waits for must have been started by it.
+    store = dist.PrefixStore("parents", next(dist.rendezvous("env://"))[0])
+    if rank == 0:
+        options.json.write_text(ledgers_to_json(empty_file(options)))
+    forks = multiprocessing.get_context("fork")
+    # The offloads in the order of what they cost in time.
+    for model in map(Model, *zip(*itertools.product(options.offload, options.shape, options.strategy), strict=True)):
+        if rank == 0:
+            store.set(model.name, "go" if time.monotonic() - began < options.seconds else "")
+        if not store.get(model.name):
+            note(options, rank, f"{model.name}: not measured: {options.seconds:g} seconds were over")
+            continue
+        process = forks.Process(target=measure, args=(model, options))
+        process.start()
+        process.join(MOST_SECONDS)
+        if process.exitcode != 0:
+            process.kill()
+            note(options, rank, f"{model.name}: not measured: rank {rank} ended with {process.exitcode}")
+        if rank == 0:
+            print(f"{time.monotonic() - began:6.1f} s  {model.name}", flush=True)
+
+
+def empty_file(options: argparse.Namespace) -> LedgerFile:
+    facts = collect()
+    accelerators = facts["accelerators"] or [devices.resolve(options.device)]
+    return LedgerFile(
+        origin="measured",
+        command=" ".join(["benchmarks/memory_stages.py", *sys.argv[1:]]),
+        device=f"{place().world_size} x {accelerators[0]}",
+        ledgers=(),
+        packages=facts["packages"],
+    )
+
+
+def note(options: argparse.Namespace, rank: int, sentence: str) -> None:
+    if rank == 0:
+        file = ledgers_from_json(options.json.read_text())
+        options.json.write_text(ledgers_to_json(replace(file, notes=(*file.notes, sentence))))
+    print(sentence, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
