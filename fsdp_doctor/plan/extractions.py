@@ -10,6 +10,8 @@ from fsdp_doctor.plan.timeline import Timeline, rounded, rounded_sum
 
 # Below it full_tensors gathers several tensors at once.
 _SMALL_BYTES = 1 << 20
+# Its buffer for shards that are cast.
+_CAST_BYTES = 128 << 20
 
 
 def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, path: str) -> None:
@@ -23,6 +25,8 @@ def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, 
 
 def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """full_tensors: as many buckets at once as fit into two, or into one and the largest tensor."""
+    is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
+    cast = _CAST_BYTES if is_cast and setup.shards_on_host else 0
     most = setup.bucket_bytes + max(setup.bucket_bytes, _largest(shards, setup))
     buckets: list[tuple[int, int]] = [(0, 0)]
     for gathered, buffered in _gathers(shards, setup):
@@ -37,20 +41,20 @@ def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
             if number and outputs + buffers + gathered + buffered > most:
                 break
             outputs, buffers = outputs + gathered, buffers + buffered
-        with timeline.taken("communication buffers", buffers), timeline.taken("gathered outputs", outputs):
+        with timeline.taken("communication buffers", buffers + cast), timeline.taken("gathered outputs", outputs):
             pass
 
 
 def _gathers(shards: RankShards, setup: RoleSetup) -> list[tuple[int, int]]:
     """(bytes of outputs, bytes of buffers beside them) of each tensor, in the order of the parameters."""
-    dtypes = setup.dtypes
+    itemsize = setup.extracted_bytes or setup.dtypes.master
     if setup.scenario.version == 1:
         # A part of a flat parameter is gathered by ranks, and then put into the unit's tensors.
-        return [(rounded(numel * dtypes.master),) * 2 for unit in shards.units for numel in unit.originals]
+        return [(rounded(numel * itemsize),) * 2 for unit in shards.units for numel in unit.originals]
     found = []
     for unit in shards.units:
         for numel in unit.full:
-            nbytes = rounded(numel * dtypes.master)
+            nbytes = rounded(numel * itemsize)
             found.append((nbytes, nbytes if nbytes <= _SMALL_BYTES else 0))
     return found
 
@@ -100,7 +104,9 @@ def _nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
 
 
 def _largest(shards: RankShards, setup: RoleSetup) -> int:
-    return max(numel for unit in shards.units for numel in unit.originals) * setup.dtypes.master
+    return max(numel for unit in shards.units for numel in unit.originals) * (
+        setup.extracted_bytes or setup.dtypes.master
+    )
 
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {

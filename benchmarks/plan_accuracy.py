@@ -1,0 +1,132 @@
+"""What ``fsdp-doctor plan`` predicts beside what was measured, stage by stage.
+
+    python benchmarks/plan_accuracy.py stages.json                                     # of benchmarks/memory_stages.py
+    python benchmarks/plan_accuracy.py memory.json --model DIR --batch 2 --sequence 128  # of fsdp-doctor memory --json
+
+Prints a line for each stage of rank 0, with the parts that are known exactly and the whole peak, and the worst
+deviation of each. Where a file has what other estimators say of a job, they stand beside the peak of "trained".
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
+from fsdp_doctor.ledgers.stage_ledger import MemoryClass, StageLedger
+from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
+from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.plan.prediction import Predictor
+from fsdp_doctor.plan.role_setup import RoleSetup
+
+EXACT: tuple[MemoryClass, ...] = ("parameters", "gradients", "optimizer state", "gathered outputs")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job's name says of it."""
+
+    model: str
+    layers: int | None
+    scenario: Scenario
+    batch: int
+    sequence: int
+    checkpointing: bool
+    # The benchmark asks full_tensors for bfloat16, and makes its models empty on the device.
+    of_benchmark: bool
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One stage: predicted and measured bytes of the exact classes that it holds, and of its peak."""
+
+    job: str
+    stage: str
+    held: tuple[int, int]
+    peak: tuple[int, int]
+
+    @property
+    def deviations(self) -> tuple[float, float]:
+        return _deviation(*self.held), _deviation(*self.peak)
+
+
+def _deviation(predicted: int, measured: int) -> float:
+    """Below a MiB both are nothing."""
+    return (predicted - measured) / measured if max(predicted, measured) > _MIB and measured else 0.0
+
+
+def job_of(name: str, options: argparse.Namespace) -> Job:
+    if options.model:
+        scenario = scenario_of({AXIS_OF_VALUE[value]: value for value in name.split("/")})
+        return Job(
+            options.model, None, scenario, options.batch, options.sequence, options.checkpointing, of_benchmark=False
+        )
+    shape, layers, strategy, offload, size, kept = name.split("/")
+    batch, sequence = map(int, size.split("x"))
+    staging = "staged" if "param" in offload else "unstaged"
+    scenario = scenario_of({"strategy": strategy, "offload": offload, "staging": staging})
+    return Job(shape, int(layers), scenario, batch, sequence, kept == "checkpointing", of_benchmark=True)
+
+
+def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared]:
+    predictor = functools.cache(Predictor)
+    ranks = 1 + max(ledger.rank for ledger in file.ledgers)
+    jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
+    for name in jobs:
+        job = job_of(name, options)
+        measured = [ledger for ledger in file.ledgers if ledger.job == name and ledger.rank == 0]
+        path = next((ledger.path for ledger in measured if ledger.path), "")
+        setup = RoleSetup(
+            role=name,
+            scenario=job.scenario,
+            shard_ranks=ranks,
+            sequences=job.batch,
+            length=job.sequence,
+            checkpointing=job.checkpointing,
+            path=path,
+            extracted_bytes=2 if job.of_benchmark else None,
+            is_made_empty=job.of_benchmark,
+        )
+        predicted = {ledger.stage: ledger for ledger in predictor(job.model, job.layers).ledgers(setup)}
+        yield from _of_stages(name, measured, predicted)
+
+
+def _of_stages(name: str, measured: Sequence[StageLedger], predicted: dict[str, StageLedger]) -> Iterator[Compared]:
+    for ledger in measured:
+        ours = predicted[ledger.stage]
+        assert ledger.device is not None
+        assert ours.device is not None
+        held = [sum(one.device.held.get(part, 0) for part in EXACT) for one in (ours, ledger) if one.device]
+        yield Compared(name, ledger.name, (held[0], held[1]), (ours.device.peak, ledger.device.peak))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--model", help="the model's directory or shape, for a file of fsdp-doctor memory")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=16)
+    parser.add_argument("--checkpointing", action="store_true")
+    options = parser.parse_args()
+    file = ledgers_from_json(options.file.read_text())
+    rows = list(compared(file, options))
+    print(f"{'stage (MiB: predicted, measured)':100} {'held':>21} {'':>7} {'peak':>21}")
+    for row in rows:
+        numbers = "".join(
+            f" {pair[0] / _MIB:10.1f} {pair[1] / _MIB:10.1f} {deviation:+7.1%}"
+            for pair, deviation in zip((row.held, row.peak), row.deviations, strict=True)
+        )
+        print(f"{row.job + ': ' + row.stage:100}{numbers}")
+    for job, said in file.estimates.items():
+        print(job + ": " + ", ".join(f"{who} {nbytes / _MIB:.0f} MiB" for who, nbytes in said.items()))
+    for at, part in enumerate(("parameters, gradients, optimizer state, outputs", "the whole peak")):
+        worst = max(rows, key=lambda row: abs(row.deviations[at]))
+        print(f"worst of {part}: {worst.deviations[at]:+.1%} in {worst.job}: {worst.stage}")
+
+
+if __name__ == "__main__":
+    main()
