@@ -105,9 +105,13 @@ class Life:
 
     def _stage(self) -> None:
         """model.to(device); FSDP1's units under a policy stay where they are."""
-        if self._setup.scenario.version == 2 or not self._setup.scenario.policy:
-            self._bring("parameters", sum(map(self._parameters, self._shards.units)))
+        shards = [rounded(numel * self._setup.dtypes.master) for unit in self._shards.units for numel in unit.padded]
+        if not self._setup.stays_on_host:
+            self._bring("parameters", sum(shards))
             self._bring("buffers", self._buffers)
+        elif self._setup.scenario.version == 2:
+            with self._timeline.taken("parameters", max(shards)):
+                pass
 
     def _load(self) -> None:
         if not self._setup.scenario.policy:

@@ -51,9 +51,17 @@ class RoleSetup:
         return self.shard_ranks * self.replicas
 
     @property
+    def stays_on_host(self) -> bool:
+        """Whether a policy keeps the shards on the host though the module is moved.
+
+        FSDP2 pins them again there, and so takes them back; unpinned, they stay where they were moved to.
+        """
+        scenario = self.scenario
+        return scenario.policy and (scenario.version == 1 or scenario.pinning == "pinned")
+
+    @property
     def shards_on_host(self) -> bool:
         """When the weights are taken out."""
         scenario = self.scenario
-        if scenario.staging == "staged" and (scenario.param_offload or scenario.version == 2):
-            return False
-        return scenario.policy or scenario.param_offload
+        is_moved = scenario.staging == "staged" and not self.stays_on_host
+        return not is_moved and (scenario.policy or scenario.param_offload)
