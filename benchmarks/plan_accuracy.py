@@ -13,7 +13,7 @@ import argparse
 import functools
 import pathlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
 from fsdp_doctor.ledgers.stage_ledger import MemoryClass, StageLedger
@@ -79,7 +79,6 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
     for name in jobs:
         job = job_of(name, options)
         measured = [ledger for ledger in file.ledgers if ledger.job == name and ledger.rank == 0]
-        path = next((ledger.path for ledger in measured if ledger.path), "")
         setup = RoleSetup(
             role=name,
             scenario=job.scenario,
@@ -87,17 +86,22 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
             sequences=job.batch,
             length=job.sequence,
             checkpointing=job.checkpointing,
-            path=path,
             extracted_bytes=2 if job.of_benchmark else None,
             is_made_empty=job.of_benchmark,
         )
-        predicted = {ledger.stage: ledger for ledger in predictor(job.model, job.layers).ledgers(setup)}
+        predicted = {
+            (ledger.stage, ledger.path): ledger
+            for path in dict.fromkeys(ledger.path for ledger in measured)
+            for ledger in predictor(job.model, job.layers).ledgers(replace(setup, path=path))
+        }
         yield from _of_stages(name, measured, predicted)
 
 
-def _of_stages(name: str, measured: Sequence[StageLedger], predicted: dict[str, StageLedger]) -> Iterator[Compared]:
+def _of_stages(
+    name: str, measured: Sequence[StageLedger], predicted: dict[tuple[str, str], StageLedger]
+) -> Iterator[Compared]:
     for ledger in measured:
-        ours = predicted[ledger.stage]
+        ours = predicted[ledger.stage, ledger.path]
         assert ledger.device is not None
         assert ours.device is not None
         held = [sum(one.device.held.get(part, 0) for part in EXACT) for one in (ours, ledger) if one.device]

@@ -72,11 +72,27 @@ def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) 
 
 
 def _whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Every tensor unsharded at the same time, in the dtype of the shards."""
-    outputs = [numel for unit in shards.units for numel in unit.originals]
-    for numel in outputs:
-        timeline.take("gathered outputs", rounded(numel * setup.dtypes.master))
-    timeline.give("gathered outputs", rounded_sum(numel * setup.dtypes.master for numel in outputs))
+    """Every tensor unsharded at the same time, in the dtype of the shards; FSDP1 copies them out of its units."""
+    outputs = [rounded(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
+    with timeline.taken("unsharded parameters", _largest_unit(shards, setup) if setup.scenario.version == 1 else 0):
+        for nbytes in outputs:
+            timeline.take("gathered outputs", nbytes)
+        # What was brought or padded for the last one.
+        if setup.shards_on_host and setup.scenario.version == 2:
+            brought = max(numel for unit in shards.units for numel in unit.padded) * setup.dtypes.master
+            with timeline.taken("communication buffers", rounded(brought)):
+                pass
+    timeline.give("gathered outputs", sum(outputs))
+
+
+def _of_sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """FSDP1 cuts every unit, unsharded, into tensors of its own, and each of them is gathered."""
+    cut = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.padded)
+    with (
+        timeline.taken("unsharded parameters", _largest_unit(shards, setup)),
+        timeline.taken("communication buffers", cut + rounded(_largest(shards, setup))),
+    ):
+        pass
 
 
 def _unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
@@ -103,6 +119,10 @@ def _nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Shards as they are, or names and shapes."""
 
 
+def _largest_unit(shards: RankShards, setup: RoleSetup) -> int:
+    return max(rounded_sum(numel * setup.dtypes.master for numel in unit.full) for unit in shards.units)
+
+
 def _largest(shards: RankShards, setup: RoleSetup) -> int:
     return max(numel for unit in shards.units for numel in unit.originals) * (
         setup.extracted_bytes or setup.dtypes.master
@@ -110,7 +130,7 @@ def _largest(shards: RankShards, setup: RoleSetup) -> int:
 
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "buckets": ("full_tensors", "full_state_dict"),
+    "buckets": ("full_tensors",),
     "tensor by tensor": (
         "state_dict.to.full_tensor",
         "state_dict.full_tensor.to",
@@ -120,9 +140,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "from_local",
         "get_model_state_dict.full+cpu",
         "full_state_dict.rank0+cpu",
-        "sharded_state_dict.full_tensor",
     ),
-    "whole": ("get_model_state_dict.full",),
+    "whole": ("get_model_state_dict.full", "full_state_dict"),
+    "of sharded tensors": ("sharded_state_dict.full_tensor",),
     "unit by unit": ("unshard",),
     "in full precision": ("summon_full_params",),
     "nothing": (
@@ -139,6 +159,7 @@ _REPLAYS: Mapping[str, Callable[[Timeline, RankShards, RoleSetup], None]] = {
     "buckets": _buckets,
     "tensor by tensor": _tensor_by_tensor,
     "whole": _whole,
+    "of sharded tensors": _of_sharded_tensors,
     "unit by unit": _unit_by_unit,
     "in full precision": _in_full_precision,
     "nothing": _nothing,
