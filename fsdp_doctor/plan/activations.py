@@ -58,7 +58,7 @@ class Batch:
 
 
 def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
-    """Of a model on the meta device: forward, loss and backward, or a forward without gradients.
+    """Of a model on the meta device: forward, loss and backward; or a forward, and log-probabilities of its logits.
 
     The gradients of a decoder layer are let go of when its backward is done, as FSDP does.
     """
@@ -67,11 +67,15 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
     recorder = _Recorder(model)
     tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
     with torch.device("meta"), recorder, _fused_attention(), torch.set_grad_enabled(batch.backward):
-        loss = model(input_ids=tokens, labels=tokens if batch.backward else None, use_cache=False).loss
+        if not batch.backward:
+            log_probabilities = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+            recorder.close("forward", "after")
+            del log_probabilities
+            return tuple(recorder.segments)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         recorder.close("forward", "after")
-        if batch.backward:
-            loss.backward()
-            recorder.close("backward", "before")
+        loss.backward()
+        recorder.close("backward", "before")
     return tuple(recorder.segments)
 
 

@@ -95,8 +95,10 @@ _HF = Sizes(
     sequences=("per_device_train_batch_size", "micro_batch_size"),
     default_sequences=8,
     lengths=(("max_length", "max_seq_length", "sequence_len", "cutoff_len"),),
-    checkpointing=("gradient_checkpointing", "fsdp_config.activation_checkpointing")
-    + ("fsdp_config.fsdp_activation_checkpointing",),
+    checkpointing=(
+        *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
+        "fsdp_config.fsdp_activation_checkpointing",
+    ),
 )
 _NEMO = Sizes(
     sequences=("policy.train_micro_batch_size",),

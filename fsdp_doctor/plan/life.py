@@ -31,7 +31,7 @@ class Life:
         self._ledgers: list[StageLedger] = []
 
     def stages(self) -> list[StageLedger]:
-        """From the model's making to the step after an extraction."""
+        """From the model's making to the step after an extraction; of a model that only runs forward, to its offload."""
         scenario = self._setup.scenario
         self._build()
         self._end("built")
@@ -41,6 +41,8 @@ class Life:
         self._end("trained")
         self._offload()
         self._end("offloaded")
+        if not self._setup.trains:
+            return self._ledgers
         if scenario.staging == "staged":
             self._stage()
             self._end("staged")
