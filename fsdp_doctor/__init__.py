@@ -3,7 +3,8 @@
 The command line is ``fsdp-doctor``. The library is :func:`full_tensors`, the extraction path that works
 in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights_info` beside it;
 :func:`load_full_tensors` and :func:`load_optimizer_state`, the way in;
-:func:`examine`, which says where everything in a live model lies and what of it is trouble; and
+:func:`examine`, which says where everything in a live model lies and what of it is trouble;
+``memory.ledger``, which says what a live job holds; and
 :func:`promises`, which declares what an extraction function of your own promises before
 ``--path module:function`` tests it.
 
@@ -66,6 +67,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "memory":
+        return importlib.import_module("fsdp_doctor.memory")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"fsdp_doctor.{_MODULE_OF[name]}"), name)

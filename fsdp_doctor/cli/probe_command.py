@@ -94,6 +94,10 @@ class OutputOptions:
     junit: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None
     svg: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write a picture of the matrix.")] = None
     html: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write a page to look cases up in.")] = None
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Add to the report what each rank holds at each stage, of cases that extract."),
+    ] = False
     host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's host name into the report.")] = (
         False
     )
@@ -129,10 +133,6 @@ def run(
     limits: LimitOptions,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Run each bad case a second time, in fresh workers.")
-    ] = False,
-    memory: Annotated[
-        bool,
-        typer.Option("--memory", help="Add to the report what each rank holds at each stage, of cases that extract."),
     ] = False,
     output: OutputOptions,
     expect: Annotated[
@@ -170,7 +170,7 @@ def run(
         host_memory=values.size("--host-memory", limits.host_memory) if limits.host_memory is not None else None,
         saved_by=ranks.saved_by,
         confirm=confirm,
-        with_ledgers=memory,
+        with_ledgers=output.memory,
         format=values.output_format(output.format),
         outputs=output.files,
         page=output.html,

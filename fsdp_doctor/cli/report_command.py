@@ -19,7 +19,13 @@ EXIT_CODES = "Exit codes: 0 printed, whatever the verdicts; 2 usage; 4 the outpu
 def run(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
-    format: Annotated[str, typer.Option(help="table, lines, json, markdown, junit, svg or github.")] = "table",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="table, lines, json, markdown, junit, svg or github; of a report made with --memory also memory, "
+            "memory-svg or ledgers."
+        ),
+    ] = "table",
     expect: Annotated[
         str | None,
         typer.Option(

@@ -1,7 +1,8 @@
 """A live model, looked at on one rank: where everything lies, and what of it breaks training or extraction.
 
-facts      what can be read: devices, placements, meshes, policies; load_facts: what a load may have left
-findings   what it means; load_findings: of a load; finding: one of them
+facts      what can be read: devices, placements, meshes, policies; load_facts: what a load may have left;
+           memory_facts: what is held beside the shards
+findings   what it means; load_findings: of a load; memory_findings: of what is held; finding: one of them
 display    both for a terminal
 """
 
@@ -26,6 +27,7 @@ from fsdp_doctor.examination.facts import (
 from fsdp_doctor.examination.finding import Finding
 from fsdp_doctor.examination.findings import find
 from fsdp_doctor.examination.load_facts import LoadFacts
+from fsdp_doctor.examination.memory_facts import MemoryFacts
 
 __all__ = [
     "Examination",
@@ -33,6 +35,7 @@ __all__ = [
     "Finding",
     "FsdpUnit",
     "LoadFacts",
+    "MemoryFacts",
     "Mesh",
     "ModelIsBad",
     "OptimizerFacts",

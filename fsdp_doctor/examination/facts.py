@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_doctor.examination.load_facts import LoadFacts, read_load_facts
+from fsdp_doctor.examination.memory_facts import MemoryFacts, read_memory_facts
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, HeldTensor
@@ -128,7 +129,7 @@ class Facts:
 
     by_state: the parameters again, those that are alike together; buffers_by_state the buffers.
     units: the different ones. compute_device: of the first of them; None for a model that is not FSDP.
-    wrapper: the class around the model. load: what a load may have left behind.
+    wrapper: the class around the model. load: what a load may have left behind. memory: what is held beside the shards.
     stream_idle: whether the calling thread's current stream of the compute device had nothing left to do; None
         where it was not asked, being of no interest, or cannot be.
     """
@@ -140,6 +141,7 @@ class Facts:
     by_state: ByState = field(repr=False)
     buffers_by_state: ByState = field(repr=False)
     load: LoadFacts = field(repr=False)
+    memory: MemoryFacts = field(repr=False)
     units: tuple[FsdpUnit, ...]
     compute_device: torch.device | None
     stream_idle: bool | None
@@ -170,6 +172,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Fa
         by_state=parameters.by_state,
         buffers_by_state=buffers.by_state,
         load=read_load_facts(model, held, optimizer),
+        memory=read_memory_facts(held),
         units=tuple(dict.fromkeys(units)),
         compute_device=compute_device,
         stream_idle=_stream_idle(compute_device) if copied else None,

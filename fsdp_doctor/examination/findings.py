@@ -17,6 +17,7 @@ import torch
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, left_by_copy, same_device
 from fsdp_doctor.examination.finding import Finding, counted, few
 from fsdp_doctor.examination.load_findings import LOAD_FINDINGS
+from fsdp_doctor.examination.memory_findings import MEMORY_FINDINGS
 
 _FLAT = "flat parameter"
 _UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module as it is.'
@@ -253,6 +254,7 @@ _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     uneven_after_nonblocking,
     copy_outstanding,
     no_backend_for_cpu,
+    *MEMORY_FINDINGS,
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.fsdp import private
@@ -30,6 +30,11 @@ class Fsdp2Unit:
     policy: OffloadPolicy
     is_initialized: bool
     _state: Any
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it is under CPUOffloadPolicy."""
+        return isinstance(self.policy, CPUOffloadPolicy)
 
     def follow_materialized(self, parameter: nn.Parameter) -> None:
         """After one of its parameters was given memory: the unit gathers from there, padded and pinned as it needs."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fsdp_doctor.ledgers.jobs import JobLedgers, by_job, unit_for
 from fsdp_doctor.ledgers.stage_ledger import Bytes, MemoryClass, StageLedger
@@ -35,16 +36,21 @@ def render_ledgers(ledgers: Iterable[StageLedger], color: bool = False) -> str:
         legacy_windows=False,
     )
     for job in by_job(ledgers):
+        console.print(_title(job), soft_wrap=True)
         console.print(_table(job))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _table(job: JobLedgers) -> Table:
+def _title(job: JobLedgers) -> Text:
     unit, size = unit_for(job.highest)
     limit = f", of {_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
-    title = f"{job.job}, {unit}, the rank that comes highest{limit}"
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
+    return Text(f"{job.job}, {unit}, the rank that comes highest{limit}", style="bold")
+
+
+def _table(job: JobLedgers) -> Table:
+    _, size = unit_for(job.highest)
+    table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
     for name in ("", "all", *(_SHORT.get(one, one) for one in job.classes), "reserved", "elsewhere"):
         table.add_column(name, no_wrap=True, justify="left" if not name else "right")

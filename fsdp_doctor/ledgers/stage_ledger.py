@@ -94,3 +94,9 @@ class StageLedger:
 
 def total(held: Bytes) -> int:
     return sum(held.values())
+
+
+def with_unexplained(held: Bytes, counted: int) -> Bytes:
+    """With what nobody could be named for, so that it adds up to what the allocator counts."""
+    rest = counted - total(held)
+    return {**held, "unexplained": rest} if rest else held

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, JobStage, MemoryClass, StageLedger, total
+from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, JobStage, MemoryClass, StageLedger, with_unexplained
 from fsdp_doctor.memory.census import owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.memory.host_census import host_ledger
@@ -97,8 +97,8 @@ class StageWatch(Unwatched):
         owned = list(self._owned())
         self._tracker.own(owned)
         device = DeviceLedger(
-            held=_filled(self._tracker.held(), counted.allocated),
-            at_peak=_filled(self._tracker.at_peak(), counted.peak),
+            held=with_unexplained(self._tracker.held(), counted.allocated),
+            at_peak=with_unexplained(self._tracker.at_peak(), counted.peak),
             allocated=counted.allocated,
             peak=counted.peak,
             reserved=counted.reserved,
@@ -108,9 +108,3 @@ class StageWatch(Unwatched):
         )
         host = host_ledger(owned, self._counters.pinned_reserved())
         return StageLedger(job=self._job, stage=stage, path=path, rank=self._rank, device=device, host=host)
-
-
-def _filled(held: Bytes, counted: int) -> Bytes:
-    """With what nobody owns, so that it adds up to what the allocator counts."""
-    rest = counted - total(held)
-    return held | {"unexplained": rest} if rest else held

@@ -30,8 +30,11 @@ _TEMPLATES = jinja2.Environment(
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
-def compat_page(merged: MergedReport) -> str:
-    """The page, whole. Raises UsageError where there is no result to show."""
+def compat_page(merged: MergedReport, picture: str = "") -> str:
+    """The page, whole. Raises UsageError where there is no result to show.
+
+    picture: of ledgers, as SVG; empty where nothing was watched.
+    """
     if not merged.cases:
         raise UsageError("the reports have no results, so there is nothing to show on a page")
     style, script = _text("page.css"), "\n".join(map(_text, _SCRIPTS))
@@ -47,12 +50,13 @@ def compat_page(merged: MergedReport) -> str:
         script=Markup(script),
         style_hash=_hash(style),
         script_hash=_hash(script),
+        picture=base64.b64encode(picture.encode()).decode(),
     )
 
 
-def write_page(path: pathlib.Path, merged: MergedReport) -> None:
+def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
     """Raises UsageError where there is no result to show, DoctorFault where the disk does not take the page."""
-    text = compat_page(merged)
+    text = compat_page(merged, picture)
     try:
         replace_file(path, text.encode(errors="replace"))
     except OSError as error:

@@ -26,7 +26,7 @@ from fsdp_doctor.probe import baseline
 from fsdp_doctor.probe.baseline import Baseline
 from fsdp_doctor.probe.first_report import first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
-from fsdp_doctor.report import formats
+from fsdp_doctor.report import formats, measured_ledgers
 from fsdp_doctor.report.document import Report, context_of, recognized
 from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import summary
@@ -198,7 +198,7 @@ def _unmeasured(report: Report) -> CannotRun | None:
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
     """Returns what could not be written. A run without a result has no page, and that is said."""
     try:
-        write_page(page, merge({page.name: report}))
+        write_page(page, merge({page.name: report}), measured_ledgers.ledger_picture(report))
     except DoctorFault as fault:
         return fault
     except UsageError as nothing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_doctor.ledgers.ledger_file import LedgerFile
+from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
 from fsdp_doctor.ledgers.ledger_table import render_ledgers
 from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.report.document import Report
@@ -29,6 +30,12 @@ def ledger_text(report: Report, color: bool) -> str:
     """The tables, and a line for each case that broke."""
     lines = "".join(f"{printable(line)}\n" for line in _not_measured(report))
     return render_ledgers(ledgers_of(report), color) + lines
+
+
+def ledger_picture(report: Report) -> str:
+    """As SVG; empty where nothing was watched."""
+    found = ledgers_of(report)
+    return ledgers_svg(found) if found else ""
 
 
 def _not_measured(report: Report) -> list[str]:

@@ -1,0 +1,79 @@
+"""What is held that need not be: one function for each kind of finding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from fsdp_doctor.examination.facts import Facts
+from fsdp_doctor.examination.finding import Finding, counted, few
+from fsdp_doctor.memory.storages import pinned_block_bytes
+from fsdp_doctor.report.layout import bytes_text
+
+# Less than this is not worth a word.
+_LEAST_BYTES = 1 << 20
+
+
+def unsharded_copy(facts: Facts) -> Iterator[Finding]:
+    memory = facts.memory
+    if memory.all_unsharded:
+        yield Finding(
+            kind="unsharded-copy",
+            severity="note",
+            sentence=f"Unsharded on the device beside the shards, {bytes_text(memory.unsharded_bytes)} in all: "
+            f"{few(memory.unsharded)}; a forward without a backward leaves them, or reshard_after_forward=False.",
+            names=memory.unsharded,
+            remedy="module.reshard() of each FSDP module; it is undone in the next forward.",
+        )
+
+
+def state_dict_held(facts: Facts) -> Iterator[Finding]:
+    for number, nbytes in facts.memory.copies:
+        yield Finding(
+            kind="state-dict-held",
+            severity="note",
+            sentence=f"In a dictionary with the model's names, beside the model: {counted(number, 'tensor')} with "
+            f"{bytes_text(nbytes)} of device memory; it lives as long as somebody holds it.",
+            remedy="del it when it has been read, or read full_tensors(), which holds one tensor at a time.",
+        )
+
+
+def gradients_kept(facts: Facts) -> Iterator[Finding]:
+    memory = facts.memory
+    if memory.gradient_bytes:
+        yield Finding(
+            kind="gradients-kept",
+            severity="hazard",
+            sentence=f"With gradients on the device ({bytes_text(memory.gradient_bytes)}) and shards that were "
+            f"offloaded by hand: {few(memory.gradients)}.",
+            names=memory.gradients,
+            remedy="optimizer.zero_grad() before the offload, or offload the gradients too.",
+        )
+
+
+def pinned_twice(facts: Facts) -> Iterator[Finding]:
+    """CUDA's allocator of pinned memory takes a power of two for each tensor."""
+    sizes = [
+        math.prod(row.local_shape) * state.dtype.itemsize
+        for state, rows in facts.by_state.items()
+        for row in rows
+        if state.pinned and not row.tied_to
+    ]
+    pinned, taken = sum(sizes), sum(map(pinned_block_bytes, sizes))
+    if taken - pinned >= max(_LEAST_BYTES, pinned // 2):
+        yield Finding(
+            kind="pinned-twice",
+            severity="note",
+            sentence=f"Pinned on the host: {bytes_text(pinned)} of shards, for which the allocator of pinned memory "
+            f"takes {bytes_text(taken)}, the next power of two for each, and does not give it back.",
+            entry="pinned-host-memory-doubles",
+            remedy="CPUOffloadPolicy(pin_memory=False), where host memory is short.",
+        )
+
+
+MEMORY_FINDINGS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    gradients_kept,
+    unsharded_copy,
+    state_dict_held,
+    pinned_twice,
+)
