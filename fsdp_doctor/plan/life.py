@@ -31,7 +31,7 @@ class Life:
         self._ledgers: list[StageLedger] = []
 
     def stages(self) -> list[StageLedger]:
-        """From the model's making to the step after an extraction; of a model that only runs forward, to its offload."""
+        """From the model's making to the step after an extraction, or to the offload of one that only runs forward."""
         scenario = self._setup.scenario
         self._build()
         self._end("built")

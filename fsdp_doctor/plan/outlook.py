@@ -9,6 +9,7 @@ from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.plan.host import HostMoment, host_moments
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, JobSetup
 from fsdp_doctor.plan.prediction import Predictor
+from fsdp_doctor.plan.role_setup import RoleSetup
 
 _BF16 = 2
 
@@ -77,6 +78,7 @@ class Planner:
     """Plans jobs of the same models, of which each is made and counted once."""
 
     _predictors: dict[tuple[str, int | None], Predictor] = field(default_factory=dict)
+    _planned: dict[tuple[str, int | None, RoleSetup], RolePlan] = field(default_factory=dict)
 
     def outlook(self, job: JobSetup) -> Outlook:
         """Raises UsageError for a model that there is not, or that has less than its ranks."""
@@ -84,13 +86,16 @@ class Planner:
         return Outlook(job=job, roles=roles, moments=tuple(_moments(job, roles)), host=host_moments(job, roles))
 
     def _role(self, job: JobSetup, at: int) -> RolePlan:
-        key = (job.models[at], job.layers)
-        if key not in self._predictors:
-            self._predictors[key] = Predictor(*key)
-        predictor, setup = self._predictors[key], job.roles[at]
-        first = tuple(predictor.ledgers(setup))
-        last = tuple(predictor.ledgers(setup, setup.shard_ranks - 1)) if setup.shard_ranks > 1 else first
-        return RolePlan(setup.role, predictor.shape.numel, first, last)
+        model, setup = job.models[at], job.roles[at]
+        key = (model, job.layers, setup)
+        if key not in self._planned:
+            if (model, job.layers) not in self._predictors:
+                self._predictors[model, job.layers] = Predictor(model, job.layers)
+            predictor = self._predictors[model, job.layers]
+            first = tuple(predictor.ledgers(setup))
+            last = tuple(predictor.ledgers(setup, setup.shard_ranks - 1)) if setup.shard_ranks > 1 else first
+            self._planned[key] = RolePlan(setup.role, predictor.shape.numel, first, last)
+        return self._planned[key]
 
 
 def _moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> list[JobMoment]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.plan import model_shape
 from fsdp_doctor.plan.activations import Batch, Segment, trace
@@ -18,7 +18,8 @@ from fsdp_doctor.plan.shards import shards_of
 class Predictor:
     """Of one model, by name or directory; what was counted once is kept.
 
-    Raises UsageError for a model that there is not, or that transformers cannot build.
+    Raises UsageError for a model that there is not, or that transformers cannot build; CannotRun for one whose forward
+    asks for values that a model without weights has not.
     """
 
     def __init__(self, model: str, layers: int | None = None) -> None:
@@ -45,5 +46,11 @@ class Predictor:
             sequences=setup.sequences, length=setup.length, checkpointing=setup.checkpointing, backward=setup.trains
         )
         if batch not in self._traced:
-            self._traced[batch] = trace(self._make(), batch)
+            try:
+                self._traced[batch] = trace(self._make(), batch)
+            except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise CannotRun(
+                    f"{setup.role}: the forward of {self.shape.name} cannot be followed without weights: {first_line}"
+                ) from None
         return self._traced[batch]
