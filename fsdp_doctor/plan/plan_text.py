@@ -116,11 +116,8 @@ def _verdict(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
         return
     if not outlook.host_fits:
         yield f"The host does not hold it: {outlook.highest_of_host.name}."
-    yield (
-        "One setting that makes it fit:"
-        if any(one.fits for one in advices)
-        else "No one setting makes it fit; nearest:"
-    )
+    enough = any(one.fits for one in advices)
+    yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
     for one in _shown(advices):
         yield from _wrapped(
             f"{one.change.setting}: then {_gib(one.nbytes)} GiB in {one.highest}; its cost: {one.change.cost}", 2
