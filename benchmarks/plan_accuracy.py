@@ -4,7 +4,8 @@
     python benchmarks/plan_accuracy.py memory.json --model DIR --batch 2 --sequence 128  # of fsdp-doctor memory --json
 
 Prints a line for each stage of rank 0, with the parts that are known exactly and the whole peak, and the worst
-deviation of each. Where a file has what other estimators say of a job, they stand beside the peak of "trained".
+deviation of each. The benchmark fills its models with random numbers while it builds them, which no job does: that
+stage is left out. Where a file has what other estimators say of a job, they stand beside the peak of "trained".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Job:
     batch: int
     sequence: int
     checkpointing: bool
-    # The benchmark asks full_tensors for bfloat16, and makes its models empty on the device.
+    # The benchmark asks full_tensors for bfloat16.
     of_benchmark: bool
 
 
@@ -78,7 +79,9 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
     jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
     for name in jobs:
         job = job_of(name, options)
-        measured = [ledger for ledger in file.ledgers if ledger.job == name and ledger.rank == 0]
+        measured = [one for one in file.ledgers if one.job == name and one.rank == 0]
+        if job.of_benchmark:
+            measured = [one for one in measured if one.stage != "built"]
         setup = RoleSetup(
             role=name,
             scenario=job.scenario,
@@ -87,7 +90,6 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
             length=job.sequence,
             checkpointing=job.checkpointing,
             extracted_bytes=2 if job.of_benchmark else None,
-            is_made_empty=job.of_benchmark,
         )
         predicted = {
             (ledger.stage, ledger.path): ledger

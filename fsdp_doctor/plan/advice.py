@@ -51,6 +51,10 @@ def _changes(job: JobSetup) -> Iterator[Change]:
             smaller = dataclasses.replace(engine, utilization=percent / 100)
             cost = "a smaller cache: fewer sequences are generated at once"
             yield Change(f"gpu_memory_utilization={percent / 100:g}", cost, dataclasses.replace(job, engine=smaller))
+        if engine.loads_model:
+            alone = dataclasses.replace(engine, loads_model=False)
+            setting = "no FSDP model in a worker that only generates (verl since v0.8)"
+            yield Change(setting, "none", dataclasses.replace(job, engine=alone))
         if engine.bucket_bytes > 256 << 20:
             smaller = dataclasses.replace(engine, bucket_bytes=256 << 20)
             cost = "more and smaller transfers to the engine"

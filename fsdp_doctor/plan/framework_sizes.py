@@ -37,7 +37,8 @@ class EngineSizes:
     """The keys of a rollout engine on the trainer's devices.
 
     asked: keys of which one is set where there is such an engine; empty where the framework always has one.
-    separate: keys that say, when set, that the engine has devices of its own. bucket_mib: of the weights' transfer.
+    apart: sections that say, when there, that the engine has devices of its own. bucket_mib: of the weights' transfer.
+    loads_model_before: the version before which a worker of such an engine loads the FSDP model, too.
     """
 
     utilization: Keys
@@ -47,7 +48,8 @@ class EngineSizes:
     bucket_mib: Keys = ()
     default_bucket_mib: int = 512
     asked: Keys = ()
-    separate: Keys = ()
+    apart: Keys = ()
+    loads_model_before: str = ""
 
 
 _VERL_LENGTHS: tuple[Keys, ...] = (("data.max_prompt_length",), ("data.max_response_length",))
@@ -148,7 +150,8 @@ ENGINES: Mapping[str, EngineSizes] = {
         ),
         default_bucket_mib=2048,
         asked=("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.gpu_memory_utilization"),
-        separate=("rollout.n_gpus_per_node",),
+        apart=("async_training", "rollout"),
+        loads_model_before="0.8",
     ),
     "SkyRL": EngineSizes(
         utilization=("generator.gpu_memory_utilization",),

@@ -16,11 +16,17 @@ ASLEEP_BYTES = 1200 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """A rollout engine on the trainer's devices, bfloat16. bucket_bytes: in which it is given its weights."""
+    """A rollout engine, bfloat16. bucket_bytes: in which it is given its weights.
+
+    is_apart: whether it is on devices of its own, and not on the trainer's. loads_model: whether the worker that it
+    belongs to there loads the FSDP model, too, which it never uses (verl issue 4229).
+    """
 
     utilization: float
     tensor_parallel: int = 1
     bucket_bytes: int = 512 << 20
+    is_apart: bool = False
+    loads_model: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,9 @@ class JobSetup:
     engine: EngineSetup | None = None
     layers: int | None = None
     unread: tuple[str, ...] = ()
+
+    def setup_of(self, role: str) -> RoleSetup:
+        return next(setup for setup in self.roles if setup.role == role)
 
     def with_role(self, number: int, role: RoleSetup) -> JobSetup:
         return dataclasses.replace(self, roles=(*self.roles[:number], role, *self.roles[number + 1 :]))

@@ -58,13 +58,8 @@ class Life:
         return self._ledgers
 
     def _build(self) -> None:
-        """Unit by unit, unsharded on the device until its shards are there, the root last; or as shards at once."""
+        """Unit by unit, unsharded on the device until its shards are there, the root last."""
         master, timeline = self._setup.dtypes.master, self._timeline
-        if self._setup.is_made_empty and self._setup.scenario.version == 2:
-            if not self._setup.scenario.policy:
-                timeline.take("parameters", sum(map(self._parameters, self._shards.units)))
-            timeline.take("buffers", self._buffers)
-            return
         for unit in (*self._shards.units[1:], self._shards.root):
             whole = rounded_sum(numel * master for numel in unit.originals)
             if self._setup.scenario.version == 1:

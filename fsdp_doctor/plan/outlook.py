@@ -100,28 +100,30 @@ class Planner:
 
 def _moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> list[JobMoment]:
     """Each role's stages while the others are offloaded; with an engine, what it shares with them."""
-    capacity = job.machines.gpu_memory
-    # Roles of one worker have one context.
-    base = {"CUDA context": CONTEXT_BYTES, "NCCL": NCCL_BYTES}
-    found = []
-    for role in roles:
-        others = {f"{one.role}, offloaded": one.held("offloaded") for one in roles if one is not role}
-        asleep = {"engine, asleep": CONTEXT_BYTES + ASLEEP_BYTES} if job.engine else {}
-        parts = {name: nbytes for name, nbytes in {**base, **others, **asleep}.items() if nbytes}
-        found.append(JobMoment(f"{role.role}: built", {**parts, role.role: role.peak("built")}, capacity))
-        steps = max(role.peak("first step"), role.peak("trained"), role.peak("trained again"))
-        verb = "trains" if next(s for s in job.roles if s.role == role.role).trains else "computes log-probabilities"
-        found.append(JobMoment(f"{role.role}: {verb}", {**parts, role.role: steps}, capacity))
-        if taken_out := role.peak("extracted"):
-            synced = job.engine is not None and role is roles[0]
-            awake = _awake(job, role) if synced else parts
-            extracted = {**(base if synced else {}), **awake, role.role: taken_out}
-            if synced:
-                extracted |= others
-            name = f"{role.role}: weights taken out ({next(s for s in job.roles if s.role == role.role).path})"
-            found.append(JobMoment(name, extracted, capacity))
-    if job.engine is not None:
-        found += _with_engine(job, roles, base)
+    found = [moment for role in roles for moment in _of_role(job, role, roles)]
+    if job.engine is None:
+        return found
+    return found + (_on_its_own(job, roles[0]) if job.engine.is_apart else _with_engine(job, roles))
+
+
+def _of_role(job: JobSetup, role: RolePlan, roles: tuple[RolePlan, ...]) -> list[JobMoment]:
+    setup = job.setup_of(role.role)
+    has_engine = job.engine is not None and not job.engine.is_apart
+    beside = _context() | {f"{one.role}, offloaded": one.held("offloaded") for one in roles if one is not role}
+    asleep = {"engine, asleep": CONTEXT_BYTES + ASLEEP_BYTES} if has_engine else {}
+    steps = max(role.peak(stage) for stage in ("first step", "trained", "trained again"))
+    found = [
+        _moment(job, f"{role.role}: built", {**beside, **asleep, role.role: role.peak("built")}),
+        _moment(
+            job,
+            f"{role.role}: {'trains' if setup.trains else 'computes log-probabilities'}",
+            {**beside, **asleep, role.role: steps},
+        ),
+    ]
+    if taken_out := role.peak("extracted"):
+        awake = _awake(job, role) if has_engine and role is roles[0] else asleep
+        parts = {**beside, **awake, role.role: taken_out}
+        found.append(_moment(job, f"{role.role}: weights taken out ({setup.path})", parts))
     return found
 
 
@@ -135,22 +137,41 @@ def _awake(job: JobSetup, role: RolePlan) -> dict[str, int]:
     }
 
 
-def _with_engine(job: JobSetup, roles: tuple[RolePlan, ...], base: Mapping[str, int]) -> list[JobMoment]:
-    """Its start, which wants its share free, and its work; the trainer has offloaded what it offloads."""
-    assert job.engine is not None
-    capacity = job.machines.gpu_memory
-    share = int(capacity * job.engine.utilization)
-    trainer = {f"{role.role}, offloaded": role.held("offloaded") for role in roles}
-    parts = {name: nbytes for name, nbytes in {**base, **trainer}.items() if nbytes}
-    # At its start Adam has no state yet.
-    built = {f"{role.role}, before its first step": _before_training(job, role) for role in roles}
-    at_start = {name: nbytes for name, nbytes in {**base, **built}.items() if nbytes}
+def _with_engine(job: JobSetup, roles: tuple[RolePlan, ...]) -> list[JobMoment]:
+    """Its start, which wants its share free, and its work; the trainer has offloaded what it offloads.
+
+    At its start AdamW has no state yet.
+    """
+    share = _share(job)
+    built = {
+        f"{role.role}, before its first step": role.held("built")
+        for role in roles
+        if not job.setup_of(role.role).scenario.param_offload
+    }
+    offloaded = {f"{role.role}, offloaded": role.held("offloaded") for role in roles}
     return [
-        JobMoment("engine: starts", {**at_start, "engine, its share": share}, capacity),
-        JobMoment("engine: generates", {**parts, "engine, its share": share}, capacity),
+        _moment(job, "engine: starts", {**_context(), **built, **share}),
+        _moment(job, "engine: generates", {**_context(), **offloaded, **share}),
     ]
 
 
-def _before_training(job: JobSetup, role: RolePlan) -> int:
-    setup = next(one for one in job.roles if one.role == role.role)
-    return 0 if setup.scenario.param_offload else role.held("built")
+def _on_its_own(job: JobSetup, actor: RolePlan) -> list[JobMoment]:
+    """The engine of a worker that only generates: alone on its device, or beside a model that it never uses."""
+    assert job.engine is not None
+    loaded = actor.numel * _BF16 // job.setup_of(actor.role).shard_ranks if job.engine.loads_model else 0
+    parts = {**_context(), "FSDP model, bf16, that it never uses": loaded, **_share(job)}
+    return [_moment(job, "rollout worker: engine starts", parts)]
+
+
+def _context() -> dict[str, int]:
+    """Of one worker, however many roles it has."""
+    return {"CUDA context": CONTEXT_BYTES, "NCCL": NCCL_BYTES}
+
+
+def _share(job: JobSetup) -> dict[str, int]:
+    assert job.engine is not None
+    return {"engine, its share": int(job.machines.gpu_memory * job.engine.utilization)}
+
+
+def _moment(job: JobSetup, name: str, parts: Mapping[str, int]) -> JobMoment:
+    return JobMoment(name, {part: nbytes for part, nbytes in parts.items() if nbytes}, job.machines.gpu_memory)

@@ -10,7 +10,7 @@ from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
 from fsdp_doctor.ledgers.ledger_table import render_ledgers
 from fsdp_doctor.plan.advice import Advice
 from fsdp_doctor.plan.host import PROCESS_BYTES
-from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES
+from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
 from fsdp_doctor.plan.outlook import Outlook
 from fsdp_doctor.plan.role_setup import RoleSetup
 
@@ -64,11 +64,9 @@ def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     for role, setup, model in zip(outlook.roles, job.roles, job.models, strict=True):
         yield from _wrapped(f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_described(setup)}", 2)
     if job.engine:
-        share = job.engine.utilization * machines.gpu_memory
-        yield (
-            f"  engine: {job.engine.utilization:g} of a device, {_gib(share)} GiB; tensor parallel in "
-            f"{job.engine.tensor_parallel}; bucket of {job.engine.bucket_bytes >> 20} MiB"
-        )
+        engine, share = job.engine, job.engine.utilization * machines.gpu_memory
+        where = ", on devices of its own" if engine.is_apart else ""
+        yield f"  engine{where}: {engine.utilization:g} of a device, {_gib(share)} GiB; {_of_engine(engine)}"
     yield from _wrapped_all(job.unread, 2)
     yield ""
     for role in outlook.roles:
@@ -80,6 +78,10 @@ def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     yield from _wrapped_all(ASSUMPTIONS, 2)
     yield "Not modelled:"
     yield from _wrapped_all(NOT_MODELLED, 2)
+
+
+def _of_engine(engine: EngineSetup) -> str:
+    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB"
 
 
 def _described(setup: RoleSetup) -> str:

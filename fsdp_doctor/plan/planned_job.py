@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from packaging.version import Version
 
 from fsdp_doctor.check import CheckResult, check
 from fsdp_doctor.check.settings import Settings, Unreadable
@@ -52,8 +53,6 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         engine = _engine(result)
     except Unreadable as error:
         raise UsageError(str(error)) from None
-    if engine is not None:
-        roles = tuple(dataclasses.replace(role, extracted_bytes=None) for role in roles)
     models = tuple(_model(use.role, result, options) for use in uses)
     return JobSetup(
         framework=result.framework,
@@ -134,7 +133,7 @@ def _engine(result: CheckResult) -> EngineSetup | None:
     roles = [use.role for use in result.uses]
     if keys is None or "actor" not in roles:
         return None
-    if (keys.asked and settings.first(*keys.asked) is None) or settings.first(*keys.separate) is not None:
+    if keys.asked and settings.first(*keys.asked) is None:
         return None
     word = settings.word(*keys.utilization, default=str(keys.default_utilization))
     try:
@@ -143,7 +142,13 @@ def _engine(result: CheckResult) -> EngineSetup | None:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a number") from None
     if not 0 < utilization <= 1:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a share of the device: more than 0, at most 1")
+    is_apart = any(settings.below(section) for section in keys.apart)
+    version = result.version.version
+    is_old = bool(version and keys.loads_model_before and version < Version(keys.loads_model_before))
+    actor = next(use for use in result.uses if use.role == "actor")
     return EngineSetup(
+        is_apart=is_apart,
+        loads_model=is_apart and is_old and bool(actor.scenario and not actor.scenario.param_offload),
         utilization=utilization,
         tensor_parallel=settings.number(*keys.tensor_parallel) or keys.default_tensor_parallel,
         bucket_bytes=(settings.number(*keys.bucket_mib) or keys.default_bucket_mib) << 20,

@@ -28,7 +28,6 @@ class RoleSetup:
     moments: how many tensors of its parameters' size the optimizer keeps. path: by which its weights are taken out;
     none is for a model of which nobody takes them. bucket_bytes: of such a path that has buckets.
     extracted_bytes: of an element as the path yields it, None for that of the shards.
-    is_made_empty: whether the model is made on the meta device and gets its memory when it is sharded.
     """
 
     role: str
@@ -44,7 +43,6 @@ class RoleSetup:
     path: str = "full_tensors"
     bucket_bytes: int = 512 << 20
     extracted_bytes: int | None = None
-    is_made_empty: bool = False
 
     @property
     def world_size(self) -> int:
