@@ -85,7 +85,7 @@ def _of_engine(engine: EngineSetup) -> str:
 
 
 def _described(setup: RoleSetup) -> str:
-    shards = f"{setup.shard_ranks} shards" + (f", {setup.replicas} replicas" if setup.replicas > 1 else "")
+    shards = f"in {setup.shard_ranks} shard(s)" + (f", {setup.replicas} replicas" if setup.replicas > 1 else "")
     batch = f"{setup.sequences} x {setup.length} tokens at once"
     kept = ", activation checkpointing" if setup.checkpointing and setup.trains else ""
     taken_out = f"; taken out by {setup.path}" if setup.path else ""

@@ -38,7 +38,7 @@ def _attempt(request: RolloutRequest, beside: Beside) -> Attempt:
         scratch = pathlib.Path(directory)
         ranks = [
             running.enter_context(
-                _Process(f"rank {rank} of the trainer", stand_ins.trainer, request, beside, rank, scratch)
+                RunningProcess(f"rank {rank} of the trainer", stand_ins.trainer, request, beside, rank, scratch)
             )
             for rank in range(request.ranks)
         ]
@@ -46,12 +46,12 @@ def _attempt(request: RolloutRequest, beside: Beside) -> Attempt:
         for ledger in ledgers:
             if isinstance(ledger, str):
                 raise CannotRun(f"the trainer's worker cannot load the model: {ledger}")
-        starting = running.enter_context(_Process("the engine", stand_ins.engine, request, beside, scratch))
+        starting = running.enter_context(RunningProcess("the engine", stand_ins.engine, request, beside, scratch))
         start, engine = starting.said()
         return Attempt(beside=beside, trainer=ledgers[0], engine=engine, start=start)
 
 
-class _Process:
+class RunningProcess:
     """One process, from its start until its end, which comes with that of the block."""
 
     def __init__(self, name: str, function: Any, *arguments: Any) -> None:
@@ -62,7 +62,7 @@ class _Process:
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> RunningProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -47,8 +47,9 @@ def _of(attempt: Attempt) -> list[str]:
     assert trainer is not None
     assert engine is not None
     unit, size = unit_for(start.total)
-    left = _rows(trainer, _OF_A_TRAINER)
-    right = _rows(engine, _OF_AN_ENGINE)
+    # What would be shown as nothing is left out.
+    least = size / 200
+    left, right = _rows(trainer, _OF_A_TRAINER, least), _rows(engine, _OF_AN_ENGINE, least)
     title = f"FSDP model {attempt.beside}: {start.total / size:.2f} {unit}, of which {start.free / size:.2f} were free"
     lines = [f"{title} when the engine asked for {start.requested / size:.2f}", ""]
     lines.append(f"  {'trainer worker':34}engine")
@@ -58,11 +59,11 @@ def _of(attempt: Attempt) -> list[str]:
     return [*lines, "", f"  {start.refusal or 'the engine started'}"]
 
 
-def _rows(device: DeviceLedger, names: dict[MemoryClass, str]) -> list[tuple[str, int]]:
+def _rows(device: DeviceLedger, names: dict[MemoryClass, str], least: float) -> list[tuple[str, int]]:
     rows = [(names.get(name, name), device.held[name]) for name in CLASSES if device.held.get(name)]
     rows.append(("cached by the allocator", device.reserved - device.allocated))
     rows.append(("elsewhere on the device", device.elsewhere or 0))
-    return [row for row in rows if row[1]] + [("reserved in all", device.reserved)]
+    return [row for row in rows if row[1] >= least] + [("reserved in all", device.reserved)]
 
 
 def _cell(row: tuple[str, int], size: int) -> str:

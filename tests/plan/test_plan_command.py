@@ -41,7 +41,7 @@ def test_every_role_the_engine_and_the_host_are_planned() -> None:
     done = _plan(*_SMALL, "--gpu-memory", "8GiB")
     assert done.code == 0, done.stderr
     for expected in (
-        "actor: small, 0.00 billion parameters; fsdp2, offload none, 2 shards; 2 x 256 tokens at once",
+        "actor: small, 0.00 billion parameters; fsdp2, offload none, in 2 shard(s); 2 x 256 tokens at once",
         "ref: small",
         "engine: 0.5 of a device, 4.0 GiB",
         "actor: trains",
