@@ -2,7 +2,7 @@
 
 model_shape    the parameters of a model by FSDP unit, from its configuration, on the meta device
 activations    what a forward and a backward hold, counted while the model runs on the meta device
-shards         what one rank has of each unit
+rank_shards    what one rank has of each unit
 timeline       a device's memory while a stage is replayed: held by class, and the highest moment
 fsdp2_step     a training step of FSDP2 as allocations, in torch's order; fsdp1_step that of FSDP1
 extractions    what each path gathers at once

@@ -22,7 +22,7 @@ from fsdp_doctor.plan.timeline import rounded
 
 Pass: TypeAlias = Literal["forward", "backward"]
 # Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.
-Place: TypeAlias = int | Literal["before", "after"]
+SegmentPlace: TypeAlias = int | Literal["before", "after"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Segment:
     """A stretch of a step within one place: the moment at which the most lives, and its end."""
 
     of: Pass
-    place: Place
+    place: SegmentPlace
     highest: Moment
     end: Moment
 
@@ -108,7 +108,7 @@ class _Recorder:
         for hook in self._hooks:
             hook.remove()
 
-    def close(self, of: Pass, place: Place) -> None:
+    def close(self, of: Pass, place: SegmentPlace) -> None:
         self.segments.append(Segment(of, place, self._live.highest, self._live.now))
         self._live.forget_highest()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from fsdp_doctor.plan.rank_shards import RankShards
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.shards import RankShards
 from fsdp_doctor.plan.timeline import Timeline, rounded, rounded_sum
 
 # Below it full_tensors gathers several tensors at once.

@@ -9,8 +9,8 @@ from fsdp_doctor.plan.activations import Segment
 from fsdp_doctor.plan.extractions import replay_extraction
 from fsdp_doctor.plan.fsdp1_step import Fsdp1Replay
 from fsdp_doctor.plan.fsdp2_step import Fsdp2Replay
+from fsdp_doctor.plan.rank_shards import RankShards, UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.shards import RankShards, UnitShard
 from fsdp_doctor.plan.timeline import Timeline, power_of_two, rounded, rounded_sum
 from fsdp_doctor.plan.training_step import UnitReplay, replay_forward_and_backward
 

@@ -11,8 +11,8 @@ from fsdp_doctor.plan import model_shape
 from fsdp_doctor.plan.activations import Batch, Segment, trace
 from fsdp_doctor.plan.life import Life
 from fsdp_doctor.plan.model_shape import ModelShape
+from fsdp_doctor.plan.rank_shards import shards_of
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.shards import shards_of
 
 
 class Predictor:

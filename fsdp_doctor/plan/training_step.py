@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from fsdp_doctor.plan.activations import Moment, Pass, Place, Segment
+from fsdp_doctor.plan.activations import Moment, Pass, Segment, SegmentPlace
+from fsdp_doctor.plan.rank_shards import RankShards, UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.shards import RankShards, UnitShard
 from fsdp_doctor.plan.timeline import Timeline, rounded_sum
 
 
@@ -82,7 +82,7 @@ class _Computation:
         self._segments = {(segment.of, segment.place): segment for segment in segments}
         self._now = Moment()
 
-    def run(self, of: Pass, place: Place) -> None:
+    def run(self, of: Pass, place: SegmentPlace) -> None:
         segment = self._segments[of, place]
         self._go_to(segment.highest)
         self._go_to(segment.end)

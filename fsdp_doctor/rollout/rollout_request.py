@@ -38,7 +38,7 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class EngineStart:
     """How the engine's start ended.
 
     free, total: bytes of the device when it asked. requested: what it asked for. weights: of the model, unsharded.
@@ -59,4 +59,4 @@ class Attempt:
     beside: Beside
     trainer: StageLedger
     engine: StageLedger
-    start: Start
+    start: EngineStart

@@ -24,7 +24,7 @@ from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.memory.census import owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.plan.model_shape import on_meta
-from fsdp_doctor.rollout.rollout_request import Beside, RolloutRequest, Start
+from fsdp_doctor.rollout.rollout_request import Beside, EngineStart, RolloutRequest
 
 # In the engine's first pieces of its key-value cache, so that none of them is larger than what is free.
 _PIECE = 256 << 20
@@ -91,7 +91,7 @@ def _weights(request: RolloutRequest) -> list[torch.Tensor]:
     return list(on_meta(request.model, request.layers).parameters())
 
 
-def _ask(request: RolloutRequest, device: torch.device, weights: int) -> Start:
+def _ask(request: RolloutRequest, device: torch.device, weights: int) -> EngineStart:
     """vLLM's request_memory, in v1/worker/utils.py: the share is of all memory, and must be free at the start."""
     free, capacity = (int(nbytes) for nbytes in torch.get_device_module(device).mem_get_info(device))
     if request.memory is not None and request.memory < capacity:
@@ -107,10 +107,10 @@ def _ask(request: RolloutRequest, device: torch.device, weights: int) -> Start:
     elif requested < weights:
         unit, size = unit_for(capacity)
         refusal = f"No available memory for the cache blocks: the weights alone take {weights / size:.2f} {unit}"
-    return Start(free=free, total=capacity, requested=requested, weights=weights, refusal=refusal)
+    return EngineStart(free=free, total=capacity, requested=requested, weights=weights, refusal=refusal)
 
 
-def _cache(start: Start, device: torch.device) -> list[torch.Tensor]:
+def _cache(start: EngineStart, device: torch.device) -> list[torch.Tensor]:
     """What is left of the share after the weights; what a driver takes beside a tensor is left out."""
     rest = start.requested - start.weights
     pieces = [_PIECE] * (rest // _PIECE) + [rest % _PIECE]

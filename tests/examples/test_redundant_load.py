@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-import program
 import pytest
+from program import doctor as program_doctor
 from support.emulation import needs_emulation
 from support.inside import Done, doctor
 from support.places import ROOT
@@ -52,7 +52,7 @@ def test_the_plan_has_the_model_on_the_device_at_the_engines_start() -> None:
 def test_the_two_processes_are_as_the_example_shows_them() -> None:
     needs_emulation()
     (command,) = re.findall(r"`fsdp-doctor (rollout [^`]*)`", _text("README.md"))
-    done = program.doctor(*command.split())
+    done = program_doctor(*command.split())
     assert (done.stdout, done.code) == (_text("rollout.txt"), 1), done.stderr
     loaded, _, alone = done.stdout.partition("FSDP model not loaded")
     assert "Free memory on device" in loaded

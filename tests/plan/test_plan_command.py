@@ -6,7 +6,6 @@ import json
 import pathlib
 
 import pytest
-from program import python_prints
 from support.inside import Done, doctor
 from support.places import TESTS
 
@@ -132,16 +131,6 @@ def test_every_framework_that_check_reads_is_planned(name: str) -> None:
 def test_the_model_of_a_configuration_is_known_by_its_name_on_the_hub() -> None:
     done = doctor("plan", "--config", str(_CONFIGS / "skyrl.sh"), "--layers", "2", "--seq-len", "128")
     assert "actor: qwen3-4b" in done.stdout
-
-
-def test_the_configuration_is_read_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from fsdp_doctor.plan.planned_job import PlanOptions, planned_job\n"
-        f"job = planned_job({list(_VERL)!r}, PlanOptions(model='small', gpu_memory=1))\n"
-        "print([role.role for role in job.roles], job.engine.utilization)"
-    )
-    assert python_prints(code).strip() == "['actor', 'ref'] 0.5"
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: pathlib.Path) -> None:
