@@ -78,9 +78,13 @@ class CaseRun(RecordedRun, abc.ABC):
             self._leftovers.look_before()
             self.exercise(trainer, lambda: self._function(self.given), owned=True)
         reusable = self.go_on(trainer)
-        self._add(retire=self._leftovers.undo(), done=True)
+        self._add(retire=self._leftovers.undo() or self._counts_against_others(reusable), done=True)
         self._report(self.record)
         return reusable
+
+    def _counts_against_others(self, reusable: Trainer | None) -> str:
+        """torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers."""
+        return "a model that would be counted with the next" if self._runtime.with_ledgers and reusable is None else ""
 
     def prepare(self, kept: Trainer | None) -> Trainer | None:
         """The scenario's trainer in the state in which the path runs; None where the record says why there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -55,9 +56,12 @@ class JobOptions:
     ] = False
 
     def select(self) -> Selected:
-        """One scenario for each combination, with every path that it has of those that are named."""
+        """One scenario for each combination, with those of the named paths that it has.
+
+        Raises as :meth:`SelectionOptions.select` does.
+        """
         paths = values.split(self.path) or [_PATH]
-        chosen = SelectionOptions(
+        selected = SelectionOptions(
             direction="out",
             strategy=self.strategy or [_STRATEGY],
             offload=self.offload or [_OFFLOAD],
@@ -70,8 +74,9 @@ class JobOptions:
             backend=["mixed"],
             transfer=["blocking"],
             path=paths,
-        )
-        return chosen.select()
+        ).select()
+        # Beside a path of the user's own a probe has all others.
+        return dataclasses.replace(selected, cases=tuple(case for case in selected.cases if case.path in paths))
 
     def training(self) -> TrainingSize:
         return TrainingSize(

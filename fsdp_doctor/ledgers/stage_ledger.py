@@ -12,7 +12,7 @@ MemoryClass: TypeAlias = Literal[
     "unsharded parameters",  # what FSDP gathers for a unit
     "buffers",
     "gathered outputs",  # what an extraction yields
-    "activations",  # what a forward keeps for the backward, and what both compute with
+    "activations",  # what a forward keeps for the backward, and what both compute with, cuBLAS's workspaces too
     "communication buffers",  # what all-gathers and reduce-scatters read and write, and an extraction works in
     "unexplained",  # counted by the allocator, and nobody's that could be named
 ]
@@ -97,6 +97,9 @@ def total(held: Bytes) -> int:
 
 
 def with_unexplained(held: Bytes, counted: int) -> Bytes:
-    """With what nobody could be named for, so that it adds up to what the allocator counts."""
+    """With what nobody could be named for, so that it adds up to what the allocator counts.
+
+    It is more where tensors are made past the allocator.
+    """
     rest = counted - total(held)
-    return {**held, "unexplained": rest} if rest else held
+    return {**held, "unexplained": rest} if rest > 0 else held

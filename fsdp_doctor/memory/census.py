@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.reader import HeldModel
 from fsdp_doctor.ledgers.stage_ledger import MemoryClass
 from fsdp_doctor.memory.storages import tensors_in
@@ -50,10 +50,3 @@ def _unsharded(held: HeldModel) -> Iterator[torch.Tensor]:
     for unit in held.fsdp1_units:
         yield unit.flat_parameter.detach()
         yield from unit.shown.values()
-
-
-def whole_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, unsharded, in the dtype of the shards; each once."""
-    held = reader.read(model)
-    units = sum(unit.shard.element_size() * sum(shape.numel() for shape in unit.shapes) for unit in held.fsdp1_units)
-    return units + sum(p.tensor.numel() * private.local_tensor(p.tensor).element_size() for p in held.parameters)

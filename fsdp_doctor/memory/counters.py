@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.fsdp import private
 
 _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
@@ -73,6 +74,12 @@ class DeviceCounters:
         """Pinned host memory that this process's allocator of it has taken, used or kept; 0 where it does not say."""
         stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
         return int(stats.get("allocated_bytes.current", 0))
+
+    def give_back_workspaces(self) -> int:
+        """Bytes of what cuBLAS kept for itself and no operator returns; its next product takes it anew."""
+        before = int(self._module.memory_allocated(self._device))
+        private.release_workspaces(self._device)
+        return before - int(self._module.memory_allocated(self._device))
 
     def _fraction(self) -> float:
         """Of the device's memory, what this process may have; the emulated device's total is what it may have."""

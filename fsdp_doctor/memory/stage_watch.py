@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, JobStage, MemoryClass, StageLedger, with_unexplained
+from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, JobStage, MemoryClass, StageLedger, with_unexplained
 from fsdp_doctor.memory.census import owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.memory.host_census import host_ledger
@@ -96,9 +96,10 @@ class StageWatch(Unwatched):
         counted = self._counters.read()
         owned = list(self._owned())
         self._tracker.own(owned)
+        workspaces = self._counters.give_back_workspaces()
         device = DeviceLedger(
-            held=with_unexplained(self._tracker.held(), counted.allocated),
-            at_peak=with_unexplained(self._tracker.at_peak(), counted.peak),
+            held=with_unexplained(_with(workspaces, self._tracker.held()), counted.allocated),
+            at_peak=with_unexplained(_with(workspaces, self._tracker.at_peak()), counted.peak),
             allocated=counted.allocated,
             peak=counted.peak,
             reserved=counted.reserved,
@@ -108,3 +109,7 @@ class StageWatch(Unwatched):
         )
         host = host_ledger(owned, self._counters.pinned_reserved())
         return StageLedger(job=self._job, stage=stage, path=path, rank=self._rank, device=device, host=host)
+
+
+def _with(workspaces: int, held: Bytes) -> Bytes:
+    return {**held, "activations": held.get("activations", 0) + workspaces} if workspaces else held

@@ -21,7 +21,10 @@ def is_wrapper(kind: type) -> bool:
 
 def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Those of one tensor: of a DTensor its local one, of any other wrapper those of what it wraps, none on meta."""
-    if isinstance(tensor, DTensor):
+    if private.is_sharded_tensor(tensor):
+        shards: Any = tensor
+        yield from (storage for shard in shards.local_shards() for storage in storages(shard.tensor))
+    elif isinstance(tensor, DTensor):
         yield from storages(private.local_tensor(tensor))
     elif is_wrapper(type(tensor)):
         wrapper: Any = tensor

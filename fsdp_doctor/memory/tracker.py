@@ -1,10 +1,10 @@
 """Every storage that operators make on a device, from its making to its end, by class.
 
 As ``torch.distributed._tools.mem_tracker`` does it, a dispatch mode sees the results of operators, and weak references
-tell when their storages end. What is done otherwise: memory is real, not fake, and what the allocator says is what the
-sum is held against; FSDP1 and FSDP2 are told apart by the file of torch in which memory is taken, so that neither is
-patched; and the log of a stage is replayed when the stage is over, so that a storage counts at the peak as what it
-became, such as a gradient, and not as what it was when it was made.
+tell when their storages end. What is done otherwise: memory is real, not fake, and the sum is held against what the
+allocator counts; what FSDP1, FSDP2 and optimizers make is known by the file of torch in which it is made, so that of
+theirs nothing is patched and only the resizing of storages is; and the log of a stage is replayed when the stage is
+over, so that a storage counts at the peak as what it became, such as a gradient, and not as what it was made as.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ _MADE_IN: dict[str, MemoryClass] = {
     "/fsdp/_runtime_utils.py": "communication buffers",
 }
 _OPTIMIZERS = "/torch/optim/"
-# Of those in the first files, what makes shards that are to be gathered.
-_MAKES_INPUTS = ("all_gather_inputs", "_use_low_precision_shard")
+# What makes shards that are to be gathered, and what makes or moves the shards themselves.
+_MADE_BY: dict[str, MemoryClass] = {
+    "all_gather_inputs": "communication buffers",
+    "_use_low_precision_shard": "communication buffers",
+    "_init_sharded_param": "parameters",
+    "reset_sharded_param": "parameters",
+    "flat_param_to": "parameters",
+}
 # What is given the gradients of a unit, as the backward made them.
 _REDUCES = ("foreach_reduce", "foreach_reduce_scatter_copy_in", "_post_backward_hook", "_reduce_grad")
 
@@ -193,9 +199,8 @@ class StorageTracker(private.OperatorMode):
 def _class_of(code: CodeType) -> MemoryClass | None:
     if _OPTIMIZERS in code.co_filename:
         return "optimizer state"
-    if code.co_name in _MAKES_INPUTS:
-        return "communication buffers"
-    return next((found for end, found in _MADE_IN.items() if code.co_filename.endswith(end)), None)
+    made_in = next((found for end, found in _MADE_IN.items() if code.co_filename.endswith(end)), None)
+    return made_in and _MADE_BY.get(code.co_name, made_in)
 
 
 def _summed(tracked: Iterable[TrackedStorage]) -> Bytes:

@@ -61,9 +61,9 @@ def test_it_has_every_field_and_no_other() -> None:
     rank = _published()["$defs"]["rank"]
     assert list(rank["properties"]) == rank["required"] == [field.name for field in dataclasses.fields(RankReport)]
     result = _published()["$defs"]["result"]
-    assert set(result["properties"]) - set(result["required"]) == {"yielded", "known"}
+    assert set(result["properties"]) - set(result["required"]) == {"yielded", "known", "ledgers"}
     record = _published()["$defs"]["record"]
-    assert set(record["properties"]) - set(record["required"]) == {"yielded", "retire", "refusal"}
+    assert set(record["properties"]) - set(record["required"]) == {"yielded", "retire", "refusal", "ledgers"}
     assert "device" not in _published()["$defs"]["environment"]["properties"]
 
 
