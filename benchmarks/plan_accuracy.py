@@ -43,16 +43,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Compared:
-    """One stage: predicted and measured bytes of the exact classes that it holds, and of its peak."""
+    """One stage: predicted and measured bytes of the exact classes that it holds, of its peak, and of the host."""
 
     job: str
     stage: str
     held: tuple[int, int]
     peak: tuple[int, int]
+    host: tuple[int, int]
 
     @property
-    def deviations(self) -> tuple[float, float]:
-        return _deviation(*self.held), _deviation(*self.peak)
+    def deviations(self) -> tuple[float, float, float]:
+        return _deviation(*self.held), _deviation(*self.peak), _deviation(*self.host)
 
 
 def _deviation(predicted: int, measured: int) -> float:
@@ -107,7 +108,9 @@ def _of_stages(
         assert ledger.device is not None
         assert ours.device is not None
         held = [sum(one.device.held.get(part, 0) for part in EXACT) for one in (ours, ledger) if one.device]
-        yield Compared(name, ledger.name, (held[0], held[1]), (ours.device.peak, ledger.device.peak))
+        host = [one.host.pinned_reserved + one.host.pageable for one in (ours, ledger)]
+        peaks = (ours.device.peak, ledger.device.peak)
+        yield Compared(name, ledger.name, (held[0], held[1]), peaks, (host[0], host[1]))
 
 
 def main() -> None:
@@ -120,16 +123,16 @@ def main() -> None:
     options = parser.parse_args()
     file = ledgers_from_json(options.file.read_text())
     rows = list(compared(file, options))
-    print(f"{'stage (MiB: predicted, measured)':100} {'held':>21} {'':>7} {'peak':>21}")
+    print(f"{'stage (MiB: predicted, measured)':100} {'held':>21} {'':>7} {'peak':>21} {'':>7} {'host':>21}")
     for row in rows:
         numbers = "".join(
             f" {pair[0] / _MIB:10.1f} {pair[1] / _MIB:10.1f} {deviation:+7.1%}"
-            for pair, deviation in zip((row.held, row.peak), row.deviations, strict=True)
+            for pair, deviation in zip((row.held, row.peak, row.host), row.deviations, strict=True)
         )
         print(f"{row.job + ': ' + row.stage:100}{numbers}")
     for job, said in file.estimates.items():
         print(job + ": " + ", ".join(f"{who} {nbytes / _MIB:.0f} MiB" for who, nbytes in said.items()))
-    for at, part in enumerate(("parameters, gradients, optimizer state, outputs", "the whole peak")):
+    for at, part in enumerate(("parameters, gradients, optimizer state, outputs", "the whole peak", "the host")):
         worst = max(rows, key=lambda row: abs(row.deviations[at]))
         print(f"worst of {part}: {worst.deviations[at]:+.1%} in {worst.job}: {worst.stage}")
 

@@ -35,15 +35,15 @@ class Fsdp1Replay:
         timeline, dtypes = self._timeline, self._setup.dtypes
         numel = sum(unit.originals)
         joined = rounded(numel * dtypes.compute)
-        timeline.take("unsharded parameters", joined)
-        timeline.give("unsharded parameters", gradients)
+        timeline.take("gradients", joined)
+        timeline.give("gradients", gradients)
         self._reshard(unit)
         reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
         if numel != sum(unit.full):
             reduced += rounded(sum(unit.full) * dtypes.reduce)
         with timeline.taken("communication buffers", reduced):
             timeline.take("gradients", rounded(sum(unit.padded) * dtypes.reduce))
-        timeline.give("unsharded parameters", joined)
+        timeline.give("gradients", joined)
 
     def end_backward(self) -> None:
         if self._setup.scenario.policy:

@@ -46,7 +46,7 @@ class Fsdp2Replay:
         timeline.give("communication buffers", self._reduce_input)
         self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
         timeline.take("communication buffers", self._reduce_input)
-        timeline.give("unsharded parameters", gradients)
+        timeline.give("gradients", gradients)
         reduced = rounded(sum(unit.padded) * dtypes.reduce)
         timeline.take("gradients", reduced)
         if dtypes.reduce != dtypes.master:

@@ -27,7 +27,7 @@ class Life:
         self._segments = segments
         self._rank = rank
         self._timeline = Timeline()
-        self._has_moments = False
+        self._has_run = self._has_moments = False
         self._ledgers: list[StageLedger] = []
 
     def stages(self) -> list[StageLedger]:
@@ -64,7 +64,7 @@ class Life:
             whole = rounded_sum(numel * master for numel in unit.originals)
             if self._setup.scenario.version == 1:
                 whole += rounded(sum(unit.originals) * master)
-            with timeline.taken("parameters", whole), timeline.taken("parameters", self._parameters(unit)):
+            with timeline.taken("unsharded parameters", whole), timeline.taken("parameters", self._parameters(unit)):
                 pass
             if not self._setup.scenario.policy:
                 timeline.take("parameters", self._parameters(unit))
@@ -73,6 +73,7 @@ class Life:
     def _step(self) -> None:
         timeline, setup = self._timeline, self._setup
         replay_forward_and_backward(timeline, self._replay(), self._shards, self._segments, setup)
+        self._has_run = True
         if not setup.trains:
             return
         if not setup.scenario.policy:
@@ -144,7 +145,9 @@ class Life:
         pinned = reserved = pageable = 0
         sizes: list[tuple[MemoryClass, list[int], bool]] = []
         if not self._timeline.held("parameters"):
-            is_pinned = scenario.pinning == "pinned" if scenario.policy else scenario.transfer == "nonblocking"
+            # FSDP1 pins them when it first runs.
+            by_policy = scenario.pinning == "pinned" and (scenario.version == 2 or self._has_run)
+            is_pinned = by_policy if scenario.policy else scenario.transfer == "nonblocking"
             padded = [numel * master for unit in self._shards.units for numel in unit.padded]
             sizes.append(("parameters", padded, is_pinned))
             if scenario.policy and scenario.version == 1 and self._has_moments:

@@ -100,7 +100,7 @@ class _Computation:
         self._timeline.change(
             {
                 "activations": moment.activations - self._now.activations,
-                "unsharded parameters": moment.gradients - self._now.gradients,
+                "gradients": moment.gradients - self._now.gradients,
             }
         )
         self._now = moment
