@@ -83,10 +83,12 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
         measured = [one for one in file.ledgers if one.job == name and one.rank == 0]
         if job.of_benchmark:
             measured = [one for one in measured if one.stage != "built"]
+        shard_ranks = {"size1": 1, "hsdp": 2}.get(job.scenario.sharding, ranks)
         setup = RoleSetup(
             role=name,
             scenario=job.scenario,
-            shard_ranks=ranks,
+            shard_ranks=shard_ranks,
+            replicas=ranks // shard_ranks,
             sequences=job.batch,
             length=job.sequence,
             checkpointing=job.checkpointing,

@@ -48,6 +48,8 @@ def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
 def _gathers(shards: RankShards, setup: RoleSetup) -> list[tuple[int, int]]:
     """(bytes of outputs, bytes of buffers beside them) of each tensor, in the order of the parameters."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
+    if setup.shard_ranks == 1:
+        return [(rounded(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
     if setup.scenario.version == 1:
         # A part of a flat parameter is gathered by ranks, and then put into the unit's tensors.
         return [(rounded(numel * itemsize),) * 2 for unit in shards.units for numel in unit.originals]
@@ -62,6 +64,11 @@ def _gathers(shards: RankShards, setup: RoleSetup) -> list[tuple[int, int]]:
 def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """A shard comes to the device, and is gathered; what is cut unevenly is padded first."""
     master = setup.dtypes.master
+    if setup.shard_ranks == 1:
+        brought = rounded(_largest(shards, setup)) if setup.shards_on_host else 0
+        with timeline.taken("gathered outputs", brought):
+            pass
+        return
     for unit in shards.units:
         for numel, padded, own in zip(unit.full, unit.padded, unit.own, strict=False):
             brought = rounded(own * master) if setup.shards_on_host else 0

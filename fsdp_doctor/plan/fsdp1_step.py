@@ -38,6 +38,11 @@ class Fsdp1Replay:
         timeline.take("gradients", joined)
         timeline.give("gradients", gradients)
         self._reshard(unit)
+        if self._setup.shard_ranks == 1:
+            # NO_SHARD: the cast gradient is added up among the replicas, and is the one that stays.
+            timeline.take("gradients", rounded(numel * dtypes.reduce))
+            timeline.give("gradients", joined)
+            return
         reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
         if numel != sum(unit.full):
             reduced += rounded(sum(unit.full) * dtypes.reduce)
@@ -60,7 +65,8 @@ class Fsdp1Replay:
             arrived = rounded_sum(numel * dtypes.master for numel in unit.padded)
             with timeline.taken("communication buffers", arrived + cast):
                 pass
-        with timeline.taken("communication buffers", cast):
+        # Unsharded, the cast shard is what is computed with.
+        with timeline.taken("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
             timeline.take("unsharded parameters", rounded_sum(numel * dtypes.compute for numel in unit.full))
         self._unsharded.add(unit.name)
 

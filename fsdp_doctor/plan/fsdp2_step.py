@@ -52,10 +52,13 @@ class Fsdp2Replay:
         if dtypes.reduce != dtypes.master:
             timeline.take("gradients", rounded(sum(unit.padded) * dtypes.master))
             timeline.give("gradients", reduced)
-        if self._setup.scenario.policy:
+        # What replicas have added up is kept until the backward is over, though a policy has copied it to the host.
+        if self._setup.scenario.policy and self._setup.replicas == 1:
             timeline.give("gradients", rounded(sum(unit.padded) * dtypes.master))
 
     def end_backward(self) -> None:
+        if self._setup.scenario.policy:
+            self._timeline.give("gradients", self._timeline.held("gradients"))
         self._timeline.give("communication buffers", self._reduce_input + sum(self._gathered.values()))
         self._reduce_input = 0
         self._gathered.clear()

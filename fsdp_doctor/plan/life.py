@@ -59,15 +59,19 @@ class Life:
 
     def _build(self) -> None:
         """Unit by unit, unsharded on the device until its shards are there, the root last."""
-        master, timeline = self._setup.dtypes.master, self._timeline
+        scenario, master, timeline = self._setup.scenario, self._setup.dtypes.master, self._timeline
+        # FSDP1 without shards keeps the flat parameter itself, and a policy takes it when all units are made.
+        is_kept = scenario.version == 1 and self._setup.shard_ranks == 1
         for unit in (*self._shards.units[1:], self._shards.root):
             whole = rounded_sum(numel * master for numel in unit.originals)
-            if self._setup.scenario.version == 1:
+            if scenario.version == 1 and not is_kept:
                 whole += rounded(sum(unit.originals) * master)
             with timeline.taken("unsharded parameters", whole), timeline.taken("parameters", self._parameters(unit)):
                 pass
-            if not self._setup.scenario.policy:
+            if is_kept or not scenario.policy:
                 timeline.take("parameters", self._parameters(unit))
+        if scenario.policy:
+            self._clear("parameters")
         timeline.take("buffers", self._buffers)
 
     def _step(self) -> None:
