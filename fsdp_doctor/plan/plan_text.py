@@ -11,7 +11,7 @@ from fsdp_doctor.ledgers.ledger_table import render_ledgers
 from fsdp_doctor.plan.advice import Advice
 from fsdp_doctor.plan.host import PROCESS_BYTES
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
-from fsdp_doctor.plan.outlook import Outlook
+from fsdp_doctor.plan.outlook import Outlook, RolePlan
 from fsdp_doctor.plan.role_setup import RoleSetup
 
 _WIDTH = 116
@@ -70,7 +70,8 @@ def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     yield from _wrapped_all(job.unread, 2)
     yield ""
     for role in outlook.roles:
-        yield render_ledgers(role.first)
+        yield render_ledgers(role.first).rstrip()
+        yield from _last_rank(role)
     yield from _moments(outlook)
     yield from _host(outlook)
     yield from _verdict(outlook, advices)
@@ -78,6 +79,17 @@ def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     yield from _wrapped_all(ASSUMPTIONS, 2)
     yield "Not modelled:"
     yield from _wrapped_all(NOT_MODELLED, 2)
+
+
+def _last_rank(role: RolePlan) -> Iterator[str]:
+    """Where it has less than the first, which the table shows."""
+    last = role.last[-1].rank
+    less = role.peak("trained") - max(one.device.peak for one in role.last if one.device and one.stage == "trained")
+    if last and less >= _GIB // 100:
+        yield f" That is rank 0 of a shard group; rank {last} has {_gib(less)} GiB less at the peak of a step."
+    elif last:
+        yield " Every rank of a shard group holds as much."
+    yield ""
 
 
 def _of_engine(engine: EngineSetup) -> str:

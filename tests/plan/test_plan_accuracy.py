@@ -33,12 +33,33 @@ _OFFLOADS = ",".join(AXIS["offload"].values)
 _RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 ranks, eight offloads": (
         2,
-        ("--offload", _OFFLOADS, "--staging", "staged", "--batch", "2", "--sequence", "128"),
+        (
+            "--strategy",
+            "fsdp2,fsdp1",
+            "--offload",
+            _OFFLOADS,
+            "--staging",
+            "staged",
+            "--batch",
+            "2",
+            "--sequence",
+            "128",
+        ),
     ),
     "4 ranks, checkpointing, five paths": (
         4,
         (
-            *("--offload", "none,policy", "--batch", "1", "--sequence", "256", "--activation-checkpointing"),
+            *(
+                "--strategy",
+                "fsdp2,fsdp1,fsdp1-orig",
+                "--offload",
+                "none,policy",
+                "--batch",
+                "1",
+                "--sequence",
+                "256",
+                "--activation-checkpointing",
+            ),
             *("--path", "full_tensors,get_model_state_dict.full,unshard,state_dict.to.full_tensor,summon_full_params"),
         ),
     ),
@@ -62,7 +83,7 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp("plan")
     (directory / "config.json").write_text(json.dumps(_CONFIG))
     file = directory / "ledgers.json"
-    common = ("memory", "--device", "emulated", "--model", str(directory), "--strategy", "fsdp2,fsdp1")
+    common = ("memory", "--device", "emulated", "--model", str(directory))
     done = forked_doctor(*common, *options, "--json", str(file), ranks=ranks)
     assert file.exists(), done.stderr
     sizes = argparse.Namespace(
