@@ -61,7 +61,7 @@ class Compared:
     @property
     def deviations(self) -> tuple[float, float, float]:
         # The process has some pinned memory of its own, in which small copies are staged.
-        return _deviation(*self.held), _deviation(*self.peak), _deviation(*self.host, nothing=max(self.peak) // 1000)
+        return _deviation(*self.held), _deviation(*self.peak), _deviation(*self.host, nothing=max(self.peak) // 500)
 
 
 def _headed(estimator: str) -> str:

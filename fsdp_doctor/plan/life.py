@@ -14,6 +14,9 @@ from fsdp_doctor.plan.role_setup import RoleSetup
 from fsdp_doctor.plan.timeline import Timeline, power_of_two, rounded, rounded_sum
 from fsdp_doctor.plan.training_step import UnitReplay, replay_forward_and_backward
 
+# Paths of our own, which take shards as they are.
+_READS_SHARDS = ("full_tensors", "weights_info")
+
 
 class Life:
     """One rank of a job. segments: of its forward, and of its backward where it trains."""
@@ -47,7 +50,7 @@ class Life:
             self._stage()
             self._end("staged")
         if self._setup.path:
-            replay_extraction(self._timeline, self._shards, self._setup, self._setup.path)
+            self._extract()
             self._end("extracted", self._setup.path)
         self._offload()
         self._end("offloaded again", self._setup.path)
@@ -117,6 +120,12 @@ class Life:
         elif self._setup.scenario.version == 2:
             with self._timeline.taken("parameters", max(shards)):
                 pass
+
+    def _extract(self) -> None:
+        # What unshards FSDP1's units by torch's own means lets go of the gradients that were kept.
+        if self._setup.path not in _READS_SHARDS:
+            self._clear("gradients")
+        replay_extraction(self._timeline, self._shards, self._setup, self._setup.path)
 
     def _load(self) -> None:
         if not self._setup.scenario.policy:
