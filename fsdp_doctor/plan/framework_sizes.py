@@ -18,7 +18,7 @@ class Sizes:
 
     sequences: of a micro batch. lengths: keys whose values add up to the tokens of a sequence.
     token_budget: tokens of a micro batch, where dynamic says that it is filled up so.
-    checkpointing: of activations; a word other than none or false is true.
+    checkpointing: of activations; a word other than none or false is true. master_dtype: of the shards.
     """
 
     sequences: Keys = ()
@@ -30,6 +30,7 @@ class Sizes:
     default_budget: int = 16384
     checkpointing: Keys = ()
     checkpointing_default: bool = False
+    master_dtype: Keys = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,14 @@ _VERL: Mapping[Role, Sizes] = {
         token_budget=(f"{_ACTOR}.ppo_max_token_len_per_gpu",),
         checkpointing=("actor_rollout_ref.model.enable_gradient_checkpointing",),
         checkpointing_default=True,
+        master_dtype=(f"{_ACTOR}.fsdp_config.model_dtype",),
     ),
     "ref": Sizes(
         sequences=("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",),
         lengths=_VERL_LENGTHS,
         dynamic=("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
         token_budget=("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+        master_dtype=("actor_rollout_ref.ref.fsdp_config.model_dtype",),
     ),
     "critic": Sizes(
         sequences=("critic.ppo_micro_batch_size_per_gpu",),
@@ -76,6 +79,7 @@ _VERL: Mapping[Role, Sizes] = {
         token_budget=("critic.ppo_max_token_len_per_gpu",),
         checkpointing=("critic.model.enable_gradient_checkpointing",),
         checkpointing_default=True,
+        master_dtype=("critic.fsdp.model_dtype", "critic.model.fsdp_config.model_dtype"),
     ),
     "model": Sizes(
         sequences=("data.micro_batch_size_per_gpu", "engine.micro_batch_size_per_gpu"),
@@ -85,6 +89,7 @@ _VERL: Mapping[Role, Sizes] = {
         token_budget=("data.max_token_len_per_gpu",),
         checkpointing=("model.enable_gradient_checkpointing",),
         checkpointing_default=True,
+        master_dtype=("engine.model_dtype", "model.fsdp_config.model_dtype"),
     ),
 }
 _SKYRL = Sizes(

@@ -48,6 +48,9 @@ class Fsdp1Replay:
             reduced += rounded(sum(unit.full) * dtypes.reduce)
         with timeline.taken("communication buffers", reduced):
             timeline.take("gradients", rounded(sum(unit.padded) * dtypes.reduce))
+            if dtypes.reduce != dtypes.master:
+                timeline.take("gradients", rounded(sum(unit.padded) * dtypes.master))
+                timeline.give("gradients", rounded(sum(unit.padded) * dtypes.reduce))
         timeline.give("gradients", joined)
 
     def end_backward(self) -> None:

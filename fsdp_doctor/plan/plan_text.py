@@ -12,14 +12,15 @@ from fsdp_doctor.plan.advice import Advice
 from fsdp_doctor.plan.host import PROCESS_BYTES
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
 from fsdp_doctor.plan.outlook import Outlook, RolePlan
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.role_setup import BF16, RoleSetup
 
 _WIDTH = 116
 _GIB = 1 << 30
 
 ASSUMPTIONS = (
     "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
-    "float32 shards, bfloat16 computation, gradients reduced in float32; AdamW over lists of tensors, two moments",
+    "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists of "
+    "tensors, two moments",
     "attention by a fused kernel; the loss as transformers has it: logits of all tokens cast to float32, their "
     "log-softmax, and the gradients of both",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
@@ -98,6 +99,7 @@ def _of_engine(engine: EngineSetup) -> str:
 
 def _described(setup: RoleSetup) -> str:
     shards = f"in {setup.shard_ranks} shard(s)" + (f", {setup.replicas} replicas" if setup.replicas > 1 else "")
+    shards += ", bfloat16" if setup.dtypes.master == BF16 else ""
     batch = f"{setup.sequences} x {setup.length} tokens at once"
     kept = ", activation checkpointing" if setup.checkpointing and setup.trains else ""
     taken_out = f"; taken out by {setup.path}" if setup.path else ""

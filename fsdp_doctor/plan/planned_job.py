@@ -15,10 +15,11 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
 from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
 
 _DEFAULT_GPUS = 8
 _FORWARD_ONLY = ("ref",)
+_BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
         sequences=sequences,
         length=length,
         checkpointing=_checkpointing(sizes, settings),
+        dtypes=Dtypes(master=BF16) if settings.word(*sizes.master_dtype) in _BFLOAT16 else Dtypes(),
         path=path,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 
 import pytest
 from support.inside import Done, doctor
@@ -131,6 +132,14 @@ def test_every_framework_that_check_reads_is_planned(name: str) -> None:
 def test_the_model_of_a_configuration_is_known_by_its_name_on_the_hub() -> None:
     done = doctor("plan", "--config", str(_CONFIGS / "skyrl.sh"), "--layers", "2", "--seq-len", "128")
     assert "actor: qwen3-4b" in done.stdout
+
+
+def test_bfloat16_shards_and_their_optimizer_take_half() -> None:
+    bf16 = _plan(*_SMALL, config=(*_VERL, "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"))
+    assert "in 2 shard(s), bfloat16;" in bf16.stdout
+    held = [re.search(r"trained +held +([\d.,]+)", done.stdout) for done in (bf16, _plan(*_SMALL))]
+    half, whole = (float(match[1].replace(",", "")) for match in held if match)
+    assert half == pytest.approx(whole / 2, rel=0.02)
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: pathlib.Path) -> None:
