@@ -19,8 +19,8 @@ _GIB = 1 << 30
 
 ASSUMPTIONS = (
     "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
-    "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists of "
-    "tensors, two moments",
+    "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists "
+    "of tensors, two moments",
     "attention by a fused kernel; the loss as transformers has it: logits of all tokens cast to float32, their "
     "log-softmax, and the gradients of both",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
