@@ -25,8 +25,8 @@ ASSUMPTIONS = (
     "log-softmax, and the gradients of both",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
     "lies on the host",
-    f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:g} GiB of CUDA context and "
-    f"{NCCL_BYTES / _GIB:g} GiB of NCCL's buffers; an engine that sleeps keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
+    f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
+    f"{NCCL_BYTES / _GIB:.2f} GiB of NCCL's buffers; an engine that sleeps keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
     f"process takes {PROCESS_BYTES / _GIB:g} GiB of the host",
     "bytes are those in tensors: what the caching allocator reserves beyond them, by fragmentation, is not in it",
 )
