@@ -45,7 +45,6 @@ class ModelShape:
 
     layers: the units of the decoder layers, in order. embedding: the input embedding, unless it is tied to the head
     and so the root's. root: all other parameters. buffer_bytes: each of its buffers, which no FSDP shards.
-    tied_numel: elements that a state dict has under a second name.
     """
 
     name: str

@@ -45,10 +45,6 @@ class RoleSetup:
     extracted_bytes: int | None = None
 
     @property
-    def world_size(self) -> int:
-        return self.shard_ranks * self.replicas
-
-    @property
     def stays_on_host(self) -> bool:
         """Whether a policy keeps the shards on the host though the module is moved.
 
