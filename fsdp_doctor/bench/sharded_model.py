@@ -19,9 +19,14 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def build(options: BenchOptions, strategy: str, offload: str, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Module:
     """The sharded model in the state that ``offload`` leaves it in. Every rank must call it."""
-    device = device_of(mesh.device_type)
     with torch.device("meta"):
         whole = _unsharded(options, dtype)
+    return sharded(whole, strategy, offload, mesh)
+
+
+def sharded(whole: nn.Module, strategy: str, offload: str, mesh: DeviceMesh) -> nn.Module:
+    """A model that was on the meta device, as :func:`build` gives it. Every rank must call it."""
+    device = device_of(mesh.device_type)
     model = (_sharded_2 if strategy == "fsdp2" else _sharded_1)(whole, offload, mesh, device)
     if offload == "param":
         offloading.offload(model, non_blocking=False)

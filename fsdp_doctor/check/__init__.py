@@ -7,8 +7,8 @@ prints it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import get_args
 
 from fsdp_doctor.check import reading
@@ -23,14 +23,14 @@ from fsdp_doctor.check.config_findings import (
     unknown_keys,
     written_twice,
 )
-from fsdp_doctor.check.configured_model import with_model
+from fsdp_doctor.check.configured_model import ConfiguredModel, with_model
 from fsdp_doctor.check.environment_versions import CheckedVersion, VersionSource, installed
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.framework import ALL_VERSIONS, Framework, Given, ModelSettings, version_of
 from fsdp_doctor.check.launch_ranks import launched_ranks
 from fsdp_doctor.check.named_files import not_read, with_named_files
 from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Use, merged
+from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merged
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
 from fsdp_doctor.matrix.cases import Case
 
@@ -43,7 +43,8 @@ class CheckResult:
 
     version, torch: what it was read for, with where that comes from. world_size: the number of ranks that it was read
     for: given, or of the configuration, or the framework's default; None where nothing says it, and then two are
-    foretold. read_in: the versions of the framework that its reading rests on.
+    foretold. read_in: the versions of the framework that its reading rests on. settings: all that was read.
+    models: by role, the model that its settings name.
     """
 
     framework: str
@@ -53,6 +54,8 @@ class CheckResult:
     torch: CheckedVersion
     read_in: str
     world_size: int | None = None
+    settings: Settings = field(default_factory=Settings)
+    models: Mapping[Role, ConfiguredModel] = field(default_factory=dict)
 
     @property
     def under_fsdp(self) -> bool:
@@ -86,6 +89,7 @@ def check(
     """
     settings = with_named_files(reading.read(arguments))
     framework = _framework_of(settings, arguments)
+    models: dict[Role, ConfiguredModel] = {}
     version = _version("--framework-version", framework_version, framework.distributions or (framework.name,))
     torch = _version("--torch-version", torch_version, ("torch",))
     try:
@@ -93,8 +97,9 @@ def check(
         ranks, found = (world_size, []) if world_size is not None else _world_size(framework, settings)
         uses: list[Use] = []
         for model in framework.models(settings, Given(framework_version=version.version, world_size=ranks)):
-            read, more = _read(model, settings)
+            read, named, more = _read(model, settings)
             uses += read
+            models |= {model.role: named} if named else {}
             found += more
         found += framework.findings(settings)
     except Unreadable as error:
@@ -115,6 +120,8 @@ def check(
         torch=torch,
         read_in=framework.read_in,
         world_size=ranks,
+        settings=settings,
+        models=models,
     )
 
 
@@ -150,16 +157,18 @@ def _world_size(framework: Framework, settings: Settings) -> tuple[int | None, l
     return ranks if ranks is not None and ranks > 0 else None, []
 
 
-def _read(model: ModelSettings, settings: Settings) -> tuple[Sequence[Use], list[ConfigFinding]]:
-    """The uses of one model; of a model whose settings cannot be read nothing is said but that."""
+def _read(
+    model: ModelSettings, settings: Settings
+) -> tuple[Sequence[Use], ConfiguredModel | None, list[ConfigFinding]]:
+    """The uses of one model, and which it is; of one whose settings cannot be read nothing is said but that."""
     unknown_here = [one for section in model.sections for one in unknown_keys(settings, section, model.keys)]
     try:
         read = model.read()
         uses, of_model = with_model(merged(read.uses), read.model)
     except Unreadable as error:
         unread = Use(role=model.role, why_not=CANNOT_BE_DETERMINED)
-        return (unread,), [unknown(f"{model.role}: {error}"), *unknown_here]
-    return uses, [*read.findings, *of_model, *unknown_here]
+        return (unread,), None, [unknown(f"{model.role}: {error}"), *unknown_here]
+    return uses, read.model, [*read.findings, *of_model, *unknown_here]
 
 
 def _asked(uses: Sequence[Use], version: CheckedVersion) -> list[ConfigFinding]:

@@ -31,6 +31,7 @@ from fsdp_doctor.emulated.device_memory import (
     reset_peak_memory_stats,
     set_memory_limit,
     set_per_process_memory_fraction,
+    share_devices,
 )
 from fsdp_doctor.emulated.device_modes import (
     copies_in_flight,
@@ -71,6 +72,7 @@ __all__ = [
     "set_late_completion",
     "set_memory_limit",
     "set_per_process_memory_fraction",
+    "share_devices",
     "use_caching_allocator",
 ]
 

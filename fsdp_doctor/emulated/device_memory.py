@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -122,6 +123,15 @@ def mem_get_info(device: _Device = None) -> tuple[int, int]:
 def set_memory_limit(nbytes: int | None) -> None:
     """From now on an allocation beyond ``nbytes`` on one device raises ``torch.OutOfMemoryError``. None: no limit."""
     _C.set_memory_limit(nbytes or 0)
+
+
+def share_devices(path: str | os.PathLike[str]) -> None:
+    """From now on the devices are those of all processes of this host that share the file ``path``.
+
+    What the others have allocated is not free here: ``mem_get_info`` says so, and a limit is one of all together. The
+    file is made where it is not there. Raises RuntimeError when called twice, ValueError for what is no such file.
+    """
+    _C.share_devices(os.fspath(path))
 
 
 def set_per_process_memory_fraction(fraction: float, device: _Device = None) -> None:

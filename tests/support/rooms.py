@@ -6,7 +6,7 @@ from __future__ import annotations
 ROOMS = (
     *("errors", "machine", "matrix", "ledgers", "verdict", "known", "report", "versions", "page"),
     *("fsdp", "memory", "extract", "load", "examination", "case", "frameworks", "probe", "plugin"),
-    *("explain", "check", "repro", "bundle", "bench", "cli"),
+    *("explain", "check", "repro", "bundle", "bench", "plan", "rollout", "cli"),
 )
 # It stands alone: it imports nothing of ours.
 EMULATED = "emulated"

@@ -17,6 +17,7 @@
 #include <string>
 
 #include "device.h"
+#include "neighbours.h"
 #include "races.h"
 #include "streams.h"
 
@@ -65,7 +66,7 @@ std::string readable(int64_t nbytes) {
       " has a total capacity of ",
       readable(total),
       " of which ",
-      readable(std::max<int64_t>(0, total - in_use)),
+      readable(std::max<int64_t>(0, total - in_use - in_use_by_others(device))),
       " is free. Of the allocated memory ",
       readable(own.allocated),
       " is allocated by PyTorch, and ",
@@ -79,7 +80,7 @@ void take(Block& block) {
   const auto device = block.device.index();
   auto& own = stats.at(device);
   const auto size = rounded(block.nbytes);
-  const auto most = limit > 0 ? limit : host_bytes();
+  const auto most = (limit > 0 ? limit : host_bytes()) - in_use_by_others(device);
   if (caching && size > 0) {
     block.cached = models.at(device).allocate(size, block.stream, most);
   }
@@ -90,14 +91,17 @@ void take(Block& block) {
   own.allocated += size;
   own.allocations += 1;
   own.peak = std::max(own.peak, own.allocated);
+  say_in_use(device, caching ? models.at(device).reserved : own.allocated);
 }
 
 void give_back(const Block& block) {
   std::lock_guard<std::mutex> lock(mutex);
-  stats.at(block.device.index()).allocated -= rounded(block.nbytes);
+  const auto device = block.device.index();
+  stats.at(device).allocated -= rounded(block.nbytes);
   if (block.cached != nullptr) {
-    models.at(block.device.index()).free(block.cached);
+    models.at(device).free(block.cached);
   }
+  say_in_use(device, caching ? models.at(device).reserved : stats.at(device).allocated);
 }
 
 void free_on_device(void* context) {
@@ -261,8 +265,11 @@ void set_caching(bool on) {
 
 void empty_cache() {
   std::lock_guard<std::mutex> lock(mutex);
-  for (auto& model : models) {
-    model.empty();
+  for (size_t device = 0; device < models.size(); ++device) {
+    models.at(device).empty();
+    if (caching) {
+      say_in_use(static_cast<c10::DeviceIndex>(device), models.at(device).reserved);
+    }
   }
 }
 
@@ -285,7 +292,8 @@ int64_t pinned_bytes() {
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
   const auto own = memory_stats(device);
   const auto total = own.limit > 0 ? own.limit : host_bytes();
-  return {static_cast<size_t>(std::max<int64_t>(0, total - own.allocated)), static_cast<size_t>(total)};
+  const auto in_use = own.reserved + in_use_by_others(device);
+  return {static_cast<size_t>(std::max<int64_t>(0, total - in_use)), static_cast<size_t>(total)};
 }
 
 void throw_out_of_memory(size_t nbytes, c10::DeviceIndex device) {

@@ -6,6 +6,7 @@
 #include "fallback.h"
 #include "gloo.h"
 #include "memory.h"
+#include "neighbours.h"
 #include "races.h"
 #include "streams.h"
 
@@ -46,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_accumulated", &reset_accumulated);
   m.def("host_bytes", &host_bytes);
   m.def("set_memory_limit", &set_memory_limit);
+  m.def("share_devices", &share_devices);
   m.def("set_caching", &set_caching);
   m.def("empty_cache", &empty_cache);
   m.def("set_poisoning", &set_poisoning);

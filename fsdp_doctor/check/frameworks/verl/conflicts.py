@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note, unknown
+from fsdp_doctor.check.frameworks.verl.releases import VerlVersions
 from fsdp_doctor.check.frameworks.verl.roles import MODELS, OLD_SFT, OTHER_ENGINES, VerlModel
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.matrix.axes import Strategy
 
 _OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
+_UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _ROOTS = ("actor_rollout_ref", "critic", "engine")
 
 
@@ -50,6 +53,22 @@ def own_strategy_not_set(model: VerlModel, settings: Settings) -> list[ConfigFin
         return []
     sentence = f"{model.role}: an engine before PR 5885, as in v0.7.1, uses FSDP1 unless fsdp_config.strategy is set"
     return [note(sentence, outer)]
+
+
+def loaded_twice(model: VerlModel, settings: Settings, versions: Sequence[VerlVersions]) -> list[ConfigFinding]:
+    """A worker that only generates has the FSDP model beside the engine's own weights (issue 4229)."""
+    legacy = tuple(f"{model.role}, {one.label}" for one in versions if not one.engine)
+    rows = settings.below("async_training")
+    size, share = settings.first(*model.keys("fsdp_size")), settings.first(_UTILIZATION)
+    offloaded = settings.flag(*model.keys("param_offload"))
+    if not (model.synced and legacy and rows) or settings.number(*model.keys("fsdp_size")) != 1 or offloaded:
+        return []
+    asked = f"{share.value} of the device's memory" if share else "its share of the device's memory"
+    sentence = (
+        f"{model.role}: a worker that only generates loads this FSDP model, too, and with fsdp_size=1 all of it: it is "
+        f"beside the engine's own weights when the engine asks for {asked} (issue 4229); `fsdp-doctor rollout` shows it"
+    )
+    return [dataclasses.replace(conflict(sentence, size, share, rows[0]), holds_for=legacy)]
 
 
 def misplaced(settings: Settings) -> list[ConfigFinding]:

@@ -1,0 +1,160 @@
+"""What ``fsdp-doctor plan`` predicts beside what was measured, stage by stage.
+
+    python benchmarks/plan_accuracy.py stages.json                                     # of benchmarks/memory_stages.py
+    python benchmarks/plan_accuracy.py memory.json --model DIR --batch 2 --sequence 128  # of fsdp-doctor memory --json
+
+Prints a line for each stage of rank 0, with the parts that are known exactly and the whole peak, and the worst
+deviation of each. The benchmark fills its models with random numbers while it builds them, which no job does: that
+stage is left out. Where a file has what other estimators say of a job, they stand beside the peak of "trained".
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
+from fsdp_doctor.ledgers.stage_ledger import MemoryClass, StageLedger
+from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
+from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.plan.prediction import Predictor
+from fsdp_doctor.plan.role_setup import RoleSetup
+
+EXACT: tuple[MemoryClass, ...] = ("parameters", "gradients", "optimizer state", "gathered outputs")
+_PARTS = ("held", "the peak", "on the host")
+# As benchmarks/memory_stages.py names what other estimators say.
+_OTHERS = ("FSDPMemTracker Total", "accelerate estimate-memory / ranks")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job's name says of it."""
+
+    model: str
+    layers: int | None
+    scenario: Scenario
+    batch: int
+    sequence: int
+    checkpointing: bool
+    # The benchmark asks full_tensors for bfloat16.
+    of_benchmark: bool
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One stage: predicted and measured bytes of the exact classes that it holds, of its peak, and of the host."""
+
+    job: str
+    stage: str
+    held: tuple[int, int]
+    peak: tuple[int, int]
+    host: tuple[int, int]
+
+    @property
+    def title(self) -> str:
+        return f"{self.job}: {self.stage}"
+
+    @property
+    def deviations(self) -> tuple[float, float, float]:
+        # The process has some pinned memory of its own, in which small copies are staged.
+        return _deviation(*self.held), _deviation(*self.peak), _deviation(*self.host, nothing=max(self.peak) // 500)
+
+
+def _headed(estimator: str) -> str:
+    return f"  {estimator}"
+
+
+def _deviation(predicted: int, measured: int, nothing: int = 0) -> float:
+    """Of numbers that are both below a MiB, or below ``nothing``, there is none."""
+    is_nothing = max(predicted, measured) <= max(_MIB, nothing)
+    return (predicted - measured) / measured if measured and not is_nothing else 0.0
+
+
+def job_of(name: str, options: argparse.Namespace) -> Job:
+    if options.model:
+        scenario = scenario_of({AXIS_OF_VALUE[value]: value for value in name.split("/")})
+        return Job(
+            options.model, None, scenario, options.batch, options.sequence, options.checkpointing, of_benchmark=False
+        )
+    shape, layers, strategy, offload, size, kept = name.split("/")
+    batch, sequence = map(int, size.split("x"))
+    staging = "staged" if "param" in offload else "unstaged"
+    scenario = scenario_of({"strategy": strategy, "offload": offload, "staging": staging})
+    return Job(shape, int(layers), scenario, batch, sequence, kept == "checkpointing", of_benchmark=True)
+
+
+def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared]:
+    predictor = functools.cache(Predictor)
+    ranks = 1 + max(ledger.rank for ledger in file.ledgers)
+    jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
+    for name in jobs:
+        job = job_of(name, options)
+        measured = [one for one in file.ledgers if one.job == name and one.rank == 0]
+        if job.of_benchmark:
+            measured = [one for one in measured if one.stage != "built"]
+        shard_ranks = {"size1": 1, "hsdp": 2}.get(job.scenario.sharding, ranks)
+        setup = RoleSetup(
+            role=name,
+            scenario=job.scenario,
+            shard_ranks=shard_ranks,
+            replicas=ranks // shard_ranks,
+            sequences=job.batch,
+            length=job.sequence,
+            checkpointing=job.checkpointing,
+            extracted_bytes=2 if job.of_benchmark else None,
+        )
+        predicted = {
+            (ledger.stage, ledger.path): ledger
+            for path in dict.fromkeys(ledger.path for ledger in measured)
+            for ledger in predictor(job.model, job.layers).ledgers(replace(setup, path=path))
+        }
+        yield from _of_stages(name, measured, predicted)
+
+
+def _of_stages(
+    name: str, measured: Sequence[StageLedger], predicted: dict[tuple[str, str], StageLedger]
+) -> Iterator[Compared]:
+    for ledger in measured:
+        ours = predicted[ledger.stage, ledger.path]
+        assert ledger.device is not None
+        assert ours.device is not None
+        held = [sum(one.device.held.get(part, 0) for part in EXACT) for one in (ours, ledger) if one.device]
+        host = [one.host.pinned_reserved + one.host.pageable for one in (ours, ledger)]
+        peaks = (ours.device.peak, ledger.device.peak)
+        yield Compared(name, ledger.name, (held[0], held[1]), peaks, (host[0], host[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--model", help="the model's directory or shape, for a file of fsdp-doctor memory")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=16)
+    parser.add_argument("--checkpointing", action="store_true")
+    options = parser.parse_args()
+    file = ledgers_from_json(options.file.read_text())
+    rows = list(compared(file, options))
+    width = max(len(row.title) for row in rows)
+    others = [name for name in _OTHERS if any(name in said for said in file.estimates.values())]
+    print(
+        "".join([f"{'MiB: predicted, measured':{width}}", *(f"{name:>30}" for name in _PARTS), *map(_headed, others)])
+    )
+    for row in rows:
+        said = file.estimates.get(row.job, {}) if row.stage == "trained" else {}
+        numbers = [
+            f"{pair[0] / _MIB:11.1f} {pair[1] / _MIB:10.1f} {deviation:+7.1%}"
+            for pair, deviation in zip((row.held, row.peak, row.host), row.deviations, strict=True)
+        ]
+        estimates = [f"{said[name] / _MIB:{len(_headed(name))}.0f}" if name in said else "" for name in others]
+        print("".join([f"{row.title:{width}}", *numbers, *estimates]).rstrip())
+    for at, part in enumerate(_PARTS):
+        worst = max(rows, key=lambda row: abs(row.deviations[at]))
+        print(f"worst of what is {part}: {worst.deviations[at]:+.1%} in {worst.title}")
+
+
+if __name__ == "__main__":
+    main()

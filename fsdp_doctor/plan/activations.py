@@ -1,0 +1,235 @@
+"""What a forward and a backward hold beside the parameters, counted while the model runs on the meta device.
+
+Nothing is computed there, and every tensor has a size and a lifetime. What torch's kernels for CUDA do otherwise than
+the operators of the meta device is put in their place: attention, which keeps its inputs, its output and a float32
+for each row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_doctor.case import models
+from fsdp_doctor.fsdp import private
+from fsdp_doctor.plan.timeline import rounded
+
+Pass: TypeAlias = Literal["forward", "backward"]
+# Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.
+SegmentPlace: TypeAlias = int | Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes that live at once: what is computed, and gradients of unsharded parameters."""
+
+    activations: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a step within one place: the moment at which the most lives, and its end."""
+
+    of: Pass
+    place: SegmentPlace
+    highest: Moment
+    end: Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one forward gets: sequences and their length. checkpointing: of activations, layer by layer."""
+
+    sequences: int
+    length: int
+    checkpointing: bool = False
+    backward: bool = True
+
+
+def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
+    """Of a model on the meta device: forward, loss and backward; or a forward, and log-probabilities of its logits.
+
+    The gradients of a decoder layer are let go of when its backward is done, as FSDP does.
+    """
+    if batch.checkpointing and batch.backward:
+        _checkpoint(model)
+    recorder = _Recorder(model)
+    tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
+    with torch.device("meta"), recorder, _fused_attention(), torch.set_grad_enabled(batch.backward):
+        if not batch.backward:
+            log_probabilities = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+            recorder.close("forward", "after")
+            del log_probabilities
+            return tuple(recorder.segments)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        recorder.close("forward", "after")
+        loss.backward()
+        recorder.close("backward", "before")
+    return tuple(recorder.segments)
+
+
+def _checkpoint(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+class _Recorder:
+    """Follows what lives, and closes a segment where a decoder layer begins or ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.segments: list[Segment] = []
+        self._live = _Live(model)
+        self._layers = models.decoder_layers(model)
+        self._in_backward = False
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for at, layer in enumerate(self._layers):
+            self._hooks += [
+                layer.register_forward_pre_hook(lambda _module, inputs, at=at: self._begins(at, inputs)),
+                layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._ends(at, output)),
+            ]
+        self._hooks += self._live.hooks()
+        self._live.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def close(self, of: Pass, place: SegmentPlace) -> None:
+        self.segments.append(Segment(of, place, self._live.highest, self._live.now))
+        self._live.forget_highest()
+
+    def _begins(self, at: int, inputs: tuple[Tensor, ...]) -> None:
+        if not self._in_backward and at == 0:
+            self.close("forward", "before")
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _gradient: self._backward_reached(-1))
+
+    def _ends(self, at: int, output: Any) -> None:
+        if self._in_backward:  # a checkpointed layer, once more
+            return
+        self.close("forward", at)
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _gradient: self._backward_reached(at))
+
+    def _backward_reached(self, at: int) -> None:
+        """The gradient of a layer's output is there: what came after it in the forward is through."""
+        self._in_backward = True
+        last = at + 1 == len(self._layers)
+        self.close("backward", "after" if last else at + 1)
+        if not last:
+            self._live.drop_gradients(self._layers[at + 1])
+
+
+class _Live(private.OperatorMode):
+    """Every storage that an operator makes, until it is gone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._sizes: dict[int, int] = {}
+        self._gradients: set[int] = set()
+        self._own = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+        # The ids stay those of these objects for as long as they live.
+        self._kept = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        self.now = self.highest = Moment()
+
+    def hooks(self) -> list[Any]:
+        return [p.register_post_accumulate_grad_hook(self._is_gradient) for p in self._model.parameters()]
+
+    def forget_highest(self) -> None:
+        self.highest = self.now
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            # The models ask whether a batch is of one kind throughout: it is.
+            return 1
+        result = function(*arguments, **(named or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._sizes or key in self._own:
+            return
+        self._sizes[key] = rounded(storage.nbytes())
+        weakref.finalize(storage, self._remove, key)
+        self._change(self._sizes[key], 0)
+
+    def _remove(self, key: int) -> None:
+        size = self._sizes.pop(key)
+        if key in self._gradients:
+            self._gradients.discard(key)
+            self._change(0, -size)
+        else:
+            self._change(-size, 0)
+
+    def _is_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        key = id(parameter.grad.untyped_storage())
+        if key in self._sizes and key not in self._gradients:
+            self._gradients.add(key)
+            self._change(-self._sizes[key], self._sizes[key])
+
+    def _change(self, activations: int, gradients: int) -> None:
+        self.now = Moment(self.now.activations + activations, self.now.gradients + gradients)
+        if self.now.total > self.highest.total:
+            self.highest = self.now
+
+
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """``scaled_dot_product_attention`` as a fused kernel has it: no matrix of all pairs of tokens.
+
+    In its place in torch, because a checkpointed layer runs once more within the backward, where no mode of torch's
+    functions is on.
+    """
+    original = nn.functional.scaled_dot_product_attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+    nn.functional.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, its output and the logarithm of each row's sum; its backward adds up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _output, sums = ctx.saved_tensors
+        added_up, rows = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(sums)
+        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del added_up, rows
+        return made

@@ -1,0 +1,109 @@
+"""What FSDP2 allocates around each unit: read in torch 2.13, torch/distributed/fsdp/_fully_shard.
+
+In a forward the output of an all-gather outlives its copy until that of the next unit has been made (implicit
+prefetch), in a backward the next unit is gathered while one is computed. The input of a reduce-scatter is kept until
+the next one begins.
+"""
+
+from __future__ import annotations
+
+from fsdp_doctor.plan.rank_shards import UnitShard
+from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.timeline import Timeline, rounded, rounded_sum
+
+
+class Fsdp2Replay:
+    def __init__(self, timeline: Timeline, setup: RoleSetup) -> None:
+        self._timeline = timeline
+        self._setup = setup
+        self._gathered: dict[str, int] = {}  # outputs of all-gathers that were not copied out yet
+        self._outlived = 0  # that of the unit before
+        self._unsharded: set[str] = set()
+        self._reduce_input = 0
+
+    def pre_forward(self, unit: UnitShard) -> None:
+        self._unshard(unit)
+        self._copy_out(unit, outlives=True)
+
+    def post_forward(self, unit: UnitShard) -> None:
+        self._reshard(unit)
+
+    def end_forward(self) -> None:
+        """The root stays unsharded."""
+        self._timeline.give("communication buffers", self._outlived)
+        self._outlived = 0
+
+    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
+        if unit.name not in self._unsharded:
+            self._unshard(unit)
+            self._copy_out(unit, outlives=False)
+        if following is not None:
+            self._unshard(following)
+
+    def post_backward(self, unit: UnitShard, gradients: int) -> None:
+        self._reshard(unit)
+        dtypes, timeline = self._setup.dtypes, self._timeline
+        timeline.give("communication buffers", self._reduce_input)
+        self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
+        timeline.take("communication buffers", self._reduce_input)
+        timeline.give("gradients", gradients)
+        reduced = rounded(sum(unit.padded) * dtypes.reduce)
+        timeline.take("gradients", reduced)
+        if dtypes.reduce != dtypes.master:
+            timeline.take("gradients", rounded(sum(unit.padded) * dtypes.master))
+            timeline.give("gradients", reduced)
+        # What replicas have added up is kept until the backward is over, though a policy has copied it to the host.
+        if self._setup.scenario.policy and self._setup.replicas == 1:
+            timeline.give("gradients", rounded(sum(unit.padded) * dtypes.master))
+
+    def end_backward(self) -> None:
+        if self._setup.scenario.policy:
+            self._timeline.give("gradients", self._timeline.held("gradients"))
+        self._timeline.give("communication buffers", self._reduce_input + sum(self._gathered.values()))
+        self._reduce_input = 0
+        self._gathered.clear()
+        self._timeline.give("unsharded parameters", self._timeline.held("unsharded parameters"))
+        self._unsharded.clear()
+
+    def _unshard(self, unit: UnitShard) -> None:
+        if self._setup.shard_ranks == 1 or unit.name in self._gathered:
+            return
+        dtypes = self._setup.dtypes
+        nbytes = rounded(sum(unit.full) * dtypes.compute)
+        shards = self._bring_shards(unit)
+        self._timeline.take("communication buffers", nbytes)
+        self._timeline.give("communication buffers", shards)
+        self._gathered[unit.name] = nbytes
+
+    def _bring_shards(self, unit: UnitShard) -> int:
+        """Onto the device, in the dtype that is gathered: the bytes of what is to be copied into the all-gather."""
+        dtypes, timeline = self._setup.dtypes, self._timeline
+        if not self._setup.scenario.policy:
+            cast = rounded(sum(unit.padded) * dtypes.compute) if dtypes.compute != dtypes.master else 0
+            timeline.take("communication buffers", cast)
+            return cast
+        for numel in unit.padded:
+            arrived = rounded(numel * dtypes.master) if dtypes.compute != dtypes.master else 0
+            with timeline.taken("communication buffers", arrived):
+                timeline.take("communication buffers", rounded(numel * dtypes.compute))
+        return rounded_sum(numel * dtypes.compute for numel in unit.padded)
+
+    def _copy_out(self, unit: UnitShard, *, outlives: bool) -> None:
+        timeline = self._timeline
+        gathered = self._gathered.pop(unit.name, 0)
+        if outlives:
+            timeline.give("communication buffers", self._outlived)
+            self._outlived = gathered
+        for numel in unit.full:
+            cast = numel * self._setup.dtypes.compute if self._setup.shard_ranks == 1 else 0
+            with timeline.taken("communication buffers", rounded(cast)):
+                timeline.take("unsharded parameters", rounded(numel * self._setup.dtypes.compute))
+        self._unsharded.add(unit.name)
+        if not outlives:
+            timeline.give("communication buffers", gathered)
+
+    def _reshard(self, unit: UnitShard) -> None:
+        self._unsharded.discard(unit.name)
+        self._timeline.give(
+            "unsharded parameters", rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+        )

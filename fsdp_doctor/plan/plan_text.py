@@ -1,0 +1,166 @@
+"""A plan as text and as a file of ledgers: what it is of, the stages, the moments, the host, and what would help."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
+from fsdp_doctor.ledgers.ledger_table import render_ledgers
+from fsdp_doctor.plan.advice import Advice
+from fsdp_doctor.plan.host import PROCESS_BYTES
+from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
+from fsdp_doctor.plan.outlook import Outlook, RolePlan
+from fsdp_doctor.plan.role_setup import BF16, RoleSetup
+
+_WIDTH = 116
+_GIB = 1 << 30
+
+ASSUMPTIONS = (
+    "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
+    "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists "
+    "of tensors, two moments",
+    "attention by a fused kernel; the loss as transformers has it: logits of all tokens cast to float32, their "
+    "log-softmax, and the gradients of both",
+    "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
+    "lies on the host",
+    f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
+    f"{NCCL_BYTES / _GIB:.2f} GiB of NCCL's buffers; an engine that sleeps keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
+    f"process takes {PROCESS_BYTES / _GIB:g} GiB of the host",
+    "bytes are those in tensors: what the caching allocator reserves beyond them, by fragmentation, is not in it",
+)
+NOT_MODELLED = (
+    "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
+    "fused losses and offloaded activations, which take less",
+    "an engine's own peak, which is within its share",
+    "tokens that are padded or distributed unevenly among the ranks",
+)
+
+
+def plan_as_text(outlook: Outlook, advices: Sequence[Advice]) -> str:
+    return "\n".join(_lines(outlook, advices)).rstrip() + "\n"
+
+
+def plan_as_json(outlook: Outlook) -> str:
+    """A file of ledgers, as that of what was measured, of the first and the last rank."""
+    machines = outlook.job.machines
+    roles = outlook.roles
+    ledgers = [ledger for role in roles for ledger in (*role.first, *(role.last if role.last != role.first else ()))]
+    return ledgers_to_json(
+        LedgerFile(
+            origin="predicted",
+            command="fsdp-doctor " + " ".join(sys.argv[1:]),
+            device=f"{machines.ranks} x {_gib(machines.gpu_memory)} GiB",
+            ledgers=tuple(ledgers),
+            notes=(*ASSUMPTIONS, *(f"not modelled: {sentence}" for sentence in NOT_MODELLED)),
+        )
+    )
+
+
+def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
+    job, machines = outlook.job, outlook.job.machines
+    devices = f"{machines.gpus} devices of {_gib(machines.gpu_memory)} GiB"
+    yield f"{job.framework}: {machines.nodes} node{'s' if machines.nodes > 1 else ''} with {devices}"
+    for role, setup, model in zip(outlook.roles, job.roles, job.models, strict=True):
+        yield from _wrapped(f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_described(setup)}", 2)
+    if job.engine:
+        engine, share = job.engine, job.engine.utilization * machines.gpu_memory
+        where = ", on devices of its own" if engine.is_apart else ""
+        yield f"  engine{where}: {engine.utilization:g} of a device, {_gib(share)} GiB; {_of_engine(engine)}"
+    yield from _wrapped_all(job.unread, 2)
+    yield ""
+    for role in outlook.roles:
+        yield render_ledgers(role.first).rstrip()
+        yield from _last_rank(role)
+    yield from _moments(outlook)
+    yield from _host(outlook)
+    yield from _verdict(outlook, advices)
+    yield "\nAssumed:"
+    yield from _wrapped_all(ASSUMPTIONS, 2)
+    yield "Not modelled:"
+    yield from _wrapped_all(NOT_MODELLED, 2)
+
+
+def _last_rank(role: RolePlan) -> Iterator[str]:
+    """Where it has less than the first, which the table shows."""
+    last = role.last[-1].rank
+    less = role.peak("trained") - max(one.device.peak for one in role.last if one.device and one.stage == "trained")
+    if last and less >= _GIB // 100:
+        yield f" That is rank 0 of a shard group; rank {last} has {_gib(less)} GiB less at the peak of a step."
+    elif last:
+        yield " Every rank of a shard group holds as much."
+    yield ""
+
+
+def _of_engine(engine: EngineSetup) -> str:
+    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB"
+
+
+def _described(setup: RoleSetup) -> str:
+    shards = f"in {setup.shard_ranks} shard(s)" + (f", {setup.replicas} replicas" if setup.replicas > 1 else "")
+    shards += ", bfloat16" if setup.dtypes.master == BF16 else ""
+    batch = f"{setup.sequences} x {setup.length} tokens at once"
+    kept = ", activation checkpointing" if setup.checkpointing and setup.trains else ""
+    taken_out = f"; taken out by {setup.path}" if setup.path else ""
+    return f"{setup.scenario.strategy}, offload {setup.scenario.offload}, {shards}; {batch}{kept}{taken_out}"
+
+
+def _moments(outlook: Outlook) -> Iterator[str]:
+    yield "What shares a device at once, GiB:"
+    for moment in outlook.moments:
+        mark = "" if moment.fits else "  does not fit"
+        yield f"  {_gib(moment.total):>8} of {_gib(moment.limit)}  {moment.name}{mark}"
+        yield from _wrapped(_parts(moment.parts), 12)
+
+
+def _host(outlook: Outlook) -> Iterator[str]:
+    limit = outlook.job.machines.host_memory
+    yield "\nWhat a node's host holds, GiB" + (f", of {_gib(limit)}:" if limit else ":")
+    for moment in outlook.host:
+        mark = "  does not fit" if limit is not None and moment.total > limit else ""
+        yield f"  {_gib(moment.total):>8}  {moment.name}{mark}"
+        yield from _wrapped(_parts(moment.parts), 12)
+
+
+def _verdict(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
+    highest = outlook.highest
+    room = highest.limit - highest.total
+    said = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
+    yield f"\nThe highest: {highest.name}, {_gib(highest.total)} of {_gib(highest.limit)} GiB; {said}."
+    if outlook.fits:
+        return
+    if not outlook.host_fits:
+        yield f"The host does not hold it: {outlook.highest_of_host.name}."
+    enough = any(one.fits for one in advices)
+    yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
+    for one in _shown(advices):
+        yield from _wrapped(
+            f"{one.change.setting}: then {_gib(one.nbytes)} GiB in {one.highest}; its cost: {one.change.cost}", 2
+        )
+
+
+def _shown(advices: Sequence[Advice]) -> list[Advice]:
+    """Of several values of one setting the first, which is nearest to what is set."""
+    found: dict[str, Advice] = {}
+    for one in advices:
+        found.setdefault(one.change.cost, one)
+    return list(found.values())
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in parts.items())
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB / 10 or not nbytes else f"{nbytes / _GIB:,.3f}"
+
+
+def _wrapped_all(sentences: Sequence[str], indent: int) -> Iterator[str]:
+    for sentence in sentences:
+        yield from _wrapped(f"- {sentence}", indent)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    lead = " " * indent
+    return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=f"{lead}  ", break_on_hyphens=False)

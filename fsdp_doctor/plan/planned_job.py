@@ -1,0 +1,183 @@
+"""From a configuration, as ``check`` reads it, and options to a job that can be planned. No torch."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from fsdp_doctor.check import CheckResult, check
+from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.check.use import Role, Use
+from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
+from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
+from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
+
+_DEFAULT_GPUS = 8
+_FORWARD_ONLY = ("ref",)
+_BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is given beside the configuration, and goes before it; None where it is not.
+
+    gpu_memory, host_memory: bytes of a device, and of a node.
+    """
+
+    model: str | None = None
+    layers: int | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    gpu_memory: int
+    host_memory: int | None = None
+    length: int | None = None
+    sequences: int | None = None
+    framework_version: str | None = None
+
+
+def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
+    """Raises UsageError for what cannot be read, CannotRun for a job that no FSDP trains."""
+    given = options.gpus * (options.nodes or 1) if options.gpus else None
+    result = check(arguments, framework_version=options.framework_version, world_size=given)
+    uses = _one_for_each_role(result)
+    if not uses:
+        why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
+        raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
+    machines = _machines(result, options)
+    try:
+        roles = tuple(_role(use, result, machines, options) for use in uses)
+        engine = _engine(result)
+    except Unreadable as error:
+        raise UsageError(str(error)) from None
+    models = tuple(_model(use.role, result, options) for use in uses)
+    return JobSetup(
+        framework=result.framework,
+        machines=machines,
+        roles=roles,
+        models=models,
+        engine=engine,
+        layers=options.layers,
+        unread=_unread(uses),
+    )
+
+
+def _one_for_each_role(result: CheckResult) -> list[Use]:
+    """Where versions differ, the newest range, which is read last."""
+    found = {use.role: use for use in result.uses if use.scenario is not None}
+    return list(found.values())
+
+
+def _machines(result: CheckResult, options: PlanOptions) -> Machines:
+    if options.gpus is not None:
+        gpus, nodes = options.gpus, options.nodes or 1
+    else:
+        ranks = result.world_size or _DEFAULT_GPUS
+        nodes = options.nodes or max(1, -(-ranks // _DEFAULT_GPUS))
+        gpus = -(-ranks // nodes)
+    return Machines(gpus=gpus, nodes=nodes, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
+
+
+def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOptions) -> RoleSetup:
+    assert use.scenario is not None
+    sizes, settings = sizes_of(result.framework, use.role), result.settings
+    length = options.length or _length(sizes, settings)
+    sequences = options.sequences or _sequences(sizes, settings, length)
+    named = result.models.get(use.role)
+    shard_ranks = min(named.ranks if named and named.ranks else machines.ranks, machines.ranks)
+    path = next((point.case.path for point in use.extractions if point.case.scenario.phase == "trained"), "")
+    staged = next((p.case.scenario.staging for p in use.extractions if p.case.path == path), "unstaged")
+    return RoleSetup(
+        role=use.role,
+        scenario=use.scenario.changed(staging=staged),
+        shard_ranks=shard_ranks,
+        replicas=max(1, machines.ranks // shard_ranks),
+        trains=use.role not in _FORWARD_ONLY,
+        sequences=sequences,
+        length=length,
+        checkpointing=_checkpointing(sizes, settings),
+        dtypes=Dtypes(master=BF16) if settings.word(*sizes.master_dtype) in _BFLOAT16 else Dtypes(),
+        path=path,
+    )
+
+
+def _length(sizes: Sizes, settings: Settings) -> int:
+    found = [settings.number(*keys) for keys in sizes.lengths]
+    if not any(found):
+        return sizes.default_length
+    return sum(number or sizes.default_length // len(found) for number in found)
+
+
+def _sequences(sizes: Sizes, settings: Settings, length: int) -> int:
+    """Of a micro batch that is filled up to a number of tokens, as many as come to that."""
+    row = settings.first(*sizes.sequences)
+    if row is not None and settings.number(*sizes.sequences) == 0:
+        raise UsageError(f"{row}: a micro batch has at least one sequence")
+    if settings.flag(*sizes.dynamic):
+        budget = settings.number(*sizes.token_budget) or sizes.default_budget
+        return max(1, -(-budget // length))
+    return settings.number(*sizes.sequences) or sizes.default_sequences
+
+
+def _checkpointing(sizes: Sizes, settings: Settings) -> bool:
+    row = settings.first(*sizes.checkpointing)
+    if row is None:
+        return sizes.checkpointing_default
+    return str(row.value).lower() not in ("false", "none", "no", "0", "off")
+
+
+def _engine(result: CheckResult) -> EngineSetup | None:
+    keys, settings = ENGINES.get(result.framework), result.settings
+    roles = [use.role for use in result.uses]
+    if keys is None or "actor" not in roles:
+        return None
+    if keys.asked and settings.first(*keys.asked) is None:
+        return None
+    word = settings.word(*keys.utilization, default=str(keys.default_utilization))
+    try:
+        utilization = float(word)
+    except ValueError:
+        raise Unreadable(f"{settings.first(*keys.utilization)} is not a number") from None
+    if not 0 < utilization <= 1:
+        raise Unreadable(f"{settings.first(*keys.utilization)} is not a share of the device: more than 0, at most 1")
+    is_apart = any(settings.below(section) for section in keys.apart)
+    version = result.version.version
+    is_old = bool(version and keys.loads_model_before and version < Version(keys.loads_model_before))
+    actor = next(use for use in result.uses if use.role == "actor")
+    return EngineSetup(
+        is_apart=is_apart,
+        loads_model=is_apart and is_old and bool(actor.scenario and not actor.scenario.param_offload),
+        utilization=utilization,
+        tensor_parallel=settings.number(*keys.tensor_parallel) or keys.default_tensor_parallel,
+        bucket_bytes=(settings.number(*keys.bucket_mib) or keys.default_bucket_mib) << 20,
+    )
+
+
+def _model(role: Role, result: CheckResult, options: PlanOptions) -> str:
+    """A directory as it is named, or the shape of the model of that name. Raises UsageError."""
+    named = result.models.get(role)
+    path = options.model or (str(named.path.value) if named and named.path else "")
+    if not path:
+        raise UsageError(f"{role}: the configuration does not name a model; give --model")
+    if path in MODEL_SHAPES or (pathlib.Path(path).expanduser() / "config.json").is_file():
+        return path
+    tail = path.rstrip("/").rpartition("/")[2].lower()
+    for name in (tail, tail.removesuffix("-instruct"), tail.removesuffix("-base")):
+        if name in MODEL_SHAPES:
+            return name
+    if pathlib.Path(path).expanduser().is_dir():
+        raise UsageError(f"{role}: {path}: the directory has no config.json")
+    raise UsageError(
+        f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model, a directory or one "
+        f"of {', '.join(MODEL_SHAPES)}"
+    )
+
+
+def _unread(uses: Sequence[Use]) -> tuple[str, ...]:
+    adapters = [use.role for use in uses if use.scenario and use.scenario.model == "qwen3-lora"]
+    sentence = "the adapter is not in it: the plan is that of training all parameters, which takes more"
+    return tuple(f"{role}: {sentence}" for role in adapters)

@@ -1,0 +1,56 @@
+"""One model of a job, as predicted: its shape, and the ledgers of its stages on a rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.plan import model_shape
+from fsdp_doctor.plan.activations import Batch, Segment, trace
+from fsdp_doctor.plan.life import Life
+from fsdp_doctor.plan.model_shape import ModelShape
+from fsdp_doctor.plan.rank_shards import shards_of
+from fsdp_doctor.plan.role_setup import RoleSetup
+
+
+class Predictor:
+    """Of one model, by name or directory; what was counted once is kept.
+
+    Raises UsageError for a model that there is not, or that transformers cannot build; CannotRun for one whose forward
+    asks for values that a model without weights has not.
+    """
+
+    def __init__(self, model: str, layers: int | None = None) -> None:
+        self._make = functools.partial(model_shape.on_meta, model, layers)
+        self.shape: ModelShape = model_shape.shape_of(self._make(), model)
+        self._traced: dict[Batch, tuple[Segment, ...]] = {}
+
+    def ledgers(self, setup: RoleSetup, rank: int = 0) -> list[StageLedger]:
+        """The stages on one rank of a shard group, of which the first has the most. Raises UsageError.
+
+        A rank beyond the rows of every parameter would have nothing.
+        """
+        longest = max(parameter.shape[0] for parameter in self.shape.parameters)
+        if setup.shard_ranks > longest:
+            raise UsageError(
+                f"{setup.role}: {setup.shard_ranks} ranks share the model, but no parameter has more than {longest} "
+                "rows: the last of them would have none"
+            )
+        shards = shards_of(self.shape, setup.scenario.strategy, rank=rank, ranks=setup.shard_ranks)
+        return Life(setup, shards, self.shape.buffer_bytes, self._segments(setup), rank).stages()
+
+    def _segments(self, setup: RoleSetup) -> Sequence[Segment]:
+        batch = Batch(
+            sequences=setup.sequences, length=setup.length, checkpointing=setup.checkpointing, backward=setup.trains
+        )
+        if batch not in self._traced:
+            try:
+                self._traced[batch] = trace(self._make(), batch)
+            except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise CannotRun(
+                    f"{setup.role}: the forward of {self.shape.name} cannot be followed without weights: {first_line}"
+                ) from None
+        return self._traced[batch]

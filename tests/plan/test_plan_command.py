@@ -1,0 +1,186 @@
+"""``fsdp-doctor plan``: from a configuration to what it will hold, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+from support.inside import Done, doctor
+from support.places import TESTS
+
+from fsdp_doctor.ledgers.ledger_file import ledgers_from_json
+
+_CONFIGS = TESTS / "check" / "configs"
+_VERL = (
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "algorithm.adv_estimator=grpo",
+    "trainer.n_gpus_per_node=2",
+)
+_SMALL = ("--model", "small", "--seq-len", "256", "--micro-batch", "2")
+
+
+def _plan(*arguments: str, config: tuple[str, ...] = _VERL) -> Done:
+    given = [word for one in config for word in ("--config", one)]
+    return doctor("plan", *given, *arguments)
+
+
+def _fails(done: Done, code: int, *words: str) -> None:
+    assert done.code == code, done.stderr
+    (line,) = done.stderr.splitlines()
+    for word in words:
+        assert word in line
+
+
+def test_every_role_the_engine_and_the_host_are_planned() -> None:
+    done = _plan(*_SMALL, "--gpu-memory", "8GiB")
+    assert done.code == 0, done.stderr
+    for expected in (
+        "actor: small, 0.00 billion parameters; fsdp2, offload none, in 2 shard(s); 2 x 256 tokens at once",
+        "ref: small",
+        "engine: 0.5 of a device, 4.0 GiB",
+        "actor: trains",
+        "ref: computes log-probabilities",
+        "actor: weights taken out (state_dict.to.full_tensor)",
+        "engine: starts",
+        "engine: generates",
+        "rank 0 gathers a full state dict",
+        "every rank loads the checkpoint",
+        "The highest: ",
+        "Assumed:",
+        "Not modelled:",
+    ):
+        assert expected in done.stdout
+
+
+def test_what_does_not_fit_is_told_with_the_setting_that_makes_it_fit() -> None:
+    done = _plan(
+        *_SMALL, "--gpu-memory", "4500MiB", config=(*_VERL, "actor_rollout_ref.rollout.gpu_memory_utilization=0.9")
+    )
+    assert done.code == 1
+    assert "engine: generates  does not fit" in done.stdout
+    assert "One setting makes it fit, any of these:" in done.stdout
+    assert "gpu_memory_utilization=0." in done.stdout
+
+
+def test_more_activations_than_the_device_has_are_brought_down_by_a_smaller_batch_or_checkpointing() -> None:
+    sizes = ("--model", "small", "--seq-len", "4096", "--micro-batch", "16", "--gpu-memory", "5GiB")
+    setting = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    done = _plan(*sizes, config=(*_VERL[:1], *_VERL[5:], setting))
+    assert done.code == 1
+    assert "actor: a micro batch of" in done.stdout
+
+
+def test_a_limit_smaller_than_the_model_is_said_and_no_setting_is_promised() -> None:
+    done = _plan(*_SMALL, "--gpu-memory", "1MiB")
+    assert done.code == 1
+    assert "GiB are lacking" in done.stdout
+    assert "No one setting makes it fit; the nearest:" in done.stdout
+
+
+def test_the_host_can_be_what_does_not_hold_it() -> None:
+    done = _plan(*_SMALL, "--host-memory", "4GiB")
+    assert done.code == 1
+    assert "The host does not hold it: " in done.stdout
+
+
+def test_the_ledgers_of_the_first_and_the_last_rank_are_written(tmp_path: pathlib.Path) -> None:
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert _plan(*_SMALL, "--json", str(file), "--svg", str(picture)).code == 0
+    ledgers = ledgers_from_json(file.read_text())
+    assert ledgers.origin == "predicted"
+    assert {ledger.rank for ledger in ledgers.ledgers} == {0, 1}
+    assert {ledger.job for ledger in ledgers.ledgers} == {"actor", "ref"}
+    assert any("CUDA context" in note for note in ledgers.notes)
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "accelerate_v1.yaml",
+            "accelerate_v2.yaml",
+            "areal.yaml",
+            "axolotl.yml",
+            "lightning_fsdp2.py",
+            "nemo_rl.yaml",
+        ),
+        *(
+            "prime_rl.toml",
+            "skyrl.sh",
+            "swift.sh",
+            "torchtitan.toml",
+            "torchtune.yaml",
+            "trainer.json",
+            "verl_grpo.yaml",
+        ),
+        *("verl_lora.sh", "verl_sft.yaml", "verl_sft_old.sh", "verl_fsdp1.yaml"),
+    ],
+)
+def test_every_framework_that_check_reads_is_planned(name: str) -> None:
+    done = doctor("plan", "--config", str(_CONFIGS / name), *_SMALL, "--gpus", "4", "--nodes", "1")
+    assert done.code in (0, 1), done.stderr
+    assert "trains" in done.stdout
+
+
+def test_the_model_of_a_configuration_is_known_by_its_name_on_the_hub() -> None:
+    done = doctor("plan", "--config", str(_CONFIGS / "skyrl.sh"), "--layers", "2", "--seq-len", "128")
+    assert "actor: qwen3-4b" in done.stdout
+
+
+def test_bfloat16_shards_and_their_optimizer_take_half() -> None:
+    bf16 = _plan(*_SMALL, config=(*_VERL, "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"))
+    assert "in 2 shard(s), bfloat16;" in bf16.stdout
+    held = [re.search(r"trained +held +([\d.,]+)", done.stdout) for done in (bf16, _plan(*_SMALL))]
+    half, whole = (float(match[1].replace(",", "")) for match in held if match)
+    assert half == pytest.approx(whole / 2, rel=0.02)
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path: pathlib.Path) -> None:
+    _fails(_plan("--model", str(tmp_path)), 2, "no config.json")
+
+
+def test_a_configuration_that_transformers_cannot_build_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of nobody"}))
+    _fails(_plan("--model", str(tmp_path)), 2, str(tmp_path), "transformers")
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    _fails(_plan("--model", "qwen9-1t"), 2, "qwen9-1t", "qwen3-4b")
+
+
+def test_a_model_that_is_not_here_and_no_known_shape_is_refused() -> None:
+    _fails(_plan(config=(*_VERL, "actor_rollout_ref.model.path=org/of-nobody")), 2, "org/of-nobody", "--model")
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--nodes", "--seq-len", "--micro-batch", "--layers"])
+def test_a_size_of_nothing_is_refused(option: str) -> None:
+    _fails(_plan("--model", "small", option, "0"), 2, option, "more than 0")
+
+
+def test_a_micro_batch_of_nothing_in_the_configuration_is_refused() -> None:
+    setting = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0"
+    _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least one sequence")
+
+
+def test_more_ranks_than_any_parameter_has_rows_are_refused() -> None:
+    _fails(_plan(*_SMALL, "--gpus", "8", "--nodes", "1024"), 2, "8192 ranks", "4096 rows")
+
+
+def test_a_share_of_the_device_that_is_none_is_refused() -> None:
+    setting = "actor_rollout_ref.rollout.gpu_memory_utilization=1.5"
+    _fails(_plan(*_SMALL, config=(*_VERL, setting)), 2, setting)
+
+
+def test_an_unknown_framework_is_refused() -> None:
+    _fails(_plan(*_SMALL, config=("a.b=1",)), 2, "not a configuration of a supported framework")
+
+
+def test_a_run_of_another_engine_is_no_fsdp() -> None:
+    _fails(_plan(*_SMALL, config=(str(_CONFIGS / "verl_megatron.sh"),)), 3, "no FSDP")

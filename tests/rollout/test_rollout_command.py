@@ -1,0 +1,110 @@
+"""``fsdp-doctor rollout``: an engine's stand-in beside a trainer's worker, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from multiprocessing.connection import Connection
+
+import pytest
+from program import Run, doctor
+from support import inside
+from support.emulation import needs_emulation
+
+from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
+from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, total
+from fsdp_doctor.rollout.beside import RunningProcess
+
+_MIB = 1 << 20
+# The model has 8 MiB in bfloat16.
+_SMALL = ("rollout", "--model", "small", "--device", "emulated", "--device-memory", "24MiB")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("rollout") / "ledgers.json"
+
+
+@pytest.fixture(scope="module")
+def sharded(file: pathlib.Path) -> Run:
+    needs_emulation()
+    sharding = ("--sharding", "full", "--nproc", "2", "--gpu-memory-utilization", "0.9")
+    return doctor(*_SMALL, *sharding, "--json", str(file))
+
+
+@pytest.fixture(scope="module")
+def ledgers(sharded: Run, file: pathlib.Path) -> LedgerFile:
+    assert sharded.code == 1, sharded.stderr
+    return ledgers_from_json(file.read_text())
+
+
+def _device(ledgers: LedgerFile, number: int) -> DeviceLedger:
+    device = ledgers.ledgers[number].device
+    assert device is not None
+    return device
+
+
+def test_half_of_a_sharded_model_is_beside_the_engine_and_in_its_way(sharded: Run, ledgers: LedgerFile) -> None:
+    assert _device(ledgers, 0).held["parameters"] == pytest.approx(4 * _MIB, rel=0.01)
+    assert "is less than desired GPU memory utilization (0.9, 21.60 MiB)" in sharded.stdout
+
+
+def test_what_one_process_holds_is_elsewhere_for_the_other(ledgers: LedgerFile) -> None:
+    trainer, engine = _device(ledgers, 0), _device(ledgers, 1)
+    assert engine.elsewhere == trainer.reserved
+
+
+def test_without_the_fsdp_model_the_engine_has_weights_and_a_cache_up_to_its_share(ledgers: LedgerFile) -> None:
+    engine = _device(ledgers, 3)
+    assert engine.held["parameters"] == pytest.approx(8 * _MIB, rel=0.01)
+    assert total(engine.held) == engine.allocated == pytest.approx(0.9 * 24 * _MIB, rel=0.01)
+    assert ledgers.notes[1].endswith("the engine started")
+
+
+def test_every_remedy_says_what_it_frees_and_whether_it_is_enough(sharded: Run) -> None:
+    _, _, remedies = sharded.stdout.partition("What would free how much on this device:\n")
+    assert len(remedies.splitlines()) == 3
+    for line in remedies.splitlines():
+        assert " MiB  " in line
+        assert "the engine starts" in line or "not enough" in line
+
+
+def test_no_process_outlives_the_command(sharded: Run) -> None:
+    assert sharded.left == []
+
+
+def test_a_device_smaller_than_the_model_is_one_sentence() -> None:
+    needs_emulation()
+    done = doctor("rollout", "--model", "small", "--device", "emulated", "--device-memory", "2MiB")
+    assert done.code == 3
+    (line,) = done.stderr.splitlines()
+    assert "the trainer's worker cannot load the model" in line
+    assert "out of memory" in line
+
+
+def ends_at_once(pipe: Connection) -> None:
+    os._exit(7)
+
+
+def test_a_process_that_ends_before_it_says_what_it_holds_is_told() -> None:
+    with RunningProcess("the engine", ends_at_once) as process, pytest.raises(CannotRun, match="exit code 7 before"):
+        process.said()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--gpu-memory-utilization", "1.5"), 2, "at most 1"),
+        (("--model", "of-nobody"), 2, "of-nobody"),
+        (("--sharding", "hsdp"), 2, "hsdp"),
+        (("--nproc", "0"), 2, "more than 0"),
+        (("--device-memory", "much"), 2, "not a size"),
+        (("--device", "cpu"), 3, "torch does not count the memory of the CPU"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(arguments: tuple[str, ...], code: int, words: str) -> None:
+    done = inside.doctor("rollout", "--model", "small", "--device", "emulated", *arguments)
+    assert done.code == code
+    (line,) = done.stderr.splitlines()
+    assert words in line
