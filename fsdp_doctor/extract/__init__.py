@@ -11,18 +11,25 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
     agreement    the ranks compare plans, and say when they leave
     pipeline     launches buckets: streams, the loader (shards into device memory), transfers (collectives)
     full         full_tensors and weights_info; state_dict collects them on the host
+    own_shards   what a rank holds of each tensor, and its place in the whole
+    local        local_shards
 """
 
 from fsdp_doctor.extract.agreement import PlanMismatch, RankLeft
 from fsdp_doctor.extract.full import BUCKET_BYTES, WeightInfo, full_tensors, weights_info
+from fsdp_doctor.extract.local import LocalShard, local_shards
+from fsdp_doctor.extract.own_shards import ShardPlace
 from fsdp_doctor.extract.state_dict import full_state_dict
 
 __all__ = [
     "BUCKET_BYTES",
+    "LocalShard",
     "PlanMismatch",
     "RankLeft",
+    "ShardPlace",
     "WeightInfo",
     "full_state_dict",
     "full_tensors",
+    "local_shards",
     "weights_info",
 ]

@@ -41,6 +41,11 @@ class Delta:
         skipped = start - first * columns
         return rows.reshape(-1)[skipped : skipped + numel]
 
+    def block(self, rows: slice, columns: slice) -> torch.Tensor:
+        """A block of the product."""
+        left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
+        return (left[rows] @ right[:, columns]) * self.scaling
+
 
 @dataclass(frozen=True)
 class LoraAdapter:
