@@ -29,14 +29,19 @@ if TYPE_CHECKING:
         weights_info,
     )
     from fsdp_doctor.fingerprints import (
+        FingerprintDifference,
         FingerprintError,
         Fingerprints,
         FingerprintSums,
+        FingerprintVariant,
         TensorFingerprint,
         TensorPart,
         combine_fingerprints,
+        compare_fingerprints,
         fingerprint,
+        fingerprint_checkpoint,
         fingerprint_tensors,
+        fingerprint_variants,
     )
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
     from fsdp_doctor.matrix.contracts import promises
@@ -45,8 +50,10 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Examination": "examination",
+    "FingerprintDifference": "fingerprints",
     "FingerprintError": "fingerprints",
     "FingerprintSums": "fingerprints",
+    "FingerprintVariant": "fingerprints",
     "Fingerprints": "fingerprints",
     "LoadError": "load",
     "LoadReport": "load",
@@ -59,9 +66,12 @@ _MODULE_OF = {
     "TensorPart": "fingerprints",
     "WeightInfo": "extract",
     "combine_fingerprints": "fingerprints",
+    "compare_fingerprints": "fingerprints",
     "examine": "examination",
     "fingerprint": "fingerprints",
+    "fingerprint_checkpoint": "fingerprints",
     "fingerprint_tensors": "fingerprints",
+    "fingerprint_variants": "fingerprints",
     "full_state_dict": "extract",
     "full_tensors": "extract",
     "load_full_tensors": "load",
@@ -72,8 +82,10 @@ _MODULE_OF = {
 }
 __all__ = [
     "Examination",
+    "FingerprintDifference",
     "FingerprintError",
     "FingerprintSums",
+    "FingerprintVariant",
     "Fingerprints",
     "LoadError",
     "LoadReport",
@@ -87,9 +99,12 @@ __all__ = [
     "WeightInfo",
     "__version__",
     "combine_fingerprints",
+    "compare_fingerprints",
     "examine",
     "fingerprint",
+    "fingerprint_checkpoint",
     "fingerprint_tensors",
+    "fingerprint_variants",
     "full_state_dict",
     "full_tensors",
     "load_full_tensors",

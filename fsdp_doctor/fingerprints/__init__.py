@@ -5,8 +5,17 @@ indexed_blocks       memory and the places of its elements; sum_kernels: the sum
 fingerprint_set      fingerprints as data: combined, written, read
 summing              of tensors and parts of tensors
 model_fingerprint    of a sharded model
+checkpoint_files     of a checkpoint on disk
+differences          which tensors of two fingerprints differ, and how
+variants             what a fingerprint would be after a mistake, to tell how
 """
 
+from fsdp_doctor.fingerprints.checkpoint_files import fingerprint_checkpoint
+from fsdp_doctor.fingerprints.differences import (
+    FingerprintDifference,
+    FingerprintVariant,
+    compare_fingerprints,
+)
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,
@@ -15,14 +24,20 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
 )
 from fsdp_doctor.fingerprints.model_fingerprint import fingerprint
 from fsdp_doctor.fingerprints.summing import FingerprintSums, TensorPart, fingerprint_tensors
+from fsdp_doctor.fingerprints.variants import fingerprint_variants
 
 __all__ = [
+    "FingerprintDifference",
     "FingerprintError",
     "FingerprintSums",
+    "FingerprintVariant",
     "Fingerprints",
     "TensorFingerprint",
     "TensorPart",
     "combine_fingerprints",
+    "compare_fingerprints",
     "fingerprint",
+    "fingerprint_checkpoint",
     "fingerprint_tensors",
+    "fingerprint_variants",
 ]

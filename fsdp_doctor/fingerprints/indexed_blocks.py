@@ -137,15 +137,15 @@ def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int
 
 
 def _run(number: int, flat: torch.Tensor, base: int) -> Iterator[WordRun | ElementGrid]:
-    """Whole words, and the elements before the first and after the last; elements alone where no word is aligned."""
+    """Whole words, and the elements before the first and after the last."""
     per_word = 4 // flat.element_size()
     head = min(-base % per_word, flat.numel())
     length = (flat.numel() - head) // per_word * per_word
-    if (flat.data_ptr() + head * flat.element_size()) % 4:
-        length = 0
     if length:
-        yield WordRun(number, flat[head : head + length].view(torch.int32), (base + head) // per_word)
-    rest = ((0, head), (head + length, flat.numel()))
-    for begin, end in rest if length else ((0, flat.numel()),):
+        words = flat[head : head + length]
+        # torch has no words that begin in the middle of one of memory's.
+        words = words.clone() if words.data_ptr() % 4 else words
+        yield WordRun(number, words.view(torch.int32), (base + head) // per_word)
+    for begin, end in ((0, head), (head + length, flat.numel())):
         if begin < end:
             yield ElementGrid(number, flat[begin:end], base + begin, (end - begin,), (1,))

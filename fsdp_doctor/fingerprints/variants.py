@@ -1,0 +1,165 @@
+"""What a tensor's fingerprint would be after one of the usual mistakes: computed on the trainer, for what differs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from fsdp_doctor.extract.agreement import Agreement
+from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
+from fsdp_doctor.extract.local import LoadedShard, loaded_shards
+from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.own_shards import row_major
+from fsdp_doctor.extract.plan import shard_groups, signature
+from fsdp_doctor.extract.sources import FlatUnit, Source, specs
+from fsdp_doctor.fingerprints.differences import FingerprintVariant
+from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError
+from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, grid_block
+from fsdp_doctor.fingerprints.model_fingerprint import added_over_groups
+from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, dtype_name, parts_of_shard, to_be_summed
+
+_INTERMEDIATE = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+_Blocks: TypeAlias = Callable[[LoadedShard], list[IndexedBlock]]
+
+
+def fingerprint_variants(
+    model: nn.Module,
+    names: Collection[str],
+    *,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    lora: Lora = "merged",
+) -> dict[str, list[FingerprintVariant]]:
+    """Of the tensors of these names, the fingerprints after a mistake: for ``compare_fingerprints(variants=...)``.
+
+    Transposed in the last two dims; with the halves of a dim swapped, for each dim of even length (a fused
+    ``gate_up_proj``); cast to another dtype first. The model is read once, and once more for each of the
+    four dtypes between. The arguments are those that :func:`fingerprint` was given.
+
+    Every rank must call it with the same names, as :func:`fingerprint`. Raises as that, and FingerprintError for
+    a name that the model does not have.
+    """
+    with announced(model):
+        request = _restricted(request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora), set(names))
+    everyone = max((group.ranks for group in shard_groups(request.all_sources)), key=len, default=(0,))
+    agreement = Agreement(everyone)
+    try:
+        settings = f"variants of fingerprints dtype={dtype} lora={lora}"
+        agreement.expect(lambda: signature(request.sources, request.dtypes, settings))
+        agreement.proceed()
+        found = _variants(request)
+        agreement.end()
+    except BaseException as error:
+        agreement.leave(f"{type(error).__name__}: {error}")
+        raise
+    by_first_name: dict[str, list[FingerprintVariant]] = {}
+    for name, variant in found:
+        by_first_name.setdefault(name, []).append(variant)
+    every = [spec for source in request.sources for spec in specs(source)]
+    return {name: by_first_name.get(spec.names[0], []) for spec in every for name in spec.names if name in names}
+
+
+def _restricted(request: Request, names: set[str]) -> Request:
+    """To the tensors of these names."""
+    sources: list[Source] = []
+    for source in request.sources:
+        if isinstance(source, FlatUnit):
+            spans = tuple(span for span in source.spans if names & set(span.spec.names))
+            if spans:
+                sources.append(replace(source, spans=spans))
+        elif names & set(source.spec.names):
+            sources.append(source)
+    known = {name for source in sources for spec in specs(source) for name in spec.names}
+    if unknown := sorted(names - known):
+        raise FingerprintError(f"the model has no {unknown[0]}")
+    adapters = {name: many for name, many in request.adapters.items() if name in known}
+    return replace(request, sources=sources, adapters=adapters)
+
+
+def _variants(request: Request) -> Iterator[tuple[str, FingerprintVariant]]:
+    dims = max((len(spec.shape) for source in request.sources for spec in specs(source)), default=0)
+    for name, lanes in _sums(request, _transposed).items():
+        yield name, FingerprintVariant("transposed", "transposed", lanes)
+    for dim in range(dims):
+        for name, lanes in _sums(request, lambda shard, dim=dim: _halves_swapped(shard, dim)).items():  # type: ignore[misc]
+            yield name, FingerprintVariant("halves swapped", f"the halves of dim {dim} are swapped", lanes)
+    for between in _INTERMEDIATE:
+        for name, lanes in _sums(_floating(request), _as_it_is, between).items():
+            yield name, FingerprintVariant("cast twice", f"cast twice: to {dtype_name(between)} first", lanes)
+
+
+def _floating(request: Request) -> Request:
+    """A model's tensors that can be cast; integers stand beside them as buffers."""
+    sources = [source for source in request.sources if specs(source)[0].dtype.is_floating_point]
+    return replace(request, sources=sources)
+
+
+def _sums(request: Request, blocks_of: _Blocks, between: torch.dtype | None = None) -> dict[str, tuple[int, int]]:
+    """Those of the tensors for which the variant is one, by first name: the sums of all ranks."""
+    wanted = {spec.names[0]: request.dtypes.of(spec) for source in request.sources for spec in specs(source)}
+    own_dtypes = {spec.names[0]: spec.dtype for source in request.sources for spec in specs(source)}
+    reading = request if between is None else replace(request, dtypes=OutputDtypes(between))
+    sums = FingerprintSums()
+    with contextlib.closing(loaded_shards(reading, own=False)) as shards:
+        for shard in shards:
+            name = shard.spec.names[0]
+            if between is None or between not in (wanted[name], own_dtypes[name]):
+                shard = shard._replace(tensor=shard.tensor.to(wanted[name]), is_copy=True)
+                blocks = blocks_of(shard)
+                one = to_be_summed(wanted[name], shard.spec.shape, blocks)
+                sums.add_blocks(name, one, blocks, held=shard.tensor.nbytes)
+            del shard
+    own = dict(sums.fingerprints().tensors)
+    chosen = [kept for source in request.sources if (kept := _kept(source, own))]
+    added = added_over_groups(chosen, own, request.device)
+    return {name: one.lanes for name, one in added.items() if one.is_whole}
+
+
+def _kept(source: Source, names: Collection[str]) -> Source | None:
+    if isinstance(source, FlatUnit):
+        spans = tuple(span for span in source.spans if span.spec.names[0] in names)
+        return replace(source, spans=spans) if spans else None
+    return source if source.spec.names[0] in names else None
+
+
+def _as_it_is(shard: LoadedShard) -> list[IndexedBlock]:
+    return blocks_of_shard(shard.tensor, shard.spec.shape, shard.place)
+
+
+def _transposed(shard: LoadedShard) -> list[IndexedBlock]:
+    shape = shard.spec.shape
+    if len(shape) < 2:
+        return []
+    strides = (*row_major(shape)[:-2], 1, shape[-2])
+    return blocks_of_shard(shard.tensor, shape, shard.place, strides)
+
+
+def _halves_swapped(shard: LoadedShard, dim: int) -> list[IndexedBlock]:
+    shape = shard.spec.shape
+    if dim >= len(shape) or shape[dim] % 2:
+        return []
+    half = shape[dim] // 2
+    return [
+        block
+        for part, offsets in parts_of_shard(shard.tensor, shape, shard.place)
+        for block in _moved_blocks(part, offsets, shape, dim, half)
+    ]
+
+
+def _moved_blocks(
+    part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int, half: int
+) -> Iterator[IndexedBlock]:
+    """Of one block, what lies in the lower half to the upper one and the other way round."""
+    inside = min(max(half - offsets[dim], 0), part.shape[dim])
+    for begin, length, moved in ((0, inside, half), (inside, part.shape[dim] - inside, -half)):
+        if length:
+            target = list(offsets)
+            target[dim] += begin + moved
+            yield grid_block(0, part.narrow(dim, begin, length).contiguous(), target, row_major(shape))
