@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -132,7 +133,9 @@ def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dty
         raise FingerprintError(f"{path} holds no tensors")
     for batch in _batches({name: (one.size, one.properties.dtype) for name, one in tensors.items()}):
         state = {name: torch.empty(shape, dtype=own) for name, (shape, own) in batch.items()}
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.load(state, checkpoint_id=path, no_dist=True)
         for name, tensor in state.items():
             _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
 
