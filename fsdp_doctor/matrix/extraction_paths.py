@@ -236,4 +236,13 @@ EXTRACTION_PATHS: tuple[Path, ...] = (
         is_fix=True,
         undoes_staging=True,
     ),
+    Path(
+        name="local_shards",
+        fsdp=(1, 2),
+        contract=Contract(form="local", weights="merged"),
+        function="lookup:local_fix",
+        summary="fsdp_doctor.local_shards(model)",
+        is_fix=True,
+        undoes_staging=True,
+    ),
 )
