@@ -26,6 +26,7 @@ class ShardPlace:
     stride: of the flattened tensor. It is row-major, but for an FSDP1 parameter that was not contiguous when it was
         wrapped: then the offset counts along ``tensor.as_strided(shape, stride)``.
     mesh, placements: of the DTensor; None for FSDP1's flat shards and for what is whole on every rank.
+    group: over which FSDP1 divides it; None for a DTensor and for what is whole on every rank.
     """
 
     numel: int
@@ -33,6 +34,7 @@ class ShardPlace:
     stride: tuple[int, ...]
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
+    group: dist.ProcessGroup | None = None
 
     def held_part(self, shape: Sequence[int]) -> HeldPart:
         """Which indices of each dim the shard has. Of a DTensor's shard alone."""
@@ -130,5 +132,5 @@ def _of_unit(unit: FlatUnit) -> Iterator[OwnShard]:
         last = max(min(span.offset + span.spec.numel, end), first)
         local = unit.local[first - begin : last - begin]
         offset = min(max(first - span.offset, 0), span.spec.numel)
-        place = ShardPlace(numel=local.numel(), offset=offset, stride=span.stride)
+        place = ShardPlace(numel=local.numel(), offset=offset, stride=span.stride, group=unit.shard_group.group)
         yield OwnShard(spec=span.spec, local=local, shape=local.shape, place=place)
