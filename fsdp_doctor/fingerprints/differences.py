@@ -147,7 +147,7 @@ def _other_tensor(known: _Known, name: str, held: TensorFingerprint) -> tuple[Di
     others = [other for other in known.by_values.get(held, ()) if other != name]
     for other in others:
         if known.engine.tensors.get(other) == known.trainer.tensors[name]:
-            return "swapped", f"swapped with {other}: each holds the values of the other"
+            return "swapped", f"swapped with {other}"
     if others:
         tied = any(known.engine.tensors.get(other) == held for other in others)
         if tied and any(name in names and others[0] in names for names in known.engine.tied):
@@ -157,7 +157,7 @@ def _other_tensor(known: _Known, name: str, held: TensorFingerprint) -> tuple[Di
         if known.engine.tensors.get(other) == known.trainer.tensors[other]:
             return (
                 "untied",
-                f"the trainer ties it to {other}, which is right; the engine holds other values under this name",
+                f"the trainer ties it to {other}, which is right; this name has other values",
             )
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,6 +63,7 @@ class FingerprintSums:
         self._waiting: list[tuple[str, TensorFingerprint, list[IndexedBlock]]] = []
         self._summed: list[tuple[list[tuple[str, TensorFingerprint]], torch.Tensor]] = []
         self._held = 0
+        self._tied: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
         """A whole tensor, a DTensor's part on this rank, or a part. A name may come once for each part of it.
@@ -102,8 +103,19 @@ class FingerprintSums:
         self._waiting, self._held = [], 0
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what it is given, summed: for the weights on their way to an engine."""
+        """Yields what it is given, summed: for the weights on their way to an engine.
+
+        Names under which one tensor comes one after the other, as from :func:`full_tensors`, are noted as tied.
+        """
+        last: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731, nothing came before the first
+        tied, count = [""], -1
         for name, tensor in tensors:
+            if last() is tensor and private.change_count(tensor) == count:
+                tied.append(name)
+            else:
+                tied = [name]
+                self._tied.append(tied)
+            last, count = private.weak_reference(tensor), private.change_count(tensor)
             self.add(name, tensor)
             yield name, tensor
             del tensor
@@ -115,7 +127,7 @@ class FingerprintSums:
             for (name, one), signed in zip(entries, into.tolist(), strict=True):
                 self._sums.add(name, replace(one, lanes=lanes_of(signed)))
         self._summed = []
-        return Fingerprints(dict(self._sums.tensors))
+        return Fingerprints(dict(self._sums.tensors), tuple(tuple(names) for names in self._tied if len(names) > 1))
 
 
 def fingerprint_tensors(

@@ -40,8 +40,8 @@ def fingerprint_variants(
     """Of the tensors of these names, the fingerprints after a mistake: for ``compare_fingerprints(variants=...)``.
 
     Transposed in the last two dims; with the halves of a dim swapped, for each dim of even length (a fused
-    ``gate_up_proj``); cast to another dtype first. The model is read once, and once more for each of the
-    four dtypes between. The arguments are those that :func:`fingerprint` was given.
+    ``gate_up_proj``); cast to float16, bfloat16 or a float8 first, or to one of them and back. The model is read once
+    for each mistake. The arguments are those that :func:`fingerprint` was given.
 
     Every rank must call it with the same names, as :func:`fingerprint`. Raises as that, and FingerprintError for
     a name that the model does not have.
@@ -90,9 +90,13 @@ def _variants(request: Request) -> Iterator[tuple[str, FingerprintVariant]]:
     for dim in range(dims):
         for name, lanes in _sums(request, lambda shard, dim=dim: _halves_swapped(shard, dim)).items():  # type: ignore[misc]
             yield name, FingerprintVariant("halves swapped", f"the halves of dim {dim} are swapped", lanes)
+    floating = _floating(request)
     for between in _INTERMEDIATE:
-        for name, lanes in _sums(_floating(request), _as_it_is, between).items():
-            yield name, FingerprintVariant("cast twice", f"cast twice: to {dtype_name(between)} first", lanes)
+        via = dtype_name(between)
+        for name, lanes in _sums(floating, _as_it_is, back_from=between).items():
+            yield name, FingerprintVariant("cast twice", f"cast twice: to {via} and back", lanes)
+        for name, lanes in _sums(floating, _as_it_is, first_to=between).items():
+            yield name, FingerprintVariant("cast twice", f"cast twice: to {via} first", lanes)
 
 
 def _floating(request: Request) -> Request:
@@ -101,21 +105,31 @@ def _floating(request: Request) -> Request:
     return replace(request, sources=sources)
 
 
-def _sums(request: Request, blocks_of: _Blocks, between: torch.dtype | None = None) -> dict[str, tuple[int, int]]:
-    """Those of the tensors for which the variant is one, by first name: the sums of all ranks."""
+def _sums(
+    request: Request,
+    blocks_of: _Blocks,
+    *,
+    first_to: torch.dtype | None = None,
+    back_from: torch.dtype | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Those of the tensors for which the variant is one, by first name: the sums of all ranks.
+
+    first_to: a dtype before that of the fingerprint. back_from: one after it, from which it comes back.
+    """
     wanted = {spec.names[0]: request.dtypes.of(spec) for source in request.sources for spec in specs(source)}
-    own_dtypes = {spec.names[0]: spec.dtype for source in request.sources for spec in specs(source)}
-    reading = request if between is None else replace(request, dtypes=OutputDtypes(between))
+    reading = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))
     sums = FingerprintSums()
     with contextlib.closing(loaded_shards(reading, own=False)) as shards:
         for shard in shards:
-            name = shard.spec.names[0]
-            if between is None or between not in (wanted[name], own_dtypes[name]):
-                shard = shard._replace(tensor=shard.tensor.to(wanted[name]), is_copy=True)
-                blocks = blocks_of(shard)
-                one = to_be_summed(wanted[name], shard.spec.shape, blocks)
-                sums.add_blocks(name, one, blocks, held=shard.tensor.nbytes)
-            del shard
+            dtype = wanted[shard.spec.names[0]]
+            if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):
+                continue
+            tensor = shard.tensor if back_from is None else shard.tensor.to(back_from)
+            cast = shard._replace(tensor=tensor.to(dtype))
+            blocks = blocks_of(cast)
+            one = to_be_summed(dtype, shard.spec.shape, blocks)
+            sums.add_blocks(shard.spec.names[0], one, blocks, held=cast.tensor.nbytes)
+            del shard, tensor, cast
     own = dict(sums.fingerprints().tensors)
     chosen = [kept for source in request.sources if (kept := _kept(source, own))]
     added = added_over_groups(chosen, own, request.device)

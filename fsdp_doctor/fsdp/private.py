@@ -367,6 +367,11 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, ShardedTensor)
 
 
+def change_count(tensor: torch.Tensor) -> int:
+    """How often it was changed in place: ``Tensor._version``, which no public name tells."""
+    return int(tensor._version)
+
+
 def weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """``torch.utils.weak.TensorWeakRef``, which is undocumented.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 from fsdp_doctor import (
     FingerprintError,
     Fingerprints,
+    FingerprintSums,
     TensorPart,
     combine_fingerprints,
     compare_fingerprints,
     fingerprint,
     fingerprint_tensors,
     fingerprint_variants,
+    full_tensors,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -150,8 +153,8 @@ def test_with_variants_from_the_trainer_the_mistake_is_named(model: nn.Module, h
         "gate_up: the halves of dim 0 are swapped",
         "square.weight: transposed",
         "experts: transposed",
-        "norm: cast twice: to bfloat16 first",
-        "up.weight: cast twice: to float8_e4m3fn first",
+        "norm: cast twice: to bfloat16 and back",
+        "up.weight: cast twice: to float8_e4m3fn and back",
         "gate.weight: it holds other values",
     }
 
@@ -231,3 +234,33 @@ def test_a_part_that_does_not_lie_in_its_tensor_is_refused() -> None:
 def test_an_unknown_name_has_no_variants(model: nn.Module) -> None:
     with pytest.raises(FingerprintError, match="the model has no other"):
         fingerprint_variants(model, ["other"])
+
+
+def test_tied_names_are_noted_where_tensors_pass_by_and_a_reused_buffer_is_not(model: nn.Module) -> None:
+    sums = FingerprintSums()
+    assert len(list(sums.watch(full_tensors(model)))) == 9
+    assert sums.fingerprints() == fingerprint(model)
+    buffer = torch.zeros(3)
+
+    def filled() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in (("a", 1.0), ("b", 2.0)):
+            yield name, buffer.fill_(value)
+
+    sums = FingerprintSums()
+    assert len(list(sums.watch(filled()))) == 2
+    found = sums.fingerprints()
+    assert found.tied == ()
+    assert found.tensors == fingerprint_tensors({"a": torch.ones(3), "b": torch.full((3,), 2.0)}).tensors
+
+
+def test_a_cast_on_the_way_to_another_dtype_is_named(model: nn.Module, held: Tensors) -> None:
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in held.items()}
+    held["gate.weight"] = model.gate.weight.detach().half().bfloat16()
+    held["norm"] = model.norm.detach().to(torch.float8_e5m2).bfloat16()
+    assert not torch.equal(held["gate.weight"], model.gate.weight.bfloat16())
+    trainer = fingerprint(model, dtype=torch.bfloat16)
+    variants = fingerprint_variants(model, ["gate.weight", "norm"], dtype=torch.bfloat16)
+    assert {str(one) for one in compare_fingerprints(trainer, fingerprint_tensors(held), variants=variants)} == {
+        "gate.weight: cast twice: to float16 first",
+        "norm: cast twice: to float8_e5m2 first",
+    }
