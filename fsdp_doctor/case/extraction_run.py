@@ -63,7 +63,7 @@ class ExtractionRun(CaseRun, DrainingRun):
             compute_device=self._runtime.device,
             compute_dtype=COMPUTE_DTYPE,
             parameter_devices=verification.parameter_devices(trainer.model),
-            shard_group_of_one=self._case.scenario.sharding == "size1" or self._runtime.world_size == 1,
+            shard_group_of_one=self._case.scenario.sharding in ("size1", "replicate") or self._runtime.world_size == 1,
             merged_weights=merged,
             own_parts=own_parts(trainer.model, self.truth.full, merged) if self._contract.form == "local" else {},
         )

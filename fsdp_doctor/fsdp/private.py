@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 
@@ -154,6 +155,41 @@ def follow_materialized(state: Any, parameter: nn.Parameter) -> None:
         for held in group.fsdp_params:
             if _get(held, "sharded_param") is parameter:
                 _get(held, "reset_sharded_param")()
+
+
+def placement_on(mesh: DeviceMesh) -> Any:
+    """What ``shard_placement_fn`` returns for a parameter with a mesh of its own: ``ShardPlacementResult``.
+
+    Of torch 2.12 and newer; it and ``FSDPMeshInfo`` have no public names. Raises PrivateApiGone on older ones.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    info = _get(_fsdp_common, "FSDPMeshInfo")(mesh, shard_mesh_dim=0)
+    return _get(_fsdp_common, "ShardPlacementResult")(placement=None, mesh_info=info)
+
+
+def replicate(module: nn.Module, **options: Any) -> nn.Module:
+    """``replicate`` on FSDP2's code; the public ``torch.distributed._composable.replicate`` is DDP's.
+
+    Raises PrivateApiGone where torch does not have it with these options.
+    """
+    try:
+        from torch.distributed._composable import replicate_with_fsdp
+    except ImportError:
+        raise PrivateApiGone("replicate_with_fsdp") from None
+    replicated: nn.Module = _get(replicate_with_fsdp, "replicate")(module, **options)
+    return replicated
+
+
+def why_no_sharding(kind: str) -> str:
+    """Why this torch cannot shard so (``experts``, ``replicate``); empty if it can."""
+    if kind not in ("experts", "replicate"):
+        return ""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    # Both as of torch 2.12: before it replicate had another form.
+    has = hasattr(_fsdp_common, "ShardPlacementResult")
+    return "" if has else f"torch {torch.__version__} cannot shard a model as {kind}; 2.12 and newer can"
 
 
 # FSDP1. A handle is a unit's ``FlatParamHandle``: there is no public way to a flat parameter's metadata.
