@@ -55,11 +55,10 @@ def shard_fsdp2(
     return model
 
 
-# Of a decoder layer as transformers writes it.
+# Of a decoder layer as transformers writes it. Not the attention: its norms see the heads of one rank alone.
 _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
-    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(),
 }
 

@@ -64,7 +64,9 @@ class Trainer:
         self.model = _shard(plain, scenario, runtime, with_mesh)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
-        self._generator = torch.Generator().manual_seed(0 if start.same_batches else runtime.rank)
+        # Tensor-parallel ranks, which are two next to each other, compute on one batch.
+        data_rank = runtime.rank // 2 if scenario.sharding == "tp" else runtime.rank
+        self._generator = torch.Generator().manual_seed(0 if start.same_batches else data_rank)
         self._staged = False
 
     def make_optimizer(self) -> torch.optim.Optimizer:

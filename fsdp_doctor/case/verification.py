@@ -169,7 +169,7 @@ class Verifier:
         if entry.data is None:
             return
         if entry.is_sharded and self._contract.form == "sharded":
-            why_not = entry.why_no_shard()
+            why_not = entry.why_no_shard(self._asked.shard_group_of_one)
             if why_not:
                 self._note("wrong", why_not, entry.name)
                 return

@@ -58,12 +58,16 @@ class YieldedEntry:
             place += f" with its local part on {self.local_device.type}"
         return f"{self.form_in_words} {short(self.dtype)} {place}"
 
-    def why_no_shard(self) -> str:
-        """Why the parts of a sharded entry are not those of one tensor; empty if they are."""
+    def why_no_shard(self, shard_group_of_one: bool = False) -> str:
+        """Why the parts of a sharded entry are not those of one tensor; empty if they are.
+
+        shard_group_of_one: whether a rank's part is the whole, which may also be said by replicating it.
+        """
         if any(isinstance(placement, Partial) for placement in self.placements):
             return f"placed as {_in_words(self.placements)}, so what a rank holds is a summand and not a shard"
         if self.mesh is not None:
-            divided = self.mesh.numel() == 1 or any(map(private.num_interleaved, self.placements))
+            whole = shard_group_of_one or self.mesh.numel() == 1
+            divided = whole or any(map(private.num_interleaved, self.placements))
         else:
             divided = self.num_elements == self.shape.numel()
         return "" if divided else "its shards do not make up the whole tensor once"
