@@ -49,7 +49,15 @@ EXTRACTION_PATHS: tuple[Path, ...] = (
         contract=Contract(device="parameter", keys="parameters"),
         function="on_fsdp2:parameters_full_tensor",
         summary="model.named_parameters(), then parameter.full_tensor()",
-        used_by="AReaL; vLLM's ModuleSource",
+        used_by="AReaL",
+    ),
+    Path(
+        name="parameters.module_source",
+        fsdp=(1, 2),
+        contract=Contract(keys="parameters"),
+        function="on_fsdp2:parameters_module_source",
+        summary="model.named_parameters(), then tensor.full_tensor() where there is one, handed to NCCL or CUDA IPC",
+        used_by="vLLM's ModuleSource",
     ),
     Path(
         name="parameters.data.full_tensor",
