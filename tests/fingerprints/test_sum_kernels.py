@@ -1,7 +1,7 @@
 """The sum as it is defined, as torch operations and as Triton kernels: one and the same, however a tensor is divided.
 
-The kernels run in Triton's interpreter, in a process of its own, where Triton is installed; on a GPU they are held against
-torch operations by ``benchmarks/fingerprints.py``.
+The kernels run in Triton's interpreter, in a process of its own, where Triton is installed; on a GPU they are held
+against torch operations by ``benchmarks/fingerprints.py``.
 """
 
 from __future__ import annotations
