@@ -12,7 +12,7 @@ from fsdp_doctor.case import reference, verification
 from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.draining_run import DrainingRun, ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
-from fsdp_doctor.case.own_parts import own_parts
+from fsdp_doctor.case.shard_reference import own_parts
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
 from fsdp_doctor.fsdp import private, reader
 

@@ -174,8 +174,8 @@ def _why_not(scenario: Scenario, runtime: Runtime) -> str:
     # torch 2.6's FSDP2 calls it in the first forward, and fails in the backward too.
     if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
         return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
-    if reason := private.why_no_sharding(scenario.sharding):
-        return reason
+    if scenario.sharding in ("experts", "replicate") and not private.has_placements_on_meshes():
+        return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}; 2.12 and newer can"
     if scenario.sharding in ("hsdp", "tp") and (runtime.world_size < 4 or runtime.world_size % 2):
         return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"
     if scenario.backend == "device-only" and not runtime.has_accelerator:

@@ -12,8 +12,8 @@ from typing_extensions import assert_never
 from fsdp_doctor.case import lora_reference
 from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.lora_reference import Merged
-from fsdp_doctor.case.own_parts import OwnPart
 from fsdp_doctor.case.reference import Reference
+from fsdp_doctor.case.shard_reference import OwnPart
 from fsdp_doctor.case.yielded_entries import YieldedEntry, short
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm

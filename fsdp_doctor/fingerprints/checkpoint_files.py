@@ -122,13 +122,12 @@ def _is_named(state: Any) -> bool:
 
 def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
         about = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle: anything may come of a damaged one
         raise FingerprintError(f"{path} is no distributed checkpoint: {type(error).__name__}: {error}") from None
-    tensors = {name: one for name, one in about.items() if isinstance(one, TensorStorageMetadata)}
+    tensors = {name: one for name, one in about.items() if isinstance(one, dcp.TensorStorageMetadata)}
     if not tensors:
         raise FingerprintError(f"{path} holds no tensors")
     for batch in _batches({name: (one.size, one.properties.dtype) for name, one in tensors.items()}):

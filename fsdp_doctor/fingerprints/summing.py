@@ -63,7 +63,7 @@ class FingerprintSums:
         self._waiting: list[tuple[str, TensorFingerprint, list[IndexedBlock]]] = []
         self._summed: list[tuple[list[tuple[str, TensorFingerprint]], torch.Tensor]] = []
         self._held = 0
-        self._tied: list[list[str]] = []
+        self._same_tensor: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
         """A whole tensor, a DTensor's part on this rank, or a part. A name may come once for each part of it.
@@ -105,17 +105,15 @@ class FingerprintSums:
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields what it is given, summed: for the weights on their way to an engine.
 
-        Names under which one tensor comes one after the other, as from :func:`full_tensors`, are noted as tied.
+        Names under which one tensor comes one after the other with the same values are noted as tied.
         """
         last: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731, nothing came before the first
-        tied, count = [""], -1
         for name, tensor in tensors:
-            if last() is tensor and private.change_count(tensor) == count:
-                tied.append(name)
+            if last() is tensor:
+                self._same_tensor[-1].append(name)
             else:
-                tied = [name]
-                self._tied.append(tied)
-            last, count = private.weak_reference(tensor), private.change_count(tensor)
+                self._same_tensor.append([name])
+            last = private.weak_reference(tensor)
             self.add(name, tensor)
             yield name, tensor
             del tensor
@@ -127,7 +125,9 @@ class FingerprintSums:
             for (name, one), signed in zip(entries, into.tolist(), strict=True):
                 self._sums.add(name, replace(one, lanes=lanes_of(signed)))
         self._summed = []
-        return Fingerprints(dict(self._sums.tensors), tuple(tuple(names) for names in self._tied if len(names) > 1))
+        found = dict(self._sums.tensors)
+        together = (tuple(names) for names in self._same_tensor if len(names) > 1)
+        return Fingerprints(found, tuple(names for names in together if len({found[name] for name in names}) == 1))
 
 
 def fingerprint_tensors(

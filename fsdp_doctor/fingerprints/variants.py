@@ -125,7 +125,7 @@ def _sums(
             if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):
                 continue
             tensor = shard.tensor if back_from is None else shard.tensor.to(back_from)
-            cast = shard._replace(tensor=tensor.to(dtype))
+            cast = LoadedShard(shard.spec, tensor.to(dtype), shard.place, is_copy=True)
             blocks = blocks_of(cast)
             one = to_be_summed(dtype, shard.spec.shape, blocks)
             sums.add_blocks(shard.spec.names[0], one, blocks, held=cast.tensor.nbytes)

@@ -158,38 +158,24 @@ def follow_materialized(state: Any, parameter: nn.Parameter) -> None:
 
 
 def placement_on(mesh: DeviceMesh) -> Any:
-    """What ``shard_placement_fn`` returns for a parameter with a mesh of its own: ``ShardPlacementResult``.
-
-    Of torch 2.12 and newer; it and ``FSDPMeshInfo`` have no public names. Raises PrivateApiGone on older ones.
-    """
+    """``ShardPlacementResult`` of a parameter with a mesh of its own; it and ``FSDPMeshInfo`` have no public names."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-    info = _get(_fsdp_common, "FSDPMeshInfo")(mesh, shard_mesh_dim=0)
-    return _get(_fsdp_common, "ShardPlacementResult")(placement=None, mesh_info=info)
+    return _get(_fsdp_common, "ShardPlacementResult")(None, _get(_fsdp_common, "FSDPMeshInfo")(mesh, shard_mesh_dim=0))
 
 
-def replicate(module: nn.Module, **options: Any) -> nn.Module:
-    """``replicate`` on FSDP2's code; the public ``torch.distributed._composable.replicate`` is DDP's.
-
-    Raises PrivateApiGone where torch does not have it with these options.
-    """
-    try:
-        from torch.distributed._composable import replicate_with_fsdp
-    except ImportError:
-        raise PrivateApiGone("replicate_with_fsdp") from None
-    replicated: nn.Module = _get(replicate_with_fsdp, "replicate")(module, **options)
-    return replicated
-
-
-def why_no_sharding(kind: str) -> str:
-    """Why this torch cannot shard so (``experts``, ``replicate``); empty if it can."""
-    if kind not in ("experts", "replicate"):
-        return ""
+def has_placements_on_meshes() -> bool:
+    """Whether there is a ``ShardPlacementResult``: in torch 2.12 and newer, as is ``replicate`` in its present form."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-    # Both as of torch 2.12: before it replicate had another form.
-    has = hasattr(_fsdp_common, "ShardPlacementResult")
-    return "" if has else f"torch {torch.__version__} cannot shard a model as {kind}; 2.12 and newer can"
+    return hasattr(_fsdp_common, "ShardPlacementResult")
+
+
+def replicate(module: nn.Module, **options: Any) -> Any:
+    """``replicate`` on FSDP2's code: the public function of that name is DDP's."""
+    from torch.distributed._composable import replicate_with_fsdp
+
+    return _get(replicate_with_fsdp, "replicate")(module, **options)
 
 
 # FSDP1. A handle is a unit's ``FlatParamHandle``: there is no public way to a flat parameter's metadata.
@@ -401,11 +387,6 @@ def is_sharded_tensor(value: object) -> bool:
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     return isinstance(value, ShardedTensor)
-
-
-def change_count(tensor: torch.Tensor) -> int:
-    """How often it was changed in place: ``Tensor._version``, which no public name tells."""
-    return int(tensor._version)
 
 
 def weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -36,6 +36,7 @@ _DOCUMENTED = {
     "torch.distributed.fsdp.wrap",
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
     "torch.distributed.tensor.placement_types",
     "torch.nn.parallel",
 }
