@@ -22,7 +22,7 @@ from support.extraction import (
     shard_qwen1,
     shard_qwen2,
 )
-from support.ranks import Setting, of_all_ranks, on_ranks, this_device, this_rank, world_size
+from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank, world_size
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -37,6 +37,7 @@ from fsdp_doctor import (
     combine_fingerprints,
     fingerprint,
     fingerprint_tensors,
+    fingerprint_variants,
     full_tensors,
 )
 
@@ -198,3 +199,20 @@ def test_what_several_ranks_hold_whole_must_be_the_same_on_them() -> None:
     everyone = of_all_ranks(fingerprint_tensors({"norm": torch.full((3,), float(this_rank()))}))
     with raises_soon(FingerprintError, "norm", "held by several ranks, and not the same"):
         combine_fingerprints(everyone)
+
+
+@on_ranks(Setting("emulated", 2), Setting("cpu", 4))
+def test_variants_are_those_of_the_unsharded_model_however_it_is_sharded() -> None:
+    names = ["layers.0.up.weight", "layers.1.down.weight", "large.weight", "layers.0.gate", "head.weight"]
+
+    def net() -> nn.Module:
+        return all_trainable(new_net(**EVEN, empty=False))
+
+    expected = fingerprint_variants(net(), names, **BF16)
+    assert sorted(expected) == sorted(names)
+    models = [fsdp2(net()), fsdp2(net(), shard_placement_fn=lambda p: Shard(1) if p.shape[-1:] == (512,) else None)]
+    if device_type() == "emulated":
+        models += [fsdp1(net(), use_orig_params=use_orig_params) for use_orig_params in (True, False)]
+    for model in models:
+        found = fingerprint_variants(model, names, **BF16)
+        assert {name: set(many) for name, many in found.items()} == {name: set(many) for name, many in expected.items()}
