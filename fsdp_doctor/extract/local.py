@@ -19,7 +19,7 @@ from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
 from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
 
@@ -66,22 +66,36 @@ def local_shards(
 
     Raises as :func:`full_tensors`; LayoutError (RuntimeError) for placements that are no division into shards.
     """
-    with announced(model):
+    with announced_where_merged(model, lora):
         request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
-    return _named(loaded_shards(request, own=True))
+    return _named(request)
 
 
-def _named(shards: Generator[LoadedShard]) -> Iterator[LocalShard]:
-    with contextlib.closing(shards):
+@contextlib.contextmanager
+def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
+    """Tells the other ranks that this one was refused, if they will wait for it: to gather the adapters' factors."""
+    try:
+        yield
+    except Exception:
+        if lora == "merged" and adapters.read(reader.innermost(model)).adapters:
+            with announced(model):
+                raise
+        raise
+
+
+def _named(request: Request) -> Iterator[LocalShard]:
+    with contextlib.closing(loaded_shards(request, gathered_deltas(request), own=True)) as shards:
         for spec, tensor, place, _ in shards:
             for name in spec.names:
                 yield LocalShard(name, tensor, spec.shape, place)
             del tensor
 
 
-def loaded_shards(request: Request, *, own: bool) -> Generator[LoadedShard]:
-    """Every shard once. own: copies what already lies on the device as it is to be, instead of showing it."""
-    deltas = _deltas(request)
+def loaded_shards(request: Request, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
+    """Every shard once, without another rank. deltas: of :func:`gathered_deltas`.
+
+    own: copies what already lies on the device as it is to be, instead of showing it.
+    """
     loading = _ShardLoading(request.device, request.dtypes, deltas, own)
     pending: collections.deque[_LoadedBucket] = collections.deque()
     buckets = _buckets(own_shards(request.sources), request.dtypes, request.bucket_bytes)
@@ -99,8 +113,8 @@ def loaded_shards(request: Request, *, own: bool) -> Generator[LoadedShard]:
             private.release_workspaces(request.device)
 
 
-def _deltas(request: Request) -> dict[str, list[Delta]]:
-    """What is to be merged into which weight. Gathers the factors: every rank takes part."""
+def gathered_deltas(request: Request) -> dict[str, list[Delta]]:
+    """What is to be merged into which weight. Gathers the factors, if there are any: then every rank must call it."""
     if not request.adapters:
         return {}
     sources = adapters.factors(request.all_sources, request.adapters)

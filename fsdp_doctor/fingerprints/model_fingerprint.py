@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
-from fsdp_doctor.extract.local import LoadedShard, loaded_shards
-from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.local import LoadedShard, announced_where_merged, gathered_deltas, loaded_shards
+from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import shard_groups, signature
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec, specs
 from fsdp_doctor.fingerprints.fingerprint_set import Fingerprints, TensorFingerprint, lanes_of
@@ -48,29 +48,38 @@ def fingerprint(
 
     Raises as :func:`full_tensors`.
     """
-    with announced(model):
+    announcing = announced(model) if combined else announced_where_merged(model, lora)
+    with announcing:
         request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
+    deltas = gathered_deltas(request)
     if not combined:
-        return _with_ties(request, _own(request))
+        return _with_ties(request, _own(request, deltas))
+    settings = f"fingerprints dtype={dtype} lora={lora}"
+    with agreed(request, settings) as agree:
+        own = _own(request, deltas)
+        agree()
+        added = added_over_groups(request.sources, own, request.device)
+    return _with_ties(request, added)
+
+
+@contextlib.contextmanager
+def agreed(request: Request, settings: str) -> Iterator[Callable[[], object]]:
+    """Yields what compares the ranks' models and waits for all of them; who raises tells the others instead."""
     everyone = max((group.ranks for group in shard_groups(request.all_sources)), key=len, default=(0,))
     agreement = Agreement(everyone)
+    agreement.expect(lambda: signature(request.sources, request.dtypes, settings))
     try:
-        own = _own(request)
-        settings = f"fingerprints dtype={dtype} lora={lora}"
-        agreement.expect(lambda: signature(request.sources, request.dtypes, settings))
-        agreement.proceed()
-        added = added_over_groups(request.sources, own, request.device)
+        yield agreement.proceed
         agreement.end()
     except BaseException as error:
         agreement.leave(f"{type(error).__name__}: {error}")
         raise
-    return _with_ties(request, added)
 
 
-def _own(request: Request) -> dict[str, TensorFingerprint]:
+def _own(request: Request, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:
     """By the first name of each tensor: what this rank's shards add."""
     sums = FingerprintSums()
-    with contextlib.closing(loaded_shards(request, own=False)) as shards:
+    with contextlib.closing(loaded_shards(request, deltas, own=False)) as shards:
         for shard in shards:
             _add(sums, shard)
             del shard

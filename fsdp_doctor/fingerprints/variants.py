@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
-from fsdp_doctor.extract.local import LoadedShard, loaded_shards
-from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.local import LoadedShard, gathered_deltas, loaded_shards
+from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.own_shards import row_major
-from fsdp_doctor.extract.plan import shard_groups, signature
 from fsdp_doctor.extract.sources import FlatUnit, Source, specs
-from fsdp_doctor.fingerprints.differences import FingerprintVariant
-from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError
+from fsdp_doctor.fingerprints.differences import FingerprintVariant, VariantKind
+from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Lanes, TensorFingerprint
 from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, grid_block
-from fsdp_doctor.fingerprints.model_fingerprint import added_over_groups
+from fsdp_doctor.fingerprints.model_fingerprint import added_over_groups, agreed
 from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, dtype_name, parts_of_shard, to_be_summed
 
 _INTERMEDIATE = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,20 +47,15 @@ def fingerprint_variants(
     """
     with announced(model):
         request = _restricted(request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora), set(names))
-    everyone = max((group.ranks for group in shard_groups(request.all_sources)), key=len, default=(0,))
-    agreement = Agreement(everyone)
-    try:
-        settings = f"variants of fingerprints dtype={dtype} lora={lora}"
-        agreement.expect(lambda: signature(request.sources, request.dtypes, settings))
-        agreement.proceed()
-        found = _variants(request)
-        agreement.end()
-    except BaseException as error:
-        agreement.leave(f"{type(error).__name__}: {error}")
-        raise
+    deltas = gathered_deltas(request)
+    with agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
+        own = list(_variants(request, deltas))
+        agree()
+        found = [(variant, _added(request, tensors)) for variant, tensors in own]
     by_first_name: dict[str, list[FingerprintVariant]] = {}
-    for name, variant in found:
-        by_first_name.setdefault(name, []).append(variant)
+    for variant, lanes_of_all in found:
+        for name, lanes in lanes_of_all.items():
+            by_first_name.setdefault(name, []).append(replace(variant, lanes=lanes))
     every = [spec for source in request.sources for spec in specs(source)]
     return {name: by_first_name.get(spec.names[0], []) for spec in every for name in spec.names if name in names}
 
@@ -83,20 +77,33 @@ def _restricted(request: Request, names: set[str]) -> Request:
     return replace(request, sources=sources, adapters=adapters)
 
 
-def _variants(request: Request) -> Iterator[tuple[str, FingerprintVariant]]:
+def _variants(
+    request: Request, deltas: Mapping[str, list[Delta]]
+) -> Iterator[tuple[FingerprintVariant, dict[str, TensorFingerprint]]]:
+    """Each, still without sums, and what this rank adds to those of the tensors for which it is one, by first name."""
     dims = max((len(spec.shape) for source in request.sources for spec in specs(source)), default=0)
-    for name, lanes in _sums(request, _transposed).items():
-        yield name, FingerprintVariant("transposed", "transposed", lanes)
+    yield _of("transposed", "transposed"), _sums(request, deltas, _transposed)
     for dim in range(dims):
-        for name, lanes in _sums(request, lambda shard, dim=dim: _halves_swapped(shard, dim)).items():  # type: ignore[misc]
-            yield name, FingerprintVariant("halves swapped", f"the halves of dim {dim} are swapped", lanes)
+        swapped = functools.partial(_halves_swapped, dim=dim)
+        yield _of("halves swapped", f"the halves of dim {dim} are swapped"), _sums(request, deltas, swapped)
     floating = _floating(request)
     for between in _INTERMEDIATE:
         via = dtype_name(between)
-        for name, lanes in _sums(floating, _as_it_is, back_from=between).items():
-            yield name, FingerprintVariant("cast twice", f"cast twice: to {via} and back", lanes)
-        for name, lanes in _sums(floating, _as_it_is, first_to=between).items():
-            yield name, FingerprintVariant("cast twice", f"cast twice: to {via} first", lanes)
+        back = _sums(floating, deltas, _as_it_is, back_from=between)
+        yield _of("cast twice", f"cast twice: to {via} and back"), back
+        first = _sums(floating, deltas, _as_it_is, first_to=between)
+        yield _of("cast twice", f"cast twice: to {via} first"), first
+
+
+def _of(kind: VariantKind, detail: str) -> FingerprintVariant:
+    return FingerprintVariant(kind, detail, (0, 0))
+
+
+def _added(request: Request, own: dict[str, TensorFingerprint]) -> dict[str, Lanes]:
+    """The sums of all ranks."""
+    chosen = [kept for source in request.sources if (kept := _kept(source, own))]
+    added = added_over_groups(chosen, own, request.device)
+    return {name: one.lanes for name, one in added.items() if one.is_whole}
 
 
 def _floating(request: Request) -> Request:
@@ -107,19 +114,20 @@ def _floating(request: Request) -> Request:
 
 def _sums(
     request: Request,
+    deltas: Mapping[str, list[Delta]],
     blocks_of: _Blocks,
     *,
     first_to: torch.dtype | None = None,
     back_from: torch.dtype | None = None,
-) -> dict[str, tuple[int, int]]:
-    """Those of the tensors for which the variant is one, by first name: the sums of all ranks.
+) -> dict[str, TensorFingerprint]:
+    """Of the tensors for which the variant is one, by first name: what this rank adds.
 
     first_to: a dtype before that of the fingerprint. back_from: one after it, from which it comes back.
     """
     wanted = {spec.names[0]: request.dtypes.of(spec) for source in request.sources for spec in specs(source)}
     reading = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))
     sums = FingerprintSums()
-    with contextlib.closing(loaded_shards(reading, own=False)) as shards:
+    with contextlib.closing(loaded_shards(reading, deltas, own=False)) as shards:
         for shard in shards:
             dtype = wanted[shard.spec.names[0]]
             if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):
@@ -130,10 +138,7 @@ def _sums(
             one = to_be_summed(dtype, shard.spec.shape, blocks)
             sums.add_blocks(shard.spec.names[0], one, blocks, held=cast.tensor.nbytes)
             del shard, tensor, cast
-    own = dict(sums.fingerprints().tensors)
-    chosen = [kept for source in request.sources if (kept := _kept(source, own))]
-    added = added_over_groups(chosen, own, request.device)
-    return {name: one.lanes for name, one in added.items() if one.is_whole}
+    return dict(sums.fingerprints().tensors)
 
 
 def _kept(source: Source, names: Collection[str]) -> Source | None:

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_doctor import PlanMismatch, local_shards, weights_info
+from fsdp_doctor import PlanMismatch, RankLeft, fingerprint, local_shards, weights_info
 
 BF16 = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
 
@@ -155,3 +155,30 @@ def test_a_consumer_that_stops_or_raises_leaves_nobody_waiting() -> None:
     with raises_soon(PlanMismatch, "the ranks do not extract the same"):
         list(local_shards(model, bucket_bytes=FEW_BYTES + this_rank()))
     assert_shards(model, extracted(model))
+
+
+@everywhere
+def test_a_rank_that_is_refused_leaves_nobody_waiting_then_or_later() -> None:
+    """Without adapters the others do not ask for it; with them they are told."""
+    model = fsdp2(new_net())
+    expected = tensors_of(new_net())
+    for call in (local_shards, lambda model, **options: fingerprint(model, combined=False, **options)):
+        if this_rank() == 0:
+            with raises_soon(ValueError, "lora"):
+                call(model, lora="other")  # type: ignore[operator]
+        else:
+            call(model)  # type: ignore[operator]
+        assert_shards(model, expected)
+        assert len(extracted(model)) == len(expected)
+
+
+@on_the_device
+def test_a_rank_that_is_refused_a_model_with_adapters_is_missed_by_none() -> None:
+    model = shard_qwen2(adapted())
+    for call in (
+        lambda **options: list(local_shards(model, **options)),
+        lambda **options: fingerprint(model, **options),
+    ):
+        with raises_soon(ValueError if this_rank() == 0 else RankLeft, "keep_dtype"):
+            list(path(model, keep_dtype=["nothing"] if this_rank() == 0 else []))  # type: ignore[operator]
+        assert_shards(model, extracted(model))
