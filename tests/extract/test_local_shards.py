@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -175,10 +175,8 @@ def test_a_rank_that_is_refused_leaves_nobody_waiting_then_or_later() -> None:
 @on_the_device
 def test_a_rank_that_is_refused_a_model_with_adapters_is_missed_by_none() -> None:
     model = shard_qwen2(adapted())
-    for call in (
-        lambda **options: list(local_shards(model, **options)),
-        lambda **options: fingerprint(model, **options),
-    ):
+    shards: Callable[..., object] = lambda model, **options: list(local_shards(model, **options))  # noqa: E731
+    for path in (shards, fingerprint):
         with raises_soon(ValueError if this_rank() == 0 else RankLeft, "keep_dtype"):
-            list(path(model, keep_dtype=["nothing"] if this_rank() == 0 else []))  # type: ignore[operator]
+            path(model, keep_dtype=["nothing"] if this_rank() == 0 else [])
         assert_shards(model, extracted(model))
