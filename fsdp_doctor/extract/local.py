@@ -6,14 +6,14 @@ import collections
 import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, extract, request_of
+from fsdp_doctor.extract.full import BUCKET_BYTES, Request, TensorStream, announced, extract, request_of
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
@@ -21,6 +21,8 @@ from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+
+FactorStream: TypeAlias = TensorStream[tuple[TensorSpec, torch.Tensor]]
 
 
 class LocalShard(NamedTuple):
@@ -68,7 +70,7 @@ def local_shards(
     """
     with announced_where_merged(model, lora):
         request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
-    return _named(request)
+    return _named(request, factor_stream(request))
 
 
 @contextlib.contextmanager
@@ -83,8 +85,8 @@ def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
         raise
 
 
-def _named(request: Request) -> Iterator[LocalShard]:
-    with contextlib.closing(loaded_shards(request, gathered_deltas(request), own=True)) as shards:
+def _named(request: Request, factors: FactorStream | None) -> Iterator[LocalShard]:
+    with contextlib.closing(loaded_shards(request, gathered_deltas(request, factors), own=True)) as shards:
         for spec, tensor, place, _ in shards:
             for name in spec.names:
                 yield LocalShard(name, tensor, spec.shape, place)
@@ -113,17 +115,19 @@ def loaded_shards(request: Request, deltas: Mapping[str, list[Delta]], *, own: b
             private.release_workspaces(request.device)
 
 
-def gathered_deltas(request: Request) -> dict[str, list[Delta]]:
-    """What is to be merged into which weight. Gathers the factors, if there are any: then every rank must call it."""
+def factor_stream(request: Request) -> FactorStream | None:
+    """What will gather the adapters' factors: begun here, so that who lets go of it unread tells the other ranks."""
     if not request.adapters:
-        return {}
+        return None
     sources = adapters.factors(request.all_sources, request.adapters)
     # Each once, in the order of the model, so in the same order on every rank.
     names = dict.fromkeys(name for many in request.adapters.values() for one in many for name in (one.a, one.b))
-    gathering = replace(request, sources=[sources[name] for name in names], adapters={}, dtypes=OutputDtypes())
-    full: dict[str, torch.Tensor] = {}
-    for spec, tensor in extract(gathering):
-        full |= dict.fromkeys(spec.names, tensor)
+    return extract(replace(request, sources=[sources[name] for name in names], adapters={}, dtypes=OutputDtypes()))
+
+
+def gathered_deltas(request: Request, factors: FactorStream | None) -> dict[str, list[Delta]]:
+    """What is to be merged into which weight. Every rank must call it, if there are factors to gather."""
+    full = {name: tensor for spec, tensor in factors or () for name in spec.names}
     return {weight: [_delta(one, full) for one in many] for weight, many in request.adapters.items()}
 
 

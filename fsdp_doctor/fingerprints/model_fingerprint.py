@@ -13,7 +13,7 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
-from fsdp_doctor.extract.local import LoadedShard, announced_where_merged, gathered_deltas, loaded_shards
+from fsdp_doctor.extract.local import LoadedShard, announced_where_merged, factor_stream, gathered_deltas, loaded_shards
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import shard_groups, signature
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec, specs
@@ -51,7 +51,7 @@ def fingerprint(
     announcing = announced(model) if combined else announced_where_merged(model, lora)
     with announcing:
         request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
-    deltas = gathered_deltas(request)
+    deltas = gathered_deltas(request, factor_stream(request))
     if not combined:
         return _with_ties(request, _own(request, deltas))
     settings = f"fingerprints dtype={dtype} lora={lora}"

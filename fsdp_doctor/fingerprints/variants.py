@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
-from fsdp_doctor.extract.local import LoadedShard, gathered_deltas, loaded_shards
+from fsdp_doctor.extract.local import LoadedShard, factor_stream, gathered_deltas, loaded_shards
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.own_shards import row_major
 from fsdp_doctor.extract.sources import FlatUnit, Source, specs
@@ -47,7 +47,7 @@ def fingerprint_variants(
     """
     with announced(model):
         request = _restricted(request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora), set(names))
-    deltas = gathered_deltas(request)
+    deltas = gathered_deltas(request, factor_stream(request))
     with agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
         own = list(_variants(request, deltas))
         agree()

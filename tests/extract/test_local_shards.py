@@ -154,6 +154,12 @@ def test_a_consumer_that_stops_or_raises_leaves_nobody_waiting() -> None:
         assert this_rank() == 0
     with raises_soon(PlanMismatch, "the ranks do not extract the same"):
         list(local_shards(model, bucket_bytes=FEW_BYTES + this_rank()))
+    unread = local_shards(model)
+    if this_rank() == 0:
+        del unread
+    else:
+        with raises_soon(RankLeft, "rank 0 left"):
+            list(unread)
     assert_shards(model, extracted(model))
 
 
