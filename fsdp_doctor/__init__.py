@@ -2,6 +2,8 @@
 
 The command line is ``fsdp-doctor``. The library is :func:`full_tensors`, the extraction path that works
 in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights_info` beside it;
+:func:`local_shards`, each rank's shards without a gather; ``engines``, both in the form that an inference engine takes;
+:func:`fingerprint`, with :func:`fingerprint_tensors` and :func:`compare_fingerprints`, which proves what arrived;
 :func:`load_full_tensors` and :func:`load_optimizer_state`, the way in;
 :func:`examine`, which says where everything in a live model lies and what of it is trouble; and
 :func:`promises`, which declares what an extraction function of your own promises before
@@ -16,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_doctor import engines
     from fsdp_doctor.examination import Examination, ModelIsBad, examine
     from fsdp_doctor.extract import (
         LocalShard,
@@ -100,6 +103,7 @@ __all__ = [
     "__version__",
     "combine_fingerprints",
     "compare_fingerprints",
+    "engines",
     "examine",
     "fingerprint",
     "fingerprint_checkpoint",
@@ -116,6 +120,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "engines":
+        return importlib.import_module("fsdp_doctor.engines")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"fsdp_doctor.{_MODULE_OF[name]}"), name)
