@@ -8,7 +8,6 @@ by the same number for the whole row, and the keys of the columns are made once 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
@@ -103,8 +102,11 @@ def _on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
+# Triton reads annotations as code: only those that it knows are there.
+
+
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _keys(counters: Any, family: tl.constexpr) -> Any:
+def _keys(counters, family: tl.constexpr):  # type: ignore[no-untyped-def]
     """splitmix64, as ``keyed_sum.keys``."""
     mixed = (counters.to(tl.uint64) * 4 + (family + 1)) * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
@@ -114,14 +116,14 @@ def _keys(counters: Any, family: tl.constexpr) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _sum_words(
-    table: Any,
-    into: Any,
-    stride: Any,
+def _sum_words(  # type: ignore[no-untyped-def]
+    table,
+    into,
+    stride,
     ROW: tl.constexpr,  # noqa: N803
     NUM_ROWS: tl.constexpr,  # noqa: N803
     ALIGNED: tl.constexpr,  # noqa: N803
-) -> None:
+):
     entry = table + tl.program_id(0).to(tl.int64) * 5
     # Where word 0 of the tensor would lie: of the words, [first, last) are there.
     origin = tl.load(entry)
@@ -150,15 +152,15 @@ def _sum_words(
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _sum_elements(
-    table: Any,
-    into: Any,
-    stride: Any,
+def _sum_elements(  # type: ignore[no-untyped-def]
+    table,
+    into,
+    stride,
     ITEM_BITS: tl.constexpr,  # noqa: N803
     ROW: tl.constexpr,  # noqa: N803
     LENGTH: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
-) -> None:
+):
     entry = table + tl.program_id(0).to(tl.int64) * 10
     begin, numel, base = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     outer, middle, inner = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
