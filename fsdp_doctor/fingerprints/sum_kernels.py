@@ -42,7 +42,7 @@ def add_words(runs: Sequence[WordRun], into: torch.Tensor) -> None:
             ROW=ROW_WORDS,
             NUM_ROWS=_ROWS_A_PROGRAM,
             ALIGNED=aligned,
-            num_warps=8,
+            num_warps=16,
         )
 
 
@@ -129,24 +129,30 @@ def _sum_words(  # type: ignore[no-untyped-def]
     origin = tl.load(entry)
     first, last = tl.load(entry + 1), tl.load(entry + 2)
     row, number = tl.load(entry + 3), tl.load(entry + 4)
-    if ALIGNED:
-        origin = tl.multiple_of(origin, 16)
     memory = origin.to(tl.pointer_type(tl.int32))
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
     columns = tl.arange(0, ROW)
     one = tl.zeros((ROW,), dtype=tl.int64)
     two = tl.zeros((ROW,), dtype=tl.int64)
     num_rows = tl.minimum(NUM_ROWS, (last + ROW - 1) // ROW - row)
-    for step in range(num_rows):
+    # Two rows at once: the second is on its way while the first is multiplied.
+    for step in range(0, num_rows, 2):
         index = row + step
         start = tl.multiple_of(index * ROW, ROW)
-        if (start >= first) & (start + ROW <= last):
-            words = tl.load(memory + start + columns)
+        place = start + columns
+        if (start >= first) & (start + 2 * ROW <= last):
+            upper = tl.load(memory + place)
+            lower = tl.load(memory + place + ROW)
         else:
-            inside = (start + columns >= first) & (start + columns < last)
-            words = tl.load(memory + start + columns, mask=inside, other=0)
-        words = words.to(tl.uint32, bitcast=True)
-        one += words.to(tl.int64) * _keys(index, 2)
-        two += ((words >> 16) | (words << 16)).to(tl.int64) * _keys(index, 3)
+            upper = tl.load(memory + place, mask=(place >= first) & (place < last), other=0)
+            lower = tl.load(memory + place + ROW, mask=(place + ROW >= first) & (place + ROW < last), other=0)
+        upper = upper.to(tl.uint32, bitcast=True)
+        lower = lower.to(tl.uint32, bitcast=True)
+        one += upper.to(tl.int64) * _keys(index, 2) + lower.to(tl.int64) * _keys(index + 1, 2)
+        upper = (upper >> 16) | (upper << 16)
+        lower = (lower >> 16) | (lower << 16)
+        two += upper.to(tl.int64) * _keys(index, 3) + lower.to(tl.int64) * _keys(index + 1, 3)
     tl.atomic_add(into + number * stride, tl.sum(one * _keys(columns, 0), axis=0), sem="relaxed")
     tl.atomic_add(into + number * stride + 1, tl.sum(two * _keys(columns, 1), axis=0), sem="relaxed")
 
