@@ -12,7 +12,8 @@ from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
 
-_HALF_BYTES = 64 << 20
+_HALF_BYTES = 32 << 20
+CAST_BYTES = 2 * _HALF_BYTES
 _ALIGNMENT = 64
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,101 +14,118 @@ from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import CastBuffer, Loader
 from fsdp_doctor.extract.lora import Delta, LoraAdapter
-from fsdp_doctor.extract.plan import Bucket, buckets
-from fsdp_doctor.extract.sources import Source, TensorSpec, specs
+from fsdp_doctor.extract.plan import Bucket, Plan, buckets
+from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.extract.transfers import TensorTransfer, all_gather
+from fsdp_doctor.extract.transfers import Call, TensorTransfer, all_gather
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
 
-@dataclass
+@dataclass(eq=False)
 class _PendingBucket:
     """A bucket that was launched. done: the event after it. deltas: held until then, for the device reads them."""
 
     bucket: Bucket
+    transfers: list[TensorTransfer]
     done: Any
     deltas: dict[str, list[Delta]]
 
 
 class Pipeline:
-    """adapters, factors: which factors make up what is merged into a weight, and where they are."""
+    """One extraction. shards: this rank's, by the places of the plan's sources."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        agreement: Agreement,
-        adapters: Mapping[str, list[LoraAdapter]],
-        factors: Mapping[str, Source],
-    ) -> None:
-        self._device = device
+    def __init__(self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement) -> None:
+        self._plan = plan
+        self._call = Call(plan.device, shards, plan.adapters)
         self._agreement = agreement
-        self._adapters = adapters
-        self._factors = factors
-        self._streams = Streams(device)
-        self._cast_buffer = CastBuffer(device, self._streams)
+        self._streams = Streams(plan.device)
+        self._cast_buffer = CastBuffer(plan.device, self._streams)
+        # How many buckets were launched, how many of the others are launched whatever happens, and whether the
+        # collectives of the next have begun.
+        self._launched = self._promised = 0
+        self._has_begun = False
 
-    def run(self, plan: Iterable[Bucket], most_bytes: int) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-        """Yields every tensor. As many buckets are pending at once as fit into ``most_bytes``.
+    def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields every tensor. As many buckets are pending at once as fit into the plan's ``most_bytes``.
 
-        Each rank agrees to a bucket before it launches its collectives, and never waits for its caller
-        between the two: what one rank launches, all finish.
+        Each rank agrees to buckets before it launches their collectives. If it ends before all of those are launched,
+        for whatever reason, it launches the rest first: what one rank launches, all do.
         """
-        buckets = iter(plan)
-        upcoming = next(buckets, None)
+        buckets = self._plan.buckets
         pending: collections.deque[_PendingBucket] = collections.deque()
         last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
+        handed_out = 0
         try:
-            while upcoming is not None or pending:
-                while upcoming is not None and self._may_launch(pending, upcoming, most_bytes):
+            while self._launched < len(buckets) or pending:
+                while self._launched < len(buckets) and self._may_launch(pending, handed_out):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
                     if last_done[0] is not None:
                         last_done[0].synchronize()
-                    pending.append(self._launch(upcoming))
-                    upcoming = next(buckets, None)
+                    pending.append(self._launch(buckets[self._launched]))
                 first = pending.popleft()
                 results = self._results(first)
                 last_done.append(first.done)
                 del first
                 while results:
                     spec, tensor = results.pop()
+                    handed_out = tensor.nbytes
                     yield spec, tensor
                     del tensor
-            self._agreement.end()
+            self._agreement.finish()
         finally:
             # Who leaves early gives memory back that is still being written to.
             for launched in pending:
                 self._streams.wait(launched.done)
-            if self._adapters:
-                private.release_workspaces(self._device)
+            pending.clear()
+            self._keep_promise()
+            if self._plan.adapters:
+                private.release_workspaces(self._plan.device)
 
-    def _may_launch(self, pending: Collection[_PendingBucket], bucket: Bucket, most_bytes: int) -> bool:
-        together = [*(launched.bucket for launched in pending), bucket]
-        units = {unit for one in together for unit in one.units}
-        held = sum(one.nbytes for one in together) + sum(unit.held_bytes() for unit in units)
-        return not pending or held <= most_bytes
+    def _may_launch(self, pending: Collection[_PendingBucket], handed_out: int) -> bool:
+        """handed_out: bytes of the tensor that the caller had last, and still has as a rule."""
+        together = [*(launched.bucket for launched in pending), self._plan.buckets[self._launched]]
+        units = {unit for bucket in together for unit in bucket.units} & self._call.units.keys()
+        held = sum(bucket.nbytes for bucket in together) + sum(self._call.units[unit].held_bytes() for unit in units)
+        return not pending or held + handed_out <= self._plan.most_bytes
+
+    def _keep_promise(self) -> None:
+        """What it leaves with is to be known, not that it could not take part in the rest."""
+        with contextlib.suppress(Exception):
+            while self._promised and not self._has_begun:
+                self._streams.wait(self._launch(self._plan.buckets[self._launched]).done)
+
+    def _agree(self) -> None:
+        """Before the first collective of a bucket."""
+        if not self._promised:
+            left = self._plan.buckets[self._launched :]
+            num_next = self._agreement.num_next(len(left))
+            nbytes = sum(bucket.nbytes for bucket in left[:num_next])
+            one_only = num_next > 1 and not _has_room(self._plan.device, nbytes)
+            self._promised = self._agreement.promise(len(left), one_only=one_only)
+        self._has_begun = True
 
     @torch.no_grad()
     @without_garbage_collection
     def _launch(self, bucket: Bucket) -> _PendingBucket:
         """Loading this rank's part needs no other rank: only before the first gather do they have to agree."""
-        agree: Callable[[], object] = self._agreement.proceed if bucket.is_gathered else _agreed
+        transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
         deltas: dict[str, list[Delta]] = {}
+        agree: Callable[[], None] = self._agree
         if wanted := self._wanted(bucket):
             agree()
-            agree = _agreed
-            deltas = self._deltas(wanted)
-        return _PendingBucket(bucket, self._transfer(bucket.transfers, deltas, agree), deltas)
+            agree, deltas = _agreed, self._deltas(wanted)
+        done = self._transfer(transfers, deltas, agree)
+        self._launched, self._promised, self._has_begun = self._launched + 1, self._promised - 1, False
+        return _PendingBucket(bucket, transfers, done, deltas)
 
     def _transfer(
-        self, transfers: list[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], object]
+        self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]
     ) -> Any:
         """Launches all of it; the event after it."""
-        for transfer in transfers:
-            transfer.allocate(self._device)
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, deltas)
         self._streams.begin_loading()
-        loader = Loader(self._device, self._streams, self._cast_buffer, deltas)
         try:
             loader.load(piece for transfer in transfers for piece in transfer.pieces())
             agree()
@@ -127,24 +145,27 @@ class Pipeline:
     def _results(self, launched: _PendingBucket) -> list[tuple[TensorSpec, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
-        results = [result for transfer in launched.bucket.transfers for result in transfer.results()]
+        results = [result for transfer in launched.transfers for result in transfer.results()]
         results.sort(key=lambda result: result[0], reverse=True)
         return [(spec, tensor) for _, spec, tensor in results]
 
     def _wanted(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
-        if not self._adapters:
+        adapters = self._plan.adapters
+        if not adapters:
             return {}
-        return {name: self._adapters[name] for name in dict.fromkeys(bucket.names()) if name in self._adapters}
+        return {name: adapters[name] for name in dict.fromkeys(bucket.names()) if name in adapters}
 
     def _deltas(self, wanted: Mapping[str, list[LoraAdapter]]) -> dict[str, list[Delta]]:
         """What is to be merged into a bucket's weights, its factors gathered for it."""
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
         gathered: dict[str, torch.Tensor] = {}
-        for part in buckets(
-            [self._factors[name] for name in names], OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}
-        ):
-            self._streams.wait(self._transfer(part.transfers, {}, _agreed))
-            for transfer in part.transfers:
+        # The factors of one unit of FSDP1 are as many units.
+        call = Call(self._plan.device, self._call.shards, {})
+        factors = [self._plan.factors[name] for name in names]
+        for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
+            transfers = [transfer.begun(call) for transfer in part.transfers]
+            self._streams.wait(self._transfer(transfers, {}, _agreed))
+            for transfer in transfers:
                 gathered |= {name: full for _, spec, full in transfer.results() for name in spec.names}
         return {
             weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
@@ -153,9 +174,15 @@ class Pipeline:
 
 
 def _agreed() -> None:
-    """There is nobody to agree with, or it is done."""
+    """It is done."""
 
 
-def largest(sources: Sequence[Source], dtypes: OutputDtypes) -> int:
-    """Bytes of the largest tensor that is yielded."""
-    return max((s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)), default=0)
+def _has_room(device: torch.device, nbytes: int) -> bool:
+    """Whether the device has so much memory that nobody uses."""
+    if device.type == "cpu":
+        return True
+    module = torch.get_device_module(device)
+    free = module.mem_get_info(device)[0]
+    if free < nbytes:
+        free += module.memory_reserved(device) - module.memory_allocated(device)
+    return bool(free >= nbytes)

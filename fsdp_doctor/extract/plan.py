@@ -4,29 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from typing_extensions import assert_never
 
+from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.flat_transfers import FlatGather, FlatLayout, flat_gathers
+from fsdp_doctor.extract.lora import LoraAdapter
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
-from fsdp_doctor.extract.transfers import (
-    FlatGather,
-    InPlaceGather,
-    LocalCopy,
-    PackedGather,
-    Redistribution,
-    TensorTransfer,
-    UnitOutputs,
-    flat_gathers,
-)
+from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
 # Below it an all-gather of its own costs more than a copy out of a common one.
 _SMALL_BYTES = 1 << 20
 
-# By the ranks of their shard group and their dtype: (their places in the order, the tensors).
-_SmallTensors: TypeAlias = dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]]
+
+@dataclass(kw_only=True, eq=False)
+class Plan:
+    """What one model and one call's arguments come to. Nothing in it is a tensor, so that it may be kept.
+
+    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. adapters, factors:
+    which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
+    buckets and the caller's last tensor may take together.
+    """
+
+    all_sources: list[Source]
+    sources: list[Source]
+    adapters: dict[str, list[LoraAdapter]]
+    factors: dict[str, Source]
+    dtypes: OutputDtypes
+    device: torch.device
+    ranks: tuple[int, ...]
+    buckets: list[Bucket]
+    most_bytes: int
+    compared: ComparedPlan
 
 
 def signature(sources: Sequence[Source], dtypes: OutputDtypes, settings: str) -> list[str]:
@@ -45,9 +56,9 @@ def _layout(source: Source) -> str:
         case Rows():
             return f"in {source.shard_group.size} shards of {source.chunk}"
         case Placed():
-            return str(source.tensor.placements)
+            return str(source.placements)
         case FlatUnit():
-            return f"in a flat parameter of {source.shard_group.size} shards of {source.local.numel()}"
+            return f"in a flat parameter of {source.shard_group.size} shards of {source.chunk}"
         case _:
             assert_never(source)
 
@@ -55,6 +66,16 @@ def _layout(source: Source) -> str:
 def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
     found = {source.shard_group.ranks: source.shard_group for source in sources if not isinstance(source, Plain)}
     return list(found.values())
+
+
+def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
+    """All that take part: of the shard groups of a model the largest has the others in it."""
+    return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
+
+
+def largest(sources: Sequence[Source], dtypes: OutputDtypes) -> int:
+    """Bytes of the largest tensor that is yielded."""
+    return max((s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)), default=0)
 
 
 @dataclass
@@ -65,9 +86,9 @@ class Bucket:
     nbytes: int = 0
 
     @property
-    def units(self) -> set[UnitOutputs]:
-        """The FSDP1 units of which it gathers a part."""
-        return {transfer.unit for transfer in self.transfers if isinstance(transfer, FlatGather)}
+    def units(self) -> set[int]:
+        """The FSDP1 units of which it gathers a part, by their order."""
+        return {transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather)}
 
     @property
     def is_gathered(self) -> bool:
@@ -78,6 +99,23 @@ class Bucket:
         return [name for transfer in self.transfers for name in transfer.names()]
 
 
+class _Rows:
+    """The tensors of a bucket that are sharded by rows: those of one shard group and one dtype are one transfer."""
+
+    def __init__(self, kind: type[RowsGather] | type[PackedGather]) -> None:
+        self._kind = kind
+        self._found: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
+
+    def add(self, order: int, source: Rows, dtype: torch.dtype) -> None:
+        orders, sources = self._found.setdefault((source.shard_group.ranks, dtype), ([], []))
+        orders.append(order)
+        sources.append(source)
+
+    def transfers(self) -> Iterator[TensorTransfer]:
+        for (_, dtype), (orders, sources) in self._found.items():
+            yield self._kind(orders, sources, dtype)
+
+
 def buckets(
     sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
 ) -> Iterator[Bucket]:
@@ -85,27 +123,29 @@ def buckets(
 
     extra_bytes: what is needed beside the tensor of that name while it is gathered.
     """
-    bucket = Bucket()
-    small: _SmallTensors = {}
+    bucket, large, small = Bucket(), _Rows(RowsGather), _Rows(PackedGather)
     for order, part, nbytes in _parts(sources, dtypes, bucket_bytes, extra_bytes):
         if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
-            yield _with_small_tensors(bucket, small)
-            bucket, small = Bucket(), {}
+            yield _complete(bucket, large, small)
+            bucket, large, small = Bucket(), _Rows(RowsGather), _Rows(PackedGather)
         bucket.nbytes += nbytes
         if isinstance(part, TensorTransfer):
             bucket.transfers.append(part)
         else:
-            orders, rows = small.setdefault((part.shard_group.ranks, dtypes.of(part.spec)), ([], []))
-            orders.append(order)
-            rows.append(part)
-    if bucket.transfers or small:
-        yield _with_small_tensors(bucket, small)
+            dtype = dtypes.of(part.spec)
+            (small if _nbytes(part, dtype) <= _SMALL_BYTES else large).add(order, part, dtype)
+    last = _complete(bucket, large, small)
+    if last.transfers:
+        yield last
 
 
-def _with_small_tensors(bucket: Bucket, small: _SmallTensors) -> Bucket:
-    """The whole bucket: its small tensors of one shard group and one dtype share an all-gather."""
-    bucket.transfers += [PackedGather(orders, rows, dtype) for (_, dtype), (orders, rows) in small.items()]
+def _complete(bucket: Bucket, large: _Rows, small: _Rows) -> Bucket:
+    bucket.transfers += [*large.transfers(), *small.transfers()]
     return bucket
+
+
+def _nbytes(source: Rows, dtype: torch.dtype) -> int:
+    return source.chunk * source.shard_group.size * dtype.itemsize
 
 
 def _parts(
@@ -115,13 +155,9 @@ def _parts(
     order = 0
     for source in sources:
         if isinstance(source, Rows):
-            dtype = dtypes.of(source.spec)
-            nbytes = source.chunk * source.shard_group.size * dtype.itemsize
+            nbytes = _nbytes(source, dtypes.of(source.spec))
             extra = extra_bytes.get(source.spec.names[0], 0) if extra_bytes else 0
-            if nbytes <= _SMALL_BYTES:
-                yield order, source, 2 * nbytes + extra
-            else:
-                yield order, InPlaceGather(order, source, dtype), nbytes + extra
+            yield order, source, (2 * nbytes if nbytes <= _SMALL_BYTES else nbytes) + extra
             order += 1
             continue
         for transfer in _transfers(order, source, dtypes, bucket_bytes):
@@ -138,6 +174,6 @@ def _transfers(
         case Placed():
             yield Redistribution(order, source, dtypes.of(source.spec))
         case FlatUnit():
-            yield from flat_gathers(UnitOutputs(order, source, dtypes), bucket_bytes)
+            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes)
         case _:
             assert_never(source)

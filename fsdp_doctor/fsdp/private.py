@@ -81,6 +81,24 @@ def own_tensors(model: nn.Module) -> list[OwnTensors]:
     return found
 
 
+def modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
+    """Every module, what it names in which order, and every tensor that it has: ``_modules`` and the others as above.
+
+    It is done for each extraction, so that all that can be is left to C.
+    """
+    modules: list[nn.Module] = [model]
+    names: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
+    for module in modules:
+        own = module.__dict__
+        children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
+        names += (tuple(children), tuple(parameters), tuple(buffers), *own["_non_persistent_buffers_set"])
+        modules += [child for child in children.values() if child is not None]
+        tensors += parameters.values()
+        tensors += buffers.values()
+    return modules, names, tensors
+
+
 def compiled_module(model: nn.Module) -> nn.Module | None:
     """The module inside of what ``torch.compile`` made of it: ``OptimizedModule._orig_mod``. None for any other."""
     inner = getattr(model, "_orig_mod", None)
