@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsdp_doctor.extract.host_copies import HostCopies, InMemory
 from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
@@ -58,38 +59,46 @@ class CastBuffer:
 
 
 class Loader:
-    """deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
+    """One bucket's pieces. deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
 
     def __init__(
-        self, device: torch.device, streams: Streams, cast_buffer: CastBuffer, deltas: Mapping[str, list[Delta]]
+        self,
+        device: torch.device,
+        streams: Streams,
+        cast_buffer: CastBuffer,
+        copies: HostCopies,
+        deltas: Mapping[str, list[Delta]],
     ) -> None:
         self._device = device
         self._streams = streams
         self._cast_buffer = cast_buffer
+        self._copies = copies
         self._deltas = deltas
+        self._to_cast: list[Piece] = []
+        self._submitted = 0
 
-    def load(self, pieces: Iterable[Piece]) -> None:
-        """Fills every target. Nothing waits for the device; sources in pageable memory hold up the host."""
-        here: list[Piece] = []
-        from_host: list[Piece] = []
-        to_cast: list[Piece] = []
+    def begin(self, pieces: Iterable[Piece]) -> None:
+        """Launches the copies that can be. Nothing waits for the device; pageable memory is being read by threads."""
+        copied: list[Piece] = []
+        pageable: list[Piece] = []
         for piece in pieces:
             on_host = piece.source.device != self._device
             if piece.name in self._deltas or (on_host and piece.source.dtype != piece.target.dtype):
-                to_cast.append(piece)
+                self._to_cast.append(piece)
             else:
-                (from_host if on_host else here).append(piece)
+                (pageable if on_host and _is_pageable(piece.source) else copied).append(piece)
         with self._streams.loading():
-            for batch in (from_host, here):
-                private.copy_all(
-                    [piece.target for piece in batch], [piece.source for piece in batch], non_blocking=True
-                )
-        self._load_and_cast(to_cast)
+            private.copy_all([piece.target for piece in copied], [piece.source for piece in copied], non_blocking=True)
+        for piece in pageable:
+            self._copy(piece.target, piece.source)
+        self._submitted = self._copies.submit()
 
-    def _load_and_cast(self, pieces: list[Piece]) -> None:
+    def finish(self) -> None:
+        """The rest: then all targets are filled, in the order of the streams."""
+        self._copies.flush(self._submitted)
         batch: list[Piece] = []
         held = 0
-        for piece in (part for whole in pieces for part in _split(whole)):
+        for piece in (part for whole in self._to_cast for part in _split(whole)):
             nbytes = _padded(piece.source.nbytes)
             if held + nbytes > _HALF_BYTES:
                 self._cast_batch(batch)
@@ -97,6 +106,9 @@ class Loader:
             batch.append(piece)
             held += nbytes
         self._cast_batch(batch)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copies.copy(InMemory(source.view(torch.uint8)), target.view(torch.uint8))
 
     def _cast_batch(self, pieces: list[Piece]) -> None:
         if not pieces:
@@ -107,8 +119,14 @@ class Loader:
             part[: piece.source.nbytes].view(piece.source.dtype)
             for part, piece in zip(memory[: sum(sizes)].split(sizes), pieces, strict=True)
         ]
+        pageable = [_is_pageable(piece.source) for piece in pieces]
+        for target, piece, is_pageable in zip(loaded, pieces, pageable, strict=True):
+            if is_pageable:
+                self._copy(target, piece.source)
+        self._copies.flush()
+        copied = [index for index, is_pageable in enumerate(pageable) if not is_pageable]
         with self._streams.loading():
-            private.copy_all(loaded, [piece.source for piece in pieces], non_blocking=True)
+            private.copy_all([loaded[i] for i in copied], [pieces[i].source for i in copied], non_blocking=True)
         with self._streams.casting():
             merged = [
                 self._merged(values, piece) if piece.name in self._deltas else values
@@ -121,6 +139,10 @@ class Loader:
         for delta in self._deltas[piece.name]:
             values = values + delta.part(piece.start, values.numel())
         return values
+
+
+def _is_pageable(source: torch.Tensor) -> bool:
+    return source.device.type == "cpu" and source.numel() > 0 and not source.is_pinned()
 
 
 def _split(piece: Piece) -> Iterable[Piece]:

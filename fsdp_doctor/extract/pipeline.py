@@ -12,6 +12,7 @@ import torch
 
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader
 from fsdp_doctor.extract.lora import Delta, LoraAdapter
 from fsdp_doctor.extract.plan import Bucket, Plan, buckets
@@ -20,6 +21,10 @@ from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.extract.transfers import Call, TensorTransfer, all_gather
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+
+# Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
+_MOST_THREADS = 8
+_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
@@ -41,6 +46,7 @@ class Pipeline:
         self._agreement = agreement
         self._streams = Streams(plan.device)
         self._cast_buffer = CastBuffer(plan.device, self._streams)
+        self._copies = HostCopies(self._streams, _MOST_THREADS, _CHUNK_BYTES)
         # How many buckets were launched, how many of the others are launched whatever happens, and whether the
         # collectives of the next have begun.
         self._launched = self._promised = 0
@@ -80,6 +86,7 @@ class Pipeline:
                 self._streams.wait(launched.done)
             pending.clear()
             self._keep_promise()
+            self._copies.close()
             if self._plan.adapters:
                 private.release_workspaces(self._plan.device)
 
@@ -124,10 +131,11 @@ class Pipeline:
         self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]
     ) -> Any:
         """Launches all of it; the event after it."""
-        loader = Loader(self._plan.device, self._streams, self._cast_buffer, deltas)
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies, deltas)
         self._streams.begin_loading()
         try:
-            loader.load(piece for transfer in transfers for piece in transfer.pieces())
+            loader.begin(piece for transfer in transfers for piece in transfer.pieces())
+            loader.finish()
             agree()
             with self._streams.gathering():
                 all_gather(transfers)
