@@ -101,6 +101,11 @@ def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Te
     return made.plan, shards
 
 
+def forget(model: nn.Module) -> None:
+    """The next plan of the model is made anew."""
+    _kept.pop(model, None)
+
+
 def _plan(
     held: reader.HeldModel, shards: Sequence[torch.Tensor], layers: adapters.Layers, arguments: Arguments
 ) -> Plan:
