@@ -82,20 +82,21 @@ def own_tensors(model: nn.Module) -> list[OwnTensors]:
 
 
 def modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Every module, what it names in which order, and every tensor that it has: ``_modules`` and the others as above.
-
-    It is done for each extraction, so that all that can be is left to C.
-    """
+    """Every module, what it names in which order, and every tensor that it has: as above, with as little as can be."""
     modules: list[nn.Module] = [model]
     names: list[Any] = []
     tensors: list[torch.Tensor | None] = []
     for module in modules:
         own = module.__dict__
-        children, parameters, buffers = own["_modules"], own["_parameters"], own["_buffers"]
-        names += (tuple(children), tuple(parameters), tuple(buffers), *own["_non_persistent_buffers_set"])
-        modules += [child for child in children.values() if child is not None]
-        tensors += parameters.values()
-        tensors += buffers.values()
+        if children := own["_modules"]:
+            names.append((*children,))
+            modules += [child for child in children.values() if child is not None]
+        if parameters := own["_parameters"]:
+            names.append((*parameters, len(modules)))
+            tensors += parameters.values()
+        if buffers := own["_buffers"]:
+            names.append((*buffers, len(modules), *own["_non_persistent_buffers_set"]))
+            tensors += buffers.values()
     return modules, names, tensors
 
 
@@ -114,6 +115,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     No copy, no collective. The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(tensor: DTensor) -> Any:
+    """Mesh, placements, and the shape, strides and dtype of the whole: ``DTensor._spec``, in public one by one."""
+    return tensor._spec
 
 
 def num_interleaved(placement: Placement) -> int | None:
@@ -357,10 +363,7 @@ def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies each source into its target, as many as possible in one kernel: ``torch._foreach_copy_``.
-
-    In public there is one copy a tensor, at several microseconds each.
-    """
+    """Copies each source into its target, in one kernel where it can: ``torch._foreach_copy_``, in public one each."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 

@@ -46,11 +46,10 @@ class Snapshot:
 def _tensor_facts(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
-    if not isinstance(tensor, DTensor):
-        return id(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    local = private.local_tensor(tensor)
-    placed = tensor.device_mesh, tensor.placements
-    return id(tensor), tensor.shape, placed, local.shape, local.stride(), local.dtype, local.device
+    placed = None
+    if isinstance(tensor, DTensor):
+        placed, tensor = (id(tensor), private.placed_as(tensor)), private.local_tensor(tensor)
+    return id(tensor) if placed is None else placed, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _unit_facts(handle: Any) -> Any:
