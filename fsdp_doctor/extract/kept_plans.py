@@ -19,7 +19,7 @@ from fsdp_doctor.extract.sources import (
     Source,
     check_lengths,
     compute_device,
-    current_device,
+    device_of,
     shards_of,
     sources_of,
     specs,
@@ -66,19 +66,24 @@ class _Kept:
         held = reader.read(model)
         peft_modules = adapters.adapter_modules(reader.innermost(model))
         self._snapshot = Snapshot(model, held)
-        self._device = current_device()
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
         self._layers = adapters.read(peft_modules)
         self.shards = shards_of(held)
         self.plan = _plan(held, self.shards, self._layers, arguments)
+        self._shard_groups = shard_groups(self.plan.all_sources)
+        self._current = self._current_devices()
 
     def shards_now(self, model: nn.Module) -> list[torch.Tensor] | None:
         """None if the model is not any more what the plan was made from."""
         shards = self._snapshot.shards(model)
-        if shards is None or current_device() != self._device:
+        if shards is None or self._current_devices() != self._current:
             return None
         layers = adapters.read((prefix, module) for prefix, known in self._peft_modules if (module := known()))
         return shards if layers == self._layers else None
+
+    def _current_devices(self) -> list[torch.device]:
+        """This rank's, of the kinds that shards are gathered on: a thread may change them."""
+        return [device_of(kind) for kind in {group.device.type for group in self._shard_groups}]
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _Kept]] = weakref.WeakKeyDictionary()

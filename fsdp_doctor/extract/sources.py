@@ -165,11 +165,6 @@ def device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def current_device() -> int | None:
-    """The index of this rank's accelerator, which a thread may change; None without one."""
-    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-
 def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     tensor = held.tensor
     _require_values(tensor, held.names)
