@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,31 +59,27 @@ class CastBuffer:
 
 
 class Loader:
-    """One bucket's pieces. deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
+    """One bucket's pieces."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        streams: Streams,
-        cast_buffer: CastBuffer,
-        copies: HostCopies,
-        deltas: Mapping[str, list[Delta]],
-    ) -> None:
+    def __init__(self, device: torch.device, streams: Streams, cast_buffer: CastBuffer, copies: HostCopies) -> None:
         self._device = device
         self._streams = streams
         self._cast_buffer = cast_buffer
         self._copies = copies
-        self._deltas = deltas
         self._to_cast: list[Piece] = []
         self._submitted = 0
+        self.is_reading = False
 
-    def begin(self, pieces: Iterable[Piece]) -> None:
-        """Launches the copies that can be. Nothing waits for the device; pageable memory is being read by threads."""
+    def begin(self, pieces: Iterable[Piece], merged: Collection[str]) -> None:
+        """Launches the copies that can be. Nothing waits for the device; pageable memory is being read by threads.
+
+        merged: the tensors to which something is to be added.
+        """
         copied: list[Piece] = []
         pageable: list[Piece] = []
         for piece in pieces:
             on_host = piece.source.device != self._device
-            if piece.name in self._deltas or (on_host and piece.source.dtype != piece.target.dtype):
+            if piece.name in merged or (on_host and piece.source.dtype != piece.target.dtype):
                 self._to_cast.append(piece)
             else:
                 (pageable if on_host and _is_pageable(piece.source) else copied).append(piece)
@@ -92,25 +88,29 @@ class Loader:
         for piece in pageable:
             self._copy(piece.target, piece.source)
         self._submitted = self._copies.submit()
+        self.is_reading = bool(pageable)
 
-    def finish(self) -> None:
-        """The rest: then all targets are filled, in the order of the streams."""
+    def finish(self, deltas: Mapping[str, list[Delta]]) -> None:
+        """The rest: then all targets are filled, in the order of the streams.
+
+        deltas: what is to be added to which tensor, its adapters unsharded and on the device.
+        """
         self._copies.flush(self._submitted)
         batch: list[Piece] = []
         held = 0
         for piece in (part for whole in self._to_cast for part in _split(whole)):
             nbytes = _padded(piece.source.nbytes)
             if held + nbytes > _HALF_BYTES:
-                self._cast_batch(batch)
+                self._cast_batch(batch, deltas)
                 batch, held = [], 0
             batch.append(piece)
             held += nbytes
-        self._cast_batch(batch)
+        self._cast_batch(batch, deltas)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copies.copy(InMemory(source.view(torch.uint8)), target.view(torch.uint8))
 
-    def _cast_batch(self, pieces: list[Piece]) -> None:
+    def _cast_batch(self, pieces: list[Piece], deltas: Mapping[str, list[Delta]]) -> None:
         if not pieces:
             return
         memory = self._cast_buffer.half()
@@ -129,16 +129,17 @@ class Loader:
             private.copy_all([loaded[i] for i in copied], [pieces[i].source for i in copied], non_blocking=True)
         with self._streams.casting():
             merged = [
-                self._merged(values, piece) if piece.name in self._deltas else values
+                _merged(values, piece, deltas) if piece.name in deltas else values
                 for values, piece in zip(loaded, pieces, strict=True)
             ]
             private.copy_all([piece.target for piece in pieces], merged, non_blocking=True)
         self._cast_buffer.done()
 
-    def _merged(self, values: torch.Tensor, piece: Piece) -> torch.Tensor:
-        for delta in self._deltas[piece.name]:
-            values = values + delta.part(piece.start, values.numel())
-        return values
+
+def _merged(values: torch.Tensor, piece: Piece, deltas: Mapping[str, list[Delta]]) -> torch.Tensor:
+    for delta in deltas[piece.name]:
+        values = values + delta.part(piece.start, values.numel())
+    return values
 
 
 def _is_pageable(source: torch.Tensor) -> bool:

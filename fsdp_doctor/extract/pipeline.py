@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,12 +29,17 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class _PendingBucket:
-    """A bucket that was launched. done: the event after it. deltas: held until then, for the device reads them."""
+    """A bucket whose loading has begun. is_launched: its collectives are, and ``done`` is the event after them.
+
+    deltas: held until then, for the device reads them.
+    """
 
     bucket: Bucket
     transfers: list[TensorTransfer]
-    done: Any
-    deltas: dict[str, list[Delta]]
+    loader: Loader
+    is_launched: bool = False
+    done: Any = None
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -47,9 +52,10 @@ class Pipeline:
         self._streams = Streams(plan.device)
         self._cast_buffer = CastBuffer(plan.device, self._streams)
         self._copies = HostCopies(self._streams, _MOST_THREADS, _CHUNK_BYTES)
+        self._pending: collections.deque[_PendingBucket] = collections.deque()
         # How many buckets were launched, how many of the others are launched whatever happens, and whether the
         # collectives of the next have begun.
-        self._launched = self._promised = 0
+        self._num_launched = self._promised = 0
         self._has_begun = False
 
     def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
@@ -58,20 +64,22 @@ class Pipeline:
         Each rank agrees to buckets before it launches their collectives. If it ends before all of those are launched,
         for whatever reason, it launches the rest first: what one rank launches, all do.
         """
-        buckets = self._plan.buckets
-        pending: collections.deque[_PendingBucket] = collections.deque()
+        pending = self._pending
         last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
         handed_out = 0
         try:
-            while self._launched < len(buckets) or pending:
-                while self._launched < len(buckets) and self._may_launch(pending, handed_out):
+            while self._upcoming() is not None or pending:
+                while (bucket := self._upcoming()) is not None and self._may_load(bucket, handed_out):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
                     if last_done[0] is not None:
                         last_done[0].synchronize()
-                    pending.append(self._launch(buckets[self._launched]))
-                first = pending.popleft()
-                results = self._results(first)
+                    self._load(bucket)
+                    self._launch_loaded()
+                first = pending[0]
+                if not first.is_launched:
+                    self._launch(first)
+                results = self._results(pending.popleft())
                 last_done.append(first.done)
                 del first
                 while results:
@@ -81,72 +89,84 @@ class Pipeline:
                     del tensor
             self._agreement.finish()
         finally:
-            # Who leaves early gives memory back that is still being written to.
-            for launched in pending:
-                self._streams.wait(launched.done)
-            pending.clear()
-            self._keep_promise()
-            self._copies.close()
-            if self._plan.adapters:
-                private.release_workspaces(self._plan.device)
+            self._leave()
 
-    def _may_launch(self, pending: Collection[_PendingBucket], handed_out: int) -> bool:
+    def _upcoming(self) -> Bucket | None:
+        """The next to be loaded."""
+        place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
+        return self._plan.buckets[place] if place < len(self._plan.buckets) else None
+
+    def _may_load(self, bucket: Bucket, handed_out: int) -> bool:
         """handed_out: bytes of the tensor that the caller had last, and still has as a rule."""
-        together = [*(launched.bucket for launched in pending), self._plan.buckets[self._launched]]
-        units = {unit for bucket in together for unit in bucket.units} & self._call.units.keys()
-        held = sum(bucket.nbytes for bucket in together) + sum(self._call.units[unit].held_bytes() for unit in units)
-        return not pending or held + handed_out <= self._plan.most_bytes
+        together = [*(pending.bucket for pending in self._pending), bucket]
+        units = {unit for one in together for unit in one.units} & self._call.units.keys()
+        held = sum(one.nbytes for one in together) + sum(self._call.units[unit].held_bytes() for unit in units)
+        return not self._pending or held + handed_out <= self._plan.most_bytes
 
-    def _keep_promise(self) -> None:
-        """What it leaves with is to be known, not that it could not take part in the rest."""
-        with contextlib.suppress(Exception):
-            while self._promised and not self._has_begun:
-                self._streams.wait(self._launch(self._plan.buckets[self._launched]).done)
+    @torch.no_grad()
+    @without_garbage_collection
+    def _load(self, bucket: Bucket) -> None:
+        """Loading this rank's part needs no other rank."""
+        transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        self._pending.append(_PendingBucket(bucket, transfers, loader))
+        self._streams.begin_loading()
+        loader.begin((piece for transfer in transfers for piece in transfer.pieces()), self._wanted(bucket))
+
+    def _launch_loaded(self) -> None:
+        """All but the last where threads are reading that: they go on while the one before is gathered."""
+        reads = self._pending[-1].loader.is_reading
+        for pending in list(self._pending)[: -1 if reads else None]:
+            if not pending.is_launched:
+                self._launch(pending)
+
+    @torch.no_grad()
+    @without_garbage_collection
+    def _launch(self, pending: _PendingBucket) -> None:
+        """Only before the first gather do the ranks have to agree."""
+        if wanted := self._wanted(pending.bucket):
+            self._agree()
+            pending.deltas = self._deltas(wanted)
+        pending.loader.finish(pending.deltas)
+        if not wanted:
+            self._agree()
+        pending.done = self._gather(pending.transfers, pending.deltas)
+        pending.is_launched = True
+        self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
 
     def _agree(self) -> None:
         """Before the first collective of a bucket."""
         if not self._promised:
-            left = self._plan.buckets[self._launched :]
+            left = self._plan.buckets[self._num_launched :]
             num_next = self._agreement.num_next(len(left))
             nbytes = sum(bucket.nbytes for bucket in left[:num_next])
             one_only = num_next > 1 and not _has_room(self._plan.device, nbytes)
             self._promised = self._agreement.promise(len(left), one_only=one_only)
         self._has_begun = True
 
-    @torch.no_grad()
-    @without_garbage_collection
-    def _launch(self, bucket: Bucket) -> _PendingBucket:
-        """Loading this rank's part needs no other rank: only before the first gather do they have to agree."""
-        transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
-        deltas: dict[str, list[Delta]] = {}
-        agree: Callable[[], None] = self._agree
-        if wanted := self._wanted(bucket):
-            agree()
-            agree, deltas = _agreed, self._deltas(wanted)
-        done = self._transfer(transfers, deltas, agree)
-        self._launched, self._promised, self._has_begun = self._launched + 1, self._promised - 1, False
-        return _PendingBucket(bucket, transfers, done, deltas)
-
-    def _transfer(
-        self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], None]
-    ) -> Any:
+    def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
         """Launches all of it; the event after it."""
-        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies, deltas)
-        self._streams.begin_loading()
-        try:
-            loader.begin(piece for transfer in transfers for piece in transfer.pieces())
-            loader.finish()
-            agree()
-            with self._streams.gathering():
-                all_gather(transfers)
-                for transfer in transfers:
-                    transfer.collect(deltas)
-        except BaseException:
-            # The memory that is being written to goes back to the caller's stream.
+        with self._streams.gathering():
+            all_gather(transfers)
+            for transfer in transfers:
+                transfer.collect(deltas)
+        return self._streams.gathered()
+
+    def _leave(self) -> None:
+        """At the end, or early: then memory is given back that is still being written to."""
+        if self._pending:
             with self._streams.gathering():
                 self._streams.wait(self._streams.gathered())
-            raise
-        return self._streams.gathered()
+        self._pending.clear()
+        # What it leaves with is to be known, not that it could not take part in the rest.
+        with contextlib.suppress(Exception):
+            while self._promised and not self._has_begun:
+                self._load(self._plan.buckets[self._num_launched])
+                self._launch(self._pending[0])
+                self._streams.wait(self._pending.popleft().done)
+        self._copies.close()
+        if self._plan.adapters:
+            private.release_workspaces(self._plan.device)
 
     @torch.no_grad()
     @without_garbage_collection
@@ -172,17 +192,17 @@ class Pipeline:
         factors = [self._plan.factors[name] for name in names]
         for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
             transfers = [transfer.begun(call) for transfer in part.transfers]
-            self._streams.wait(self._transfer(transfers, {}, _agreed))
+            loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+            self._streams.begin_loading()
+            loader.begin((piece for transfer in transfers for piece in transfer.pieces()), ())
+            loader.finish({})
+            self._streams.wait(self._gather(transfers, {}))
             for transfer in transfers:
                 gathered |= {name: full for _, spec, full in transfer.results() for name in spec.names}
         return {
             weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
             for weight, many in wanted.items()
         }
-
-
-def _agreed() -> None:
-    """It is done."""
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:
