@@ -26,10 +26,6 @@ _GO, _LEFT, _DIFFERS = "go", "left", "differs"
 # the sum of what their plans come to, at the others how many gave their word for one bucket only.
 _RANKS_BITS, _PLAN_BITS = 16, 30
 
-_num_agreements: Counter[tuple[int, ...]] = Counter()
-_leftover: dict[tuple[int, ...], _Keys] = {}
-_under_way: list[Agreement] = []
-
 
 class RankLeft(RuntimeError):
     """Another rank has left, or the store is gone; the message says which, where and why."""
@@ -45,6 +41,24 @@ class _Keys:
 
     read: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+
+
+class RankProcess:
+    """What the agreements of one process share, by the ranks that take part: how many there were, what is left."""
+
+    def __init__(self) -> None:
+        self.num_agreements: Counter[tuple[int, ...]] = Counter()
+        self.leftover: dict[tuple[int, ...], _Keys] = {}
+        self.under_way: list[Agreement] = []
+
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def store(self) -> dist.Store:
+        return _connection(private.default_store())
+
+
+_here = RankProcess()
 
 
 class ComparedPlan:
@@ -63,12 +77,18 @@ class ComparedPlan:
 class Agreement:
     """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
 
-    speaker: the rank whose word all get at each stage; None where nobody has anything to say.
+    speaker: the rank whose word all get at each stage; None where nobody has anything to say. process: another one
+    than this, where there are many in one.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], verb: Literal["extract", "load"] = "extract", speaker: int | None = None
+        self,
+        ranks: tuple[int, ...],
+        verb: Literal["extract", "load"] = "extract",
+        speaker: int | None = None,
+        process: RankProcess = _here,
     ) -> None:
+        self._process = process
         self._ranks = ranks
         self._verb = verb
         self._speaker = speaker
@@ -79,10 +99,12 @@ class Agreement:
         self._over = len(ranks) == 1
         if self._over:
             return
-        self._store = _connection(private.default_store())
         of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        _num_agreements[ranks] += 1
-        self._key = f"fsdp_doctor/{of_ranks}/{_num_agreements[ranks]}"
+        process.num_agreements[ranks] += 1
+        self._key = f"fsdp_doctor/{of_ranks}/{process.num_agreements[ranks]}"
+        self._rank = process.rank()
+        with self._store_is_there():
+            self._store = process.store()
 
     def expect(self, plan: Callable[[], ComparedPlan]) -> None:
         """The plan to compare before the first bucket: asked for then, while shards are being loaded."""
@@ -110,9 +132,9 @@ class Agreement:
         if self._over:
             return num_left
         # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
-        one_only |= next((a for a in _under_way if not set(a._ranks).isdisjoint(self._ranks)), self) is not self
+        first = next((a for a in self._process.under_way if not set(a._ranks).isdisjoint(self._ranks)), self)
         with self._store_is_there():
-            agreed = self._came_to_stage(one_only)
+            agreed = self._came_to_stage(one_only or first is not self)
         self._window = 1 if agreed == 1 else self.num_next(num_left)
         self._buckets += self._window
         return self._window
@@ -126,10 +148,10 @@ class Agreement:
             return word
         stage = self._stage_key()
         with self._store_is_there():
-            if self._speaker == dist.get_rank():
+            if self._speaker == self._rank:
                 self._store.set(f"{stage}/word", word)
             self._came_to_stage(one_only=True)
-            if self._speaker not in (None, dist.get_rank()):
+            if self._speaker not in (None, self._rank):
                 word = self._store.get(f"{stage}/word").decode()
         self._buckets += 1
         return word
@@ -139,7 +161,7 @@ class Agreement:
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._answer_with(f"{_LEFT}:rank {dist.get_rank()} {self._left()}: {why}")
+                self._answer_with(f"{_LEFT}:rank {self._rank} {self._left()}: {why}")
             self._end()
 
     def finish(self) -> None:
@@ -163,8 +185,8 @@ class Agreement:
         """Returns 1 where a rank gave its word for one bucket only, else 0, once all have come."""
         plan = self._plan() if not self._stage else None
         if plan:
-            _under_way.append(self)
-            self._keys = _leftover.pop(self._ranks, self._keys)
+            self._process.under_way.append(self)
+            self._keys = self._process.leftover.pop(self._ranks, self._keys)
         own = (plan.number if plan else int(one_only)) << _RANKS_BITS
         total = self._store.add(f"{self._stage_key()}/came", own + 1)
         came, rest = total % 2**_RANKS_BITS, total >> _RANKS_BITS
@@ -191,11 +213,11 @@ class Agreement:
     def _difference(self) -> str:
         """The sentence that all ranks get: the first line that another has than the one whose plan is there first."""
         plan = self._plan().lines
-        own = "\n".join([str(dist.get_rank()), *plan])
+        own = "\n".join([str(self._rank), *plan])
         other, *others = self._store.compare_set(f"{self._key}/plan", "", own).decode().split("\n")
         if others == list(plan):
             return self._store.get(f"{self._key}/difference").decode()
-        sentence = first_difference(f"rank {other}", others, f"rank {dist.get_rank()}", plan, self._verb)
+        sentence = first_difference(f"rank {other}", others, f"rank {self._rank}", plan, self._verb)
         return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
     def _awaited_answer(self) -> str:
@@ -236,13 +258,14 @@ class Agreement:
     def _end(self) -> None:
         """What is left in the store goes with the ranks' next agreement."""
         self._over = True
-        if self in _under_way:
-            _under_way.remove(self)
-        keys = self._keys if self._stage else _leftover.get(self._ranks, self._keys)
+        process = self._process
+        if self in process.under_way:
+            process.under_way.remove(self)
+        keys = self._keys if self._stage else process.leftover.get(self._ranks, self._keys)
         # A rank may leave before the next stage, and one that differs says how.
         difference = [f"{self._key}/plan", f"{self._key}/difference"] if not self._stage else []
         keys.unread += [*difference, *self._keys_of(self._stage)]
-        _leftover[self._ranks] = keys
+        process.leftover[self._ranks] = keys
 
 
 def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str], verb: str) -> str:
@@ -259,8 +282,9 @@ def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence
 def _connection(store: dist.Store) -> dist.Store:
     """A connection of our own: while one waits, torch's own threads must be able to use theirs.
 
-    Not every kind of store can be cloned, and before torch 2.7 none can.
+    Not every kind of store can be cloned, and before torch 2.7 none can. One that is gone would be waited for.
     """
+    store.check(["fsdp_doctor"])
     try:
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
