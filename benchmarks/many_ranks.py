@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, RankProcess
 
 NUM_PROCESSES = 8
+_PATIENCE = datetime.timedelta(seconds=300)
 NAMES = [f"model.layers.{index}.weight" for index in range(400)]
 PLAN = ComparedPlan([f"{name}: [4096, 4096] torch.bfloat16 in 1024 shards of 16384" for name in NAMES])
 
@@ -37,7 +39,7 @@ class SimulatedRank(RankProcess):
     def __init__(self, rank: int, port: int) -> None:
         super().__init__()
         self._rank = rank
-        self._store = _Counting(dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=300)))
+        self._store = _Counting(dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=_PATIENCE))
 
     def rank(self) -> int:
         return self._rank
@@ -143,15 +145,18 @@ def simulate(
     results: multiprocessing.Queue[tuple[list[float], int]],
 ) -> None:
     """One process: its share of the ranks, each a thread, through every call of every way."""
-    ranks = [SimulatedRank(rank, port) for rank in range(index, options.ranks, NUM_PROCESSES)]
+    mine = range(index, options.ranks, NUM_PROCESSES)
+    # At once, since some connections wait for a name server.
+    with ThreadPoolExecutor(len(mine)) as pool:
+        ranks = list(pool.map(lambda rank: SimulatedRank(rank, port), mine))
     barrier.wait()
     for num_buckets in options.buckets:
         for way in options.way or WAYS:
             before = sum(rank.store().requests for rank in ranks)  # type: ignore[attr-defined]
             times: list[list[float]] = [[] for _ in ranks]
             threads = [
-                threading.Thread(target=calls, args=(WAYS[way], rank, options, num_buckets, mine))
-                for rank, mine in zip(ranks, times, strict=True)
+                threading.Thread(target=calls, args=(WAYS[way], rank, options, num_buckets, own))
+                for rank, own in zip(ranks, times, strict=True)
             ]
             for thread in threads:
                 thread.start()
