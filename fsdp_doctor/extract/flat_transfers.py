@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,13 +86,17 @@ class UnitOutputs:
             yield self._unit.order + index, span.spec, self._flat.pop(index).as_strided(span.spec.shape, span.stride)
 
 
-def flat_gathers(unit: FlatLayout, bucket_bytes: int) -> Iterator[FlatGather]:
+def flat_gathers(unit: FlatLayout, bucket_bytes: int, merged: Collection[str]) -> Iterator[TensorTransfer]:
     """The gathers of one FSDP1 unit, each with its rows and the tensors that it begins within a bucket.
 
-    A unit that fits takes one. Of a larger one each takes from every rank, so that all of their links are busy; but
-    no rank begins a tensor that does not fit beside those that have been begun, unless it is the first that has
-    something left.
+    merged: the first names of the weights into which adapters are merged. A unit that fits takes one. Of a larger one
+    each takes from every rank, so that all of their links are busy; but no rank begins a tensor that does not fit
+    beside those that have been begun, unless it is the first that has something left.
     """
+    whole = UnitGather(unit)
+    if len(set(unit.dtypes)) == 1 and whole.nbytes <= bucket_bytes and set(merged).isdisjoint(whole.names()):
+        yield whole
+        return
     for dtype in dict.fromkeys(unit.dtypes):
         rows = unit.rows(dtype)
         longest = max(bucket_bytes // (2 * unit.source.shard_group.size * dtype.itemsize), 1)
@@ -169,11 +174,7 @@ class FlatGather(TensorTransfer):
         self._targets = [flat[index][start:end] for index, start, end in self._places]
         own = self._rows[rank * length : (rank + 1) * length]
         self._pieces: list[Piece] = []
-        if (
-            self._start is not None
-            and call.is_there(shard, self._dtype)
-            and call.merged.keys().isdisjoint(self.names())
-        ):
+        if self._start is not None and self.unit.source.place in call.ready:
             own = shard[self._start : self._start + length]
         else:
             spans = self.unit.source.spans
@@ -202,3 +203,56 @@ class FlatGather(TensorTransfer):
         del rows, targets, parts
         for segment in self._segments:
             yield from self._outputs.add(segment.index, segment.numel)
+
+
+class UnitGather(TensorTransfer):
+    """A whole FSDP1 unit: its shards joined are its flat parameter, and the tensors are copied out of that."""
+
+    def __init__(self, unit: FlatLayout) -> None:
+        source = unit.source
+        self._unit, self._dtype = unit, unit.dtypes[0]
+        self.order = unit.order
+        self.shard_group: ShardGroup = source.shard_group
+        self._numel = source.chunk * self.shard_group.size
+        held = sum(span.spec.numel for span in source.spans)
+        # The stretches of the flat parameter, and which of them are tensors.
+        self._sizes: list[int] = []
+        self._is_tensor: list[bool] = []
+        end = 0
+        for span in source.spans:
+            self._sizes += [span.offset - end, span.spec.numel]
+            self._is_tensor += [False, True]
+            end = span.offset + span.spec.numel
+        self._sizes.append(self._numel - end)
+        self.nbytes = (self._numel + held) * self._dtype.itemsize
+
+    def names(self) -> Iterable[str]:
+        return [span.spec.names[0] for span in self._unit.source.spans]
+
+    def allocate(self, call: Call) -> None:
+        spans, dtype, device = self._unit.source.spans, self._dtype, call.device
+        self._flat = torch.empty(self._numel, dtype=dtype, device=device)
+        self._outputs = [torch.empty(span.spec.numel, dtype=dtype, device=device) for span in spans]
+        place, rank, chunk = self._unit.source.place, self.shard_group.rank, self._unit.source.chunk
+        own = call.shards[place]
+        self._pieces: list[Piece] = []
+        if place not in call.ready:
+            target = self._flat[rank * chunk : (rank + 1) * chunk]
+            self._pieces.append(Piece(target, own, "", 0))
+            own = target
+        self._gathers = [Gather(self._flat, own)]
+
+    def pieces(self) -> Iterable[Piece]:
+        return self._pieces
+
+    def gathers(self) -> Sequence[Gather]:
+        return self._gathers
+
+    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
+        flat, outputs = self.__dict__.pop("_flat"), self.__dict__.pop("_outputs")
+        del self._pieces, self._gathers
+        spans = self._unit.source.spans
+        private.copy_all(outputs, list(itertools.compress(flat.split(self._sizes), self._is_tensor)))
+        del flat
+        for index, (span, output) in enumerate(zip(spans, outputs, strict=True)):
+            yield self.order + index, span.spec, output.as_strided(span.spec.shape, span.stride)

@@ -18,7 +18,7 @@ from fsdp_doctor.extract.plan import ranks_of
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.fsdp import reader
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)

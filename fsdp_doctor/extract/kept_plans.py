@@ -14,7 +14,7 @@ from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import CAST_BYTES
 from fsdp_doctor.extract.lora import Lora, LoraAdapter
-from fsdp_doctor.extract.plan import Plan, buckets, largest, ranks_of, shard_groups, signature
+from fsdp_doctor.extract.plan import Plan, buckets, largest, ranks_of, ready_places, shard_groups, signature
 from fsdp_doctor.extract.sources import (
     Source,
     check_lengths,
@@ -133,7 +133,8 @@ def _plan(
         device=device,
         ranks=ranks_of(everything),
         buckets=list(buckets(sources, dtypes, arguments.bucket_bytes, _extra_bytes(merged, factors))),
-        most_bytes=2 * arguments.bucket_bytes + largest(sources, dtypes) - cast_bytes,
+        most_bytes=arguments.bucket_bytes + max(arguments.bucket_bytes, largest(sources, dtypes)) - cast_bytes,
+        ready=ready_places(sources, shards, dtypes, device, merged),
         compared=ComparedPlan(signature(sources, dtypes, settings)),
     )
 

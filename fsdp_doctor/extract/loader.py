@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from fsdp_doctor.extract.host_copies import HostCopies, InMemory
 from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
+
+if TYPE_CHECKING:
+    from fsdp_doctor.extract.transfers import TensorTransfer
 
 _HALF_BYTES = 32 << 20
 CAST_BYTES = 2 * _HALF_BYTES
@@ -70,25 +73,34 @@ class Loader:
         self._submitted = 0
         self.is_reading = False
 
-    def begin(self, pieces: Iterable[Piece], merged: Collection[str]) -> None:
+    def begin(self, transfers: Sequence[TensorTransfer], merged: Collection[str]) -> None:
         """Launches the copies that can be. Nothing waits for the device; pageable memory is being read by threads.
 
         merged: the tensors to which something is to be added.
         """
-        copied: list[Piece] = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         pageable: list[Piece] = []
-        for piece in pieces:
+        for transfer in transfers:
+            for batch, own in zip((targets, sources), transfer.copies(), strict=True):
+                batch += own
+        for piece in (piece for transfer in transfers for piece in transfer.pieces()):
             on_host = piece.source.device != self._device
             if piece.name in merged or (on_host and piece.source.dtype != piece.target.dtype):
                 self._to_cast.append(piece)
+            elif on_host and _is_pageable(piece.source):
+                pageable.append(piece)
             else:
-                (pageable if on_host and _is_pageable(piece.source) else copied).append(piece)
-        with self._streams.loading():
-            private.copy_all([piece.target for piece in copied], [piece.source for piece in copied], non_blocking=True)
+                targets.append(piece.target)
+                sources.append(piece.source)
+        if targets:
+            with self._streams.loading():
+                private.copy_all(targets, sources, non_blocking=True)
         for piece in pageable:
             self._copy(piece.target, piece.source)
-        self._submitted = self._copies.submit()
         self.is_reading = bool(pageable)
+        if pageable:
+            self._submitted = self._copies.submit()
 
     def finish(self, deltas: Mapping[str, list[Delta]]) -> None:
         """The rest: then all targets are filled, in the order of the streams.

@@ -47,7 +47,7 @@ class Pipeline:
 
     def __init__(self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement) -> None:
         self._plan = plan
-        self._call = Call(plan.device, shards, plan.adapters)
+        self._call = Call(plan.device, shards, plan.ready)
         self._agreement = agreement
         self._streams = Streams(plan.device)
         self._cast_buffer = CastBuffer(plan.device, self._streams)
@@ -111,7 +111,7 @@ class Pipeline:
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
         self._pending.append(_PendingBucket(bucket, transfers, loader))
         self._streams.begin_loading()
-        loader.begin((piece for transfer in transfers for piece in transfer.pieces()), self._wanted(bucket))
+        loader.begin(transfers, self._wanted(bucket))
 
     def _launch_loaded(self) -> None:
         """All but the last where threads are reading that: they go on while the one before is gathered."""
@@ -188,13 +188,13 @@ class Pipeline:
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
         gathered: dict[str, torch.Tensor] = {}
         # The factors of one unit of FSDP1 are as many units.
-        call = Call(self._plan.device, self._call.shards, {})
+        call = Call(self._plan.device, self._call.shards, frozenset())
         factors = [self._plan.factors[name] for name in names]
         for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
             transfers = [transfer.begun(call) for transfer in part.transfers]
             loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
             self._streams.begin_loading()
-            loader.begin((piece for transfer in transfers for piece in transfer.pieces()), ())
+            loader.begin(transfers, ())
             loader.finish({})
             self._streams.wait(self._gather(transfers, {}))
             for transfer in transfers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,8 @@ from fsdp_doctor.extract.lora import LoraAdapter
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
 from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
-# Below it an all-gather of its own costs more than a copy out of a common one.
-_SMALL_BYTES = 1 << 20
+# Up to it tensors share an all-gather, as far as a bucket goes.
+_SMALL_BYTES = 64 << 20
 
 
 @dataclass(kw_only=True, eq=False)
@@ -25,7 +26,8 @@ class Plan:
 
     all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. adapters, factors:
     which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
-    buckets and the caller's last tensor may take together.
+    buckets and the caller's last tensor may take together. ready: the places of the shards that a collective can read
+    as they are.
     """
 
     all_sources: list[Source]
@@ -37,6 +39,7 @@ class Plan:
     ranks: tuple[int, ...]
     buckets: list[Bucket]
     most_bytes: int
+    ready: frozenset[int]
     compared: ComparedPlan
 
 
@@ -68,6 +71,25 @@ def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
     return list(found.values())
 
 
+def ready_places(
+    sources: Sequence[Source],
+    shards: Sequence[torch.Tensor],
+    dtypes: OutputDtypes,
+    device: torch.device,
+    merged: Collection[str],
+) -> frozenset[int]:
+    """Of the shards that a collective can read as they are: on the device, in its dtype, of full length."""
+
+    def is_ready(source: Source) -> bool:
+        shard = shards[source.place]
+        names = {spec.names[0] for spec in specs(source)}
+        there = shard.device == device and shard.is_contiguous() and names.isdisjoint(merged)
+        is_even = not isinstance(source, Rows) or source.spec.numel == source.chunk * source.shard_group.size
+        return there and is_even and {dtypes.of(spec) for spec in specs(source)} == {shard.dtype}
+
+    return frozenset(source.place for source in sources if isinstance(source, Rows | FlatUnit) and is_ready(source))
+
+
 def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
     """All that take part: of the shard groups of a model the largest has the others in it."""
     return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
@@ -85,10 +107,10 @@ class Bucket:
     transfers: list[TensorTransfer] = field(default_factory=list)
     nbytes: int = 0
 
-    @property
-    def units(self) -> set[int]:
+    @functools.cached_property
+    def units(self) -> frozenset[int]:
         """The FSDP1 units of which it gathers a part, by their order."""
-        return {transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather)}
+        return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
 
     @property
     def is_gathered(self) -> bool:
@@ -160,13 +182,13 @@ def _parts(
             yield order, source, (2 * nbytes if nbytes <= _SMALL_BYTES else nbytes) + extra
             order += 1
             continue
-        for transfer in _transfers(order, source, dtypes, bucket_bytes):
+        for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
             yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
         order += len(specs(source))
 
 
 def _transfers(
-    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int
+    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int, merged: Collection[str]
 ) -> Iterator[TensorTransfer]:
     match source:
         case Plain():
@@ -174,6 +196,6 @@ def _transfers(
         case Placed():
             yield Redistribution(order, source, dtypes.of(source.spec))
         case FlatUnit():
-            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes)
+            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, merged)
         case _:
             assert_never(source)

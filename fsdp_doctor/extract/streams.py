@@ -22,17 +22,22 @@ class Streams:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
         self._loading, self._casting, self._gathering = _streams(device)
+        self._has_loaded = self._has_cast = False
 
     def begin_loading(self) -> None:
-        """What is loaded from now on comes after everything that the caller's stream holds."""
+        """What is loaded and gathered from now on comes after everything that the caller's stream holds."""
         if self._module:
-            self._loading.wait_stream(self._module.current_stream(self._device))
+            held = self._module.current_stream(self._device).record_event()
+            self._loading.wait_event(held)
+            self._gathering.wait_event(held)
 
     def loading(self) -> contextlib.AbstractContextManager[Any]:
+        self._has_loaded = True
         return self._on(self._loading)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """After everything that was loaded."""
+        self._has_cast = True
         if self._module:
             self._casting.wait_stream(self._loading)
         return self._on(self._casting)
@@ -64,9 +69,11 @@ class Streams:
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """After everything that was loaded and cast."""
-        if self._module:
-            for stream in (self._loading, self._casting):
-                self._gathering.wait_stream(stream)
+        if self._module and self._has_loaded:
+            self._gathering.wait_stream(self._loading)
+        if self._module and self._has_cast:
+            self._gathering.wait_stream(self._casting)
+        self._has_loaded = self._has_cast = False
         return self._on(self._gathering)
 
     def gathered(self) -> Any:

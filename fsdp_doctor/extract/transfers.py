@@ -38,18 +38,14 @@ class Gather:
 class Call:
     """What one extraction has of its own, where the plan is that of many.
 
-    shards: what this rank holds, by the places of the sources. merged: the first names of the weights into which
-    adapters are merged. units: the outputs of FSDP1 units that have been gathered in part, by the units' order.
+    shards: what this rank holds, by the places of the sources. ready: the places of those that a collective can read
+    as they are. units: the outputs of FSDP1 units that have been gathered in part, by the units' order.
     """
 
     device: torch.device
     shards: Sequence[torch.Tensor]
-    merged: Mapping[str, object]
+    ready: frozenset[int]
     units: dict[int, UnitOutputs] = field(default_factory=dict)
-
-    def is_there(self, shard: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether a collective can read it as it is."""
-        return shard.dtype == dtype and shard.device == self.device and shard.is_contiguous()
 
 
 class TensorTransfer(ABC):
@@ -80,6 +76,10 @@ class TensorTransfer(ABC):
     @abstractmethod
     def pieces(self) -> Iterable[Piece]:
         """What is to be loaded of this rank's part, and where."""
+
+    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """(targets, sources) beside the pieces: of the same shapes and dtypes, and all of them on the device."""
+        return (), ()
 
     def gathers(self) -> Sequence[Gather]:
         """On the gathering stream, as part of one collective of the bucket."""
@@ -148,7 +148,7 @@ class RowsGather(TensorTransfer):
             is_even = spec.numel == chunk * size
             full = torch.empty(spec.shape if is_even else chunk * size, dtype=dtype, device=call.device)
             self._full.append(full)
-            if is_even and call.is_there(shard, dtype) and spec.names[0] not in call.merged:
+            if source.place in call.ready:
                 self._gathers.append(Gather(full, shard))
                 continue
             own = full.view(-1)[rank * chunk : (rank + 1) * chunk]
@@ -171,12 +171,16 @@ class RowsGather(TensorTransfer):
 
 
 class PackedGather(TensorTransfer):
-    """Many small tensors sharded by rows, in one all-gather, and a copy out of it in one kernel."""
+    """Tensors sharded by rows, in one all-gather, and a copy out of it in one kernel.
+
+    A collective of its own for each costs the host more than the copies cost the device.
+    """
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
         self.order, self._orders, self._sources, self._dtype = orders[0], orders, sources, dtype
         self.shard_group: ShardGroup = sources[0].shard_group
         self._chunks = [source.chunk for source in sources]
+        self._places = frozenset(source.place for source in sources)
         self.nbytes = 2 * sum(self._chunks) * self.shard_group.size * dtype.itemsize
 
     def names(self) -> Iterable[str]:
@@ -186,9 +190,17 @@ class PackedGather(TensorTransfer):
         size, device, dtype = self.shard_group.size, call.device, self._dtype
         self._shards = [call.shards[source.place] for source in self._sources]
         self._rows = torch.empty(size, sum(self._chunks), dtype=dtype, device=device)
-        self._outputs = [torch.empty(size, chunk, dtype=dtype, device=device) for chunk in self._chunks]
+        self._outputs = [torch.empty((size, chunk), dtype=dtype, device=device) for chunk in self._chunks]
+        self._is_ready = self._places <= call.ready
+
+    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        if not self._is_ready:
+            return (), ()
+        return private.views_like(self._rows[self.shard_group.rank], self._shards), self._shards
 
     def pieces(self) -> Iterator[Piece]:
+        if self._is_ready:
+            return
         rank = self.shard_group.rank
         places = self._rows[rank].split(self._chunks)
         for place, source, shard in zip(places, self._sources, self._shards, strict=True):

@@ -6,7 +6,7 @@ in ``CHECKED``; where a name is gone, :class:`PrivateApiGone` says which and for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,10 +194,7 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 
 
 def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
-    """What the first forward does before it computes: ``_runtime_utils._lazy_init``.
-
-    verl calls it before a manual offload; the local shards do not exist before it.
-    """
+    """What the first forward does before it computes, and makes the local shards: ``_runtime_utils._lazy_init``."""
     from torch.distributed.fsdp import _runtime_utils
 
     _get(_runtime_utils, "_lazy_init")(model, model)
@@ -286,8 +283,7 @@ def is_sharded(handle: Any) -> bool:
 
 def shard_group(handle: Any) -> dist.ProcessGroup:
     """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
-    group: dist.ProcessGroup = _get(handle, "process_group")
-    return group
+    return _get(handle, "process_group")  # type: ignore[no-any-return]
 
 
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
@@ -366,6 +362,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_bl
     """Copies each source into its target, in one kernel where it can: ``torch._foreach_copy_``, in public one each."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of a 1-D tensor, one after another, with the tensors' shapes: ``_nn.unflatten_dense_tensors``, one call."""
+    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
 
 
 def release_workspaces(device: torch.device) -> None:
