@@ -37,7 +37,7 @@ from fsdp_doctor.extract.kept_plans import Arguments, forget, plan_of
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=80)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--profile", type=int, default=0, help="so many functions of one call")
     options = parser.parse_args()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, RankProcess
+from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, Participant
 
 NUM_PROCESSES = 8
 _PATIENCE = datetime.timedelta(seconds=300)
@@ -33,7 +33,7 @@ NAMES = [f"model.layers.{index}.weight" for index in range(400)]
 PLAN = ComparedPlan([f"{name}: [4096, 4096] torch.bfloat16 in 1024 shards of 16384" for name in NAMES])
 
 
-class SimulatedRank(RankProcess):
+class SimulatedRank(Participant):
     """One of many in a process. requests: how many it sent."""
 
     def __init__(self, rank: int, port: int) -> None:

@@ -43,7 +43,7 @@ class _Keys:
     unread: list[str] = field(default_factory=list)
 
 
-class RankProcess:
+class Participant:
     """What the agreements of one process share, by the ranks that take part: how many there were, what is left."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class RankProcess:
         return _connection(private.default_store())
 
 
-_here = RankProcess()
+_here = Participant()
 
 
 class ComparedPlan:
@@ -86,7 +86,7 @@ class Agreement:
         ranks: tuple[int, ...],
         verb: Literal["extract", "load"] = "extract",
         speaker: int | None = None,
-        process: RankProcess = _here,
+        process: Participant = _here,
     ) -> None:
         self._process = process
         self._ranks = ranks

@@ -41,17 +41,21 @@ def full_tensors(
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
 
     Every rank of the group over which the model is sharded must call it with the same arguments and
-    iterate to the end. They compare what they are about to gather first, and before each bucket; a rank
-    that stops early or raises makes the others raise RankLeft, instead of leaving them in a
-    collective. Under HSDP each replica's shard group is on its own.
+    iterate to the end. They compare what they are about to gather, and give their word for 1, 2, 4, ...
+    buckets at a time; a rank that stops early or raises launches what it gave its word for and makes the
+    others raise RankLeft, instead of leaving them in a collective. It does so when it lets go of the iterator.
+    Under HSDP each replica's shard group is on its own.
 
     Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
     torch.compile, peft). Tied parameters come under each of their names and share one tensor, gathered
     once. A yielded tensor belongs to the caller and may be kept; it never aliases the model. It is
     ready on the stream that is current when it is asked for, as the result of any operation of torch.
 
-    Device memory in use at once, beside what the caller keeps: two buckets, or one and the largest tensor,
-    and 128 MiB where shards are cast or merged.
+    What does not change between two calls for a model is worked out in the first and kept; a model that has
+    changed is noticed. What it holds is what it holds when it is called.
+
+    Device memory in use at once, with the tensor that the caller had last: two buckets, or one and the largest
+    tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.

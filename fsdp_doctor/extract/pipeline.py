@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,8 +84,9 @@ class Pipeline:
                 last_done.append(first.done)
                 del first
                 while results:
-                    spec, tensor = results.pop()
-                    handed_out = tensor.nbytes
+                    _, spec, tensor = results.pop()
+                    if not results:
+                        handed_out = tensor.nbytes
                     yield spec, tensor
                     del tensor
             self._agreement.finish()
@@ -170,12 +172,12 @@ class Pipeline:
 
     @torch.no_grad()
     @without_garbage_collection
-    def _results(self, launched: _PendingBucket) -> list[tuple[TensorSpec, torch.Tensor]]:
+    def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
         results = [result for transfer in launched.transfers for result in transfer.results()]
-        results.sort(key=lambda result: result[0], reverse=True)
-        return [(spec, tensor) for _, spec, tensor in results]
+        results.sort(key=operator.itemgetter(0), reverse=True)
+        return results
 
     def _wanted(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
         adapters = self._plan.adapters

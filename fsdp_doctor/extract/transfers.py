@@ -177,10 +177,13 @@ class PackedGather(TensorTransfer):
     """
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
-        self.order, self._orders, self._sources, self._dtype = orders[0], orders, sources, dtype
+        self.order, self._sources, self._dtype = orders[0], sources, dtype
         self.shard_group: ShardGroup = sources[0].shard_group
         self._chunks = [source.chunk for source in sources]
         self._places = frozenset(source.place for source in sources)
+        size = self.shard_group.size
+        evens = [source.spec.numel == source.chunk * size for source in sources]
+        self._tensors = [(o, s.spec, is_even) for o, s, is_even in zip(orders, sources, evens, strict=True)]
         self.nbytes = 2 * sum(self._chunks) * self.shard_group.size * dtype.itemsize
 
     def names(self) -> Iterable[str]:
@@ -214,10 +217,8 @@ class PackedGather(TensorTransfer):
         del self._shards
         outputs = self.__dict__.pop("_outputs")
         torch.split_with_sizes_copy(self.__dict__.pop("_rows"), self._chunks, dim=1, out=outputs)
-        for order, source, output in zip(self._orders, self._sources, outputs, strict=True):
-            spec = source.spec
-            padded = output if output.numel() == spec.numel else output.view(-1)[: spec.numel]
-            yield order, spec, padded.view(spec.shape)
+        for (order, spec, is_even), output in zip(self._tensors, outputs, strict=True):
+            yield order, spec, (output if is_even else output.view(-1)[: spec.numel]).view(spec.shape)
 
 
 class Redistribution(TensorTransfer):
