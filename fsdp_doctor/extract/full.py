@@ -55,7 +55,8 @@ def full_tensors(
     changed is noticed. What it holds is what it holds when it is called.
 
     Device memory in use at once, with the tensor that the caller had last: two buckets, or one and the largest
-    tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB.
+    tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB. Where most of the model
+    is in tensors larger than a bucket, as in fused experts, it is one of them more.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.

@@ -12,9 +12,8 @@ from torch import nn
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.loader import CAST_BYTES
 from fsdp_doctor.extract.lora import Lora, LoraAdapter
-from fsdp_doctor.extract.plan import Plan, buckets, largest, ranks_of, ready_places, shard_groups, signature
+from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, ranks_of, ready_places, shard_groups, signature
 from fsdp_doctor.extract.sources import (
     Source,
     check_lengths,
@@ -123,7 +122,6 @@ def _plan(
     check_lengths(everything, shards)
     factors = adapters.factors(everything, merged)
     settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
-    cast_bytes = CAST_BYTES if merged or arguments.dtype is not None else 0
     return Plan(
         all_sources=everything,
         sources=sources,
@@ -133,7 +131,7 @@ def _plan(
         device=device,
         ranks=ranks_of(everything),
         buckets=list(buckets(sources, dtypes, arguments.bucket_bytes, _extra_bytes(merged, factors))),
-        most_bytes=arguments.bucket_bytes + max(arguments.bucket_bytes, largest(sources, dtypes)) - cast_bytes,
+        most_bytes=most_bytes(sources, dtypes, arguments.bucket_bytes),
         ready=ready_places(sources, shards, dtypes, device, merged),
         compared=ComparedPlan(signature(sources, dtypes, settings)),
     )

@@ -16,8 +16,7 @@ from fsdp_doctor.fsdp import private
 if TYPE_CHECKING:
     from fsdp_doctor.extract.transfers import TensorTransfer
 
-_HALF_BYTES = 32 << 20
-CAST_BYTES = 2 * _HALF_BYTES
+_HALF_BYTES = 12 << 20
 _ALIGNMENT = 64
 
 
@@ -35,10 +34,24 @@ class Piece:
     start: int
 
 
+class _Copies:
+    """What is copied in one stream."""
+
+    def __init__(self) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def add(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.targets += targets
+        self.sources += sources
+        self.nbytes += sum(source.nbytes for source in sources)
+
+
 class CastBuffer:
     """Device memory for pieces that are yet to be cast or merged.
 
-    There are two halves: one is loaded while the other is cast.
+    There are two halves: one is loaded while the other is cast. turn: the next one's number.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -46,19 +59,19 @@ class CastBuffer:
         self._streams = streams
         self._halves: list[torch.Tensor] = []
         self._cast: list[Any] = [None, None]
-        self._turn = 0
+        self.turn = 0
 
-    def half(self) -> torch.Tensor:
-        """Bytes that may be loaded; what was in them has been cast by then."""
+    def half(self, turn: int) -> torch.Tensor:
+        """Bytes that may be loaded in that turn; what was in them has been cast by then."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        self._streams.load_after(self._cast[self._turn])
-        return self._halves[self._turn]
+        self._streams.load_after(self._cast[self.turn], turn)
+        return self._halves[self.turn]
 
     def done(self) -> None:
         """The half's cast is under way."""
-        self._cast[self._turn] = self._streams.cast()
-        self._turn = 1 - self._turn
+        self._cast[self.turn] = self._streams.cast()
+        self.turn = 1 - self.turn
 
 
 class Loader:
@@ -78,12 +91,10 @@ class Loader:
 
         merged: the tensors to which something is to be added.
         """
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        turns = _Copies(), _Copies()
         pageable: list[Piece] = []
         for transfer in transfers:
-            for batch, own in zip((targets, sources), transfer.copies(), strict=True):
-                batch += own
+            turns[0].add(*transfer.copies())
         for piece in (piece for transfer in transfers for piece in transfer.pieces()):
             on_host = piece.source.device != self._device
             if piece.name in merged or (on_host and piece.source.dtype != piece.target.dtype):
@@ -91,11 +102,12 @@ class Loader:
             elif on_host and _is_pageable(piece.source):
                 pageable.append(piece)
             else:
-                targets.append(piece.target)
-                sources.append(piece.source)
-        if targets:
-            with self._streams.loading():
-                private.copy_all(targets, sources, non_blocking=True)
+                fewer = turns[1] if on_host and turns[1].nbytes < turns[0].nbytes else turns[0]
+                fewer.add([piece.target], [piece.source])
+        for turn, copies in enumerate(turns):
+            if copies.targets:
+                with self._streams.loading(turn):
+                    private.copy_all(copies.targets, copies.sources, non_blocking=True)
         for piece in pageable:
             self._copy(piece.target, piece.source)
         self.is_reading = bool(pageable)
@@ -125,19 +137,22 @@ class Loader:
     def _cast_batch(self, pieces: list[Piece], deltas: Mapping[str, list[Delta]]) -> None:
         if not pieces:
             return
-        memory = self._cast_buffer.half()
+        pageable = [_is_pageable(piece.source) for piece in pieces]
+        # What threads read is loaded in turn 0.
+        turn = 0 if any(pageable) else self._cast_buffer.turn
+        memory = self._cast_buffer.half(turn)
         sizes = [_padded(piece.source.nbytes) for piece in pieces]
         loaded = [
             part[: piece.source.nbytes].view(piece.source.dtype)
             for part, piece in zip(memory[: sum(sizes)].split(sizes), pieces, strict=True)
         ]
-        pageable = [_is_pageable(piece.source) for piece in pieces]
         for target, piece, is_pageable in zip(loaded, pieces, pageable, strict=True):
             if is_pageable:
                 self._copy(target, piece.source)
-        self._copies.flush()
+        if any(pageable):
+            self._copies.flush()
         copied = [index for index, is_pageable in enumerate(pageable) if not is_pageable]
-        with self._streams.loading():
+        with self._streams.loading(turn):
             private.copy_all([loaded[i] for i in copied], [pieces[i].source for i in copied], non_blocking=True)
         with self._streams.casting():
             merged = [

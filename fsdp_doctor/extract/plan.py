@@ -95,9 +95,18 @@ def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
     return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
 
 
-def largest(sources: Sequence[Source], dtypes: OutputDtypes) -> int:
-    """Bytes of the largest tensor that is yielded."""
-    return max((s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)), default=0)
+def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int) -> int:
+    """Device memory that buckets and the caller's last tensor may take together.
+
+    A bucket and the largest tensor, or two and one that shares an all-gather. Where the largest is larger than a
+    bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so that
+    the next is loaded while the caller has the last.
+    """
+    sizes = [s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)]
+    largest = max(sizes, default=0)
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, _SMALL_BYTES))
+    is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
+    return most + (largest if is_rule else 0)
 
 
 @dataclass
