@@ -16,8 +16,8 @@ from fsdp_doctor.extract.lora import LoraAdapter
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
 from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
-# Up to it tensors share an all-gather, as far as a bucket goes.
-_SMALL_BYTES = 64 << 20
+# Up to this part of a bucket tensors share an all-gather.
+_SHARING_PART = 8
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,7 +104,7 @@ def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: in
     """
     sizes = [s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)]
     largest = max(sizes, default=0)
-    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, _SMALL_BYTES))
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // _SHARING_PART))
     is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
     return most + (largest if is_rule else 0)
 
@@ -164,7 +164,7 @@ def buckets(
             bucket.transfers.append(part)
         else:
             dtype = dtypes.of(part.spec)
-            (small if _nbytes(part, dtype) <= _SMALL_BYTES else large).add(order, part, dtype)
+            (small if _nbytes(part, dtype) <= bucket_bytes // _SHARING_PART else large).add(order, part, dtype)
     last = _complete(bucket, large, small)
     if last.transfers:
         yield last
@@ -188,7 +188,7 @@ def _parts(
         if isinstance(source, Rows):
             nbytes = _nbytes(source, dtypes.of(source.spec))
             extra = extra_bytes.get(source.spec.names[0], 0) if extra_bytes else 0
-            yield order, source, (2 * nbytes if nbytes <= _SMALL_BYTES else nbytes) + extra
+            yield order, source, (2 * nbytes if nbytes <= bucket_bytes // _SHARING_PART else nbytes) + extra
             order += 1
             continue
         for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
