@@ -53,6 +53,8 @@ class Pipeline:
         self._streams = Streams(plan.device)
         self._cast_buffer = CastBuffer(plan.device, self._streams)
         self._copies = HostCopies(self._streams, _MOST_THREADS, _CHUNK_BYTES)
+        # Small tensors that were gathered with others and come later.
+        self._early: list[tuple[int, TensorSpec, torch.Tensor]] = []
         self._pending: collections.deque[_PendingBucket] = collections.deque()
         # How many buckets were launched, how many of the others are launched whatever happens, and whether the
         # collectives of the next have begun.
@@ -175,7 +177,12 @@ class Pipeline:
     def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
-        results = [result for transfer in launched.transfers for result in transfer.results()]
+        results = self._early
+        for transfer in launched.transfers:
+            results += transfer.results()
+        end = launched.bucket.end
+        self._early = [result for result in results if result[0] >= end]
+        results = [result for result in results if result[0] < end]
         results.sort(key=operator.itemgetter(0), reverse=True)
         return results
 

@@ -16,8 +16,9 @@ from fsdp_doctor.extract.lora import LoraAdapter
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
 from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
-# Up to this part of a bucket tensors share an all-gather.
-_SHARING_PART = 8
+# Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
+_SMALL_BYTES = 1 << 20
+_PACK_BYTES = 32 << 20
 
 
 @dataclass(kw_only=True, eq=False)
@@ -98,23 +99,28 @@ def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
 def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int) -> int:
     """Device memory that buckets and the caller's last tensor may take together.
 
-    A bucket and the largest tensor, or two and one that shares an all-gather. Where the largest is larger than a
+    A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
     bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so that
     the next is loaded while the caller has the last.
     """
     sizes = [s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)]
     largest = max(sizes, default=0)
-    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // _SHARING_PART))
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
     is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
     return most + (largest if is_rule else 0)
 
 
 @dataclass
 class Bucket:
-    """What is loaded and gathered together. nbytes: the device memory that it takes at most."""
+    """What is loaded and gathered together.
+
+    nbytes: the device memory that it takes at most. end: where the next bucket begins in the order of the tensors;
+    small ones that come later are gathered with it, too.
+    """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
     nbytes: int = 0
+    end: int = 0
 
     @functools.cached_property
     def units(self) -> frozenset[int]:
@@ -130,48 +136,56 @@ class Bucket:
         return [name for transfer in self.transfers for name in transfer.names()]
 
 
-class _Rows:
+def buckets(
+    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
+) -> Iterator[Bucket]:
+    """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
+
+    extra_bytes: what is needed beside the tensor of that name while it is gathered.
+    """
+    parts = list(_parts(sources, dtypes, bucket_bytes, extra_bytes))
+    left = sum(nbytes for _, _, nbytes in parts)
+    bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
+    for order, part, nbytes in parts:
+        # Nothing runs beside the last gather.
+        longest = min(bucket_bytes, max(left // 2, bucket_bytes // 4))
+        if bucket.nbytes and bucket.nbytes + nbytes > longest:
+            yield _complete(bucket, rows, max(order, end))
+            bucket, rows = Bucket(), _RowsOfABucket(dtypes)
+        # A unit of FSDP1 may go on in the next bucket.
+        end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
+        bucket.nbytes += nbytes
+        left -= nbytes
+        if isinstance(part, TensorTransfer):
+            bucket.transfers.append(part)
+        else:
+            rows.add(order, part)
+    last = _complete(bucket, rows, sum(len(specs(source)) for source in sources))
+    if last.transfers:
+        yield last
+
+
+class _RowsOfABucket:
     """The tensors of a bucket that are sharded by rows: those of one shard group and one dtype are one transfer."""
 
-    def __init__(self, kind: type[RowsGather] | type[PackedGather]) -> None:
-        self._kind = kind
+    def __init__(self, dtypes: OutputDtypes) -> None:
+        self._dtypes = dtypes
         self._found: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
 
-    def add(self, order: int, source: Rows, dtype: torch.dtype) -> None:
-        orders, sources = self._found.setdefault((source.shard_group.ranks, dtype), ([], []))
+    def add(self, order: int, source: Rows) -> None:
+        key = source.shard_group.ranks, self._dtypes.of(source.spec)
+        orders, sources = self._found.setdefault(key, ([], []))
         orders.append(order)
         sources.append(source)
 
     def transfers(self) -> Iterator[TensorTransfer]:
         for (_, dtype), (orders, sources) in self._found.items():
-            yield self._kind(orders, sources, dtype)
+            yield RowsGather(orders, sources, dtype)
 
 
-def buckets(
-    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
-) -> Iterator[Bucket]:
-    """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more.
-
-    extra_bytes: what is needed beside the tensor of that name while it is gathered.
-    """
-    bucket, large, small = Bucket(), _Rows(RowsGather), _Rows(PackedGather)
-    for order, part, nbytes in _parts(sources, dtypes, bucket_bytes, extra_bytes):
-        if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
-            yield _complete(bucket, large, small)
-            bucket, large, small = Bucket(), _Rows(RowsGather), _Rows(PackedGather)
-        bucket.nbytes += nbytes
-        if isinstance(part, TensorTransfer):
-            bucket.transfers.append(part)
-        else:
-            dtype = dtypes.of(part.spec)
-            (small if _nbytes(part, dtype) <= bucket_bytes // _SHARING_PART else large).add(order, part, dtype)
-    last = _complete(bucket, large, small)
-    if last.transfers:
-        yield last
-
-
-def _complete(bucket: Bucket, large: _Rows, small: _Rows) -> Bucket:
-    bucket.transfers += [*large.transfers(), *small.transfers()]
+def _complete(bucket: Bucket, rows: _RowsOfABucket, end: int) -> Bucket:
+    bucket.transfers += rows.transfers()
+    bucket.end = end
     return bucket
 
 
@@ -182,18 +196,44 @@ def _nbytes(source: Rows, dtype: torch.dtype) -> int:
 def _parts(
     sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
 ) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
-    """(order, a transfer or a tensor that is to share one, device memory that it takes)."""
+    """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
+    packs = {pack.order: (pack, nbytes) for pack, nbytes in _packs(sources, dtypes, bucket_bytes, extra_bytes)}
+    packed = {order for pack, _ in packs.values() for order in pack.orders}
+    order = 0
+    for source in sources:
+        if order in packs:
+            yield order, *packs[order]
+        elif isinstance(source, Rows) and order not in packed:
+            yield order, source, _nbytes(source, dtypes.of(source.spec)) + extra_bytes.get(source.spec.names[0], 0)
+        elif not isinstance(source, Rows):
+            for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
+                yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
+        order += len(specs(source))
+
+
+def _packs(
+    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
+) -> Iterator[tuple[PackedGather, int]]:
+    """(small tensors that share an all-gather, device memory that they take), from wherever in the model they are."""
+    longest = min(_PACK_BYTES, bucket_bytes // 8)
+    open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
     order = 0
     for source in sources:
         if isinstance(source, Rows):
-            nbytes = _nbytes(source, dtypes.of(source.spec))
-            extra = extra_bytes.get(source.spec.names[0], 0) if extra_bytes else 0
-            yield order, source, (2 * nbytes if nbytes <= bucket_bytes // _SHARING_PART else nbytes) + extra
-            order += 1
-            continue
-        for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
-            yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
+            dtype = dtypes.of(source.spec)
+            nbytes = 2 * _nbytes(source, dtype) + extra_bytes.get(source.spec.names[0], 0)
+            if nbytes <= min(2 * _SMALL_BYTES, longest):
+                key = source.shard_group.ranks, dtype
+                orders, rows, held = open_packs.get(key, ([], [], 0))
+                if held + nbytes > longest:
+                    yield PackedGather(orders, rows, dtype), held
+                    orders, rows, held = [], [], 0
+                orders.append(order)
+                rows.append(source)
+                open_packs[key] = orders, rows, held + nbytes
         order += len(specs(source))
+    for (_, dtype), (orders, rows, held) in open_packs.items():
+        yield PackedGather(orders, rows, dtype), held
 
 
 def _transfers(

@@ -26,7 +26,7 @@ class Streams:
         self._used: list[Any] = []
 
     def begin_loading(self) -> None:
-        """What is loaded and gathered from now on comes after everything that the caller's stream holds."""
+        """What is loaded and gathered from now on comes after everything that the caller's stream holds now."""
         if self._module:
             held = self._module.current_stream(self._device).record_event()
             for stream in (self._loading, self._other_loading, self._gathering):

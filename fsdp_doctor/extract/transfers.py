@@ -171,13 +171,13 @@ class RowsGather(TensorTransfer):
 
 
 class PackedGather(TensorTransfer):
-    """Tensors sharded by rows, in one all-gather, and a copy out of it in one kernel.
+    """Many small tensors sharded by rows, in one all-gather, and a copy out of it in one kernel.
 
-    A collective of its own for each costs the host more than the copies cost the device.
+    They may lie anywhere in the model: to gather some with each bucket would cost the host as much for each.
     """
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
-        self.order, self._sources, self._dtype = orders[0], sources, dtype
+        self.order, self.orders, self._sources, self._dtype = orders[0], orders, sources, dtype
         self.shard_group: ShardGroup = sources[0].shard_group
         self._chunks = [source.chunk for source in sources]
         self._places = frozenset(source.place for source in sources)
