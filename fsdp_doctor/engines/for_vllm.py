@@ -18,7 +18,8 @@ from typing_extensions import Unpack
 
 from fsdp_doctor.engines.extraction_options import ExtractionOptions
 from fsdp_doctor.extract import full_tensors, local_shards, weights_info
-from fsdp_doctor.extract.full import request_of
+from fsdp_doctor.extract.full import BUCKET_BYTES
+from fsdp_doctor.extract.local import request_of
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.own_shards import ShardPlace, own_shards
 
@@ -57,8 +58,9 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
 
 def _places(model: nn.Module, lora: Lora) -> dict[str, ShardPlace]:
     """By the name in the model."""
-    request = request_of(model, None, None, (), 1, lora)
-    return {name: shard.place for shard in own_shards(request.sources) for name in shard.spec.names}
+    request = request_of(model, None, (), BUCKET_BYTES, lora)
+    found = own_shards(request.sources, request.shards)
+    return {name: shard.place for shard in found for name in shard.spec.names}
 
 
 def _can_be_told(place: ShardPlace) -> bool:

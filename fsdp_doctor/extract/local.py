@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,12 +12,17 @@ import torch
 from torch import nn
 
 from fsdp_doctor.extract import lora as adapters
+from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.full import BUCKET_BYTES, Request, TensorStream, announced, extract, request_of
+from fsdp_doctor.extract.full import BUCKET_BYTES, TensorStream, announced
+from fsdp_doctor.extract.host_copies import HostCopies
+from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
-from fsdp_doctor.extract.sources import TensorSpec
+from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS, Pipeline
+from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, signature
+from fsdp_doctor.extract.sources import Source, TensorSpec
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
@@ -36,6 +41,39 @@ class LocalShard(NamedTuple):
     tensor: torch.Tensor
     shape: torch.Size
     place: ShardPlace
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardRequest:
+    """One call's arguments, checked against the model.
+
+    plan, shards: of the extraction with the same arguments. sources, adapters, dtypes: what of it is asked for, how.
+    """
+
+    plan: Plan
+    shards: Sequence[torch.Tensor]
+    sources: Sequence[Source]
+    adapters: Mapping[str, list[LoraAdapter]]
+    dtypes: OutputDtypes
+    bucket_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+
+def request_of(
+    model: nn.Module, dtype: torch.dtype | None, keep_dtype: Collection[str], bucket_bytes: int, lora: Lora
+) -> ShardRequest:
+    plan, shards = plan_of(model, Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora))
+    return ShardRequest(
+        plan=plan,
+        shards=shards,
+        sources=plan.sources,
+        adapters=plan.adapters,
+        dtypes=plan.dtypes,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 class LoadedShard(NamedTuple):
@@ -69,7 +107,7 @@ def local_shards(
     Raises as :func:`full_tensors`; LayoutError (RuntimeError) for placements that are no division into shards.
     """
     with announced_where_merged(model, lora):
-        request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
+        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
     return _named(request, factor_stream(request))
 
 
@@ -79,13 +117,13 @@ def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if lora == "merged" and adapters.read(reader.innermost(model)).adapters:
+        if lora == "merged" and adapters.read(adapters.adapter_modules(reader.innermost(model))).adapters:
             with announced(model):
                 raise
         raise
 
 
-def _named(request: Request, factors: FactorStream | None) -> Iterator[LocalShard]:
+def _named(request: ShardRequest, factors: FactorStream | None) -> Iterator[LocalShard]:
     with contextlib.closing(loaded_shards(request, gathered_deltas(request, factors), own=True)) as shards:
         for spec, tensor, place, _ in shards:
             for name in spec.names:
@@ -93,14 +131,14 @@ def _named(request: Request, factors: FactorStream | None) -> Iterator[LocalShar
             del tensor
 
 
-def loaded_shards(request: Request, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
+def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
     """Every shard once, without another rank. deltas: of :func:`gathered_deltas`.
 
     own: copies what already lies on the device as it is to be, instead of showing it.
     """
     loading = _ShardLoading(request.device, request.dtypes, deltas, own)
     pending: collections.deque[_LoadedBucket] = collections.deque()
-    buckets = _buckets(own_shards(request.sources), request.dtypes, request.bucket_bytes)
+    buckets = _buckets(own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes)
     try:
         for bucket in buckets:
             pending.append(loading.launch(bucket))
@@ -111,21 +149,37 @@ def loaded_shards(request: Request, deltas: Mapping[str, list[Delta]], *, own: b
     finally:
         for launched in pending:
             loading.wait(launched)
+        loading.close()
         if deltas:
             private.release_workspaces(request.device)
 
 
-def factor_stream(request: Request) -> FactorStream | None:
+def factor_stream(request: ShardRequest) -> FactorStream | None:
     """What will gather the adapters' factors: begun here, so that who lets go of it unread tells the other ranks."""
+    plan = request.plan
     if not request.adapters:
         return None
-    sources = adapters.factors(request.all_sources, request.adapters)
     # Each once, in the order of the model, so in the same order on every rank.
     names = dict.fromkeys(name for many in request.adapters.values() for one in many for name in (one.a, one.b))
-    return extract(replace(request, sources=[sources[name] for name in names], adapters={}, dtypes=OutputDtypes()))
+    factors, dtypes = [plan.factors[name] for name in names], OutputDtypes()
+    # The factors of one unit of FSDP1 are as many units.
+    gathering = replace(
+        plan,
+        sources=factors,
+        adapters={},
+        factors={},
+        dtypes=dtypes,
+        buckets=list(buckets(factors, dtypes, request.bucket_bytes, {})),
+        most_bytes=most_bytes(factors, dtypes, request.bucket_bytes),
+        ready=frozenset(),
+        compared=ComparedPlan(signature(factors, dtypes, f"factors bucket_bytes={request.bucket_bytes}")),
+    )
+    agreement = Agreement(plan.ranks)
+    agreement.expect(lambda: gathering.compared)
+    return TensorStream(Pipeline(gathering, request.shards, agreement).run(), agreement)
 
 
-def gathered_deltas(request: Request, factors: FactorStream | None) -> dict[str, list[Delta]]:
+def gathered_deltas(request: ShardRequest, factors: FactorStream | None) -> dict[str, list[Delta]]:
     """What is to be merged into which weight. Every rank must call it, if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
     return {weight: [_delta(one, full) for one in many] for weight, many in request.adapters.items()}
@@ -165,6 +219,7 @@ class _ShardLoading:
         self._device, self._dtypes, self._deltas, self._own = device, dtypes, deltas, own
         self._streams = Streams(device)
         self._cast_buffer = CastBuffer(device, self._streams)
+        self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
 
     @torch.no_grad()
     @without_garbage_collection
@@ -194,7 +249,9 @@ class _ShardLoading:
     def _load(self, pieces: list[Piece], in_blocks: list[tuple[OwnShard, torch.Tensor, torch.Tensor]]) -> Any:
         self._streams.begin_loading()
         try:
-            Loader(self._device, self._streams, self._cast_buffer, self._deltas).load(pieces)
+            loader = Loader(self._device, self._streams, self._cast_buffer, self._copies)
+            loader.begin([_Pieces(pieces)], self._deltas.keys())
+            loader.finish(self._deltas)
             with self._streams.gathering():
                 for shard, whole, target in in_blocks:
                     self._merge_blocks(shard, whole, target)
@@ -225,3 +282,19 @@ class _ShardLoading:
 
     def wait(self, launched: _LoadedBucket) -> None:
         self._streams.wait(launched.done)
+
+    def close(self) -> None:
+        self._copies.close()
+
+
+class _Pieces:
+    """For the loader, of no collective."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
+
+    def pieces(self) -> list[Piece]:
+        return self._pieces
+
+    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        return (), ()

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec
-from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.shards import HeldPart, held_part
 
 
@@ -61,18 +60,22 @@ class OwnShard:
     place: ShardPlace
 
 
-def own_shards(sources: Sequence[Source]) -> Iterator[OwnShard]:
-    """In the order of the sources. A rank that holds nothing of a tensor has a shard without elements."""
+def own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[OwnShard]:
+    """In the order of the sources. A rank that holds nothing of a tensor has a shard without elements.
+
+    shards: what this rank holds, by the places of the sources.
+    """
     for source in sources:
+        local = shards[source.place].detach()
         match source:
             case Plain():
-                yield _whole(source.spec, source.local)
+                yield _whole(source, local)
             case Rows():
-                yield _rows(source)
+                yield _rows(source, local.reshape(-1))
             case Placed():
-                yield _placed(source)
+                yield _placed(source, local)
             case FlatUnit():
-                yield from _of_unit(source)
+                yield from _of_unit(source, local)
             case _:
                 assert_never(source)
 
@@ -86,51 +89,52 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _whole(spec: TensorSpec, tensor: torch.Tensor) -> OwnShard:
+def _whole(source: Plain, local: torch.Tensor) -> OwnShard:
+    spec = source.spec
+    if (part := source.part) is not None:
+        local = local.as_strided(part.shape, part.stride, local.storage_offset() + part.offset)
     place = ShardPlace(numel=spec.numel, offset=0, stride=row_major(spec.shape))
-    return OwnShard(spec=spec, local=tensor.reshape(-1), shape=spec.shape, place=place)
+    return OwnShard(spec=spec, local=local.reshape(-1), shape=spec.shape, place=place)
 
 
-def _rows(source: Rows) -> OwnShard:
-    spec, local = source.spec, source.local()
+def _rows(source: Rows, local: torch.Tensor) -> OwnShard:
+    spec = source.spec
     row = spec.numel // spec.shape[0] if spec.numel else 0
     rows = local.numel() // row if row else 0
     place = ShardPlace(
         numel=local.numel(),
         offset=min(source.shard_group.rank * source.chunk, spec.numel),
         stride=row_major(spec.shape),
-        mesh=source.tensor.device_mesh,
-        placements=tuple(source.tensor.placements),
+        mesh=source.mesh,
+        placements=tuple(source.placements),
     )
     return OwnShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
 
 
-def _placed(source: Placed) -> OwnShard:
-    tensor: DTensor = source.tensor
-    local = private.local_tensor(tensor)
+def _placed(source: Placed, local: torch.Tensor) -> OwnShard:
     place = ShardPlace(
         numel=local.numel(),
         offset=None,
         stride=row_major(source.spec.shape),
-        mesh=tensor.device_mesh,
-        placements=tuple(tensor.placements),
+        mesh=source.mesh,
+        placements=tuple(source.placements),
     )
     held = place.held_part(source.spec.shape).shape
     if held.numel() != local.numel():
         raise RuntimeError(
             f"{source.spec.names[0]}: this rank holds {local.numel()} elements where "
-            f"{tensor.placements} gives it {held.numel()}"
+            f"{source.placements} gives it {held.numel()}"
         )
     return OwnShard(spec=source.spec, local=local.reshape(-1), shape=held, place=place)
 
 
-def _of_unit(unit: FlatUnit) -> Iterator[OwnShard]:
-    begin = unit.shard_group.rank * unit.local.numel()
-    end = begin + unit.local.numel()
+def _of_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[OwnShard]:
+    begin = unit.shard_group.rank * unit.chunk
+    end = begin + unit.chunk
     for span in unit.spans:
         first = min(max(span.offset, begin), end)
         last = max(min(span.offset + span.spec.numel, end), first)
-        local = unit.local[first - begin : last - begin]
+        part = local[first - begin : last - begin]
         offset = min(max(first - span.offset, 0), span.spec.numel)
-        place = ShardPlace(numel=local.numel(), offset=offset, stride=span.stride, group=unit.shard_group.group)
-        yield OwnShard(spec=span.spec, local=local, shape=local.shape, place=place)
+        place = ShardPlace(numel=part.numel(), offset=offset, stride=span.stride, group=unit.shard_group.group)
+        yield OwnShard(spec=span.spec, local=part, shape=part.shape, place=place)

@@ -11,11 +11,19 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
-from fsdp_doctor.extract.agreement import Agreement
-from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
-from fsdp_doctor.extract.local import LoadedShard, announced_where_merged, factor_stream, gathered_deltas, loaded_shards
+from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
+from fsdp_doctor.extract.full import BUCKET_BYTES, announced
+from fsdp_doctor.extract.local import (
+    LoadedShard,
+    ShardRequest,
+    announced_where_merged,
+    factor_stream,
+    gathered_deltas,
+    loaded_shards,
+    request_of,
+)
 from fsdp_doctor.extract.lora import Delta, Lora
-from fsdp_doctor.extract.plan import shard_groups, signature
+from fsdp_doctor.extract.plan import signature
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec, specs
 from fsdp_doctor.fingerprints.fingerprint_set import Fingerprints, TensorFingerprint, lanes_of
 from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, to_be_summed
@@ -50,7 +58,7 @@ def fingerprint(
     """
     announcing = announced(model) if combined else announced_where_merged(model, lora)
     with announcing:
-        request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
+        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
     deltas = gathered_deltas(request, factor_stream(request))
     if not combined:
         return _with_ties(request, _own(request, deltas))
@@ -63,11 +71,10 @@ def fingerprint(
 
 
 @contextlib.contextmanager
-def agreed(request: Request, settings: str) -> Iterator[Callable[[], object]]:
+def agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
     """Yields what compares the ranks' models and waits for all of them; who raises tells the others instead."""
-    everyone = max((group.ranks for group in shard_groups(request.all_sources)), key=len, default=(0,))
-    agreement = Agreement(everyone)
-    agreement.expect(lambda: signature(request.sources, request.dtypes, settings))
+    agreement = Agreement(request.plan.ranks)
+    agreement.expect(lambda: ComparedPlan(signature(request.sources, request.dtypes, settings)))
     try:
         yield agreement.proceed
         agreement.end()
@@ -76,7 +83,7 @@ def agreed(request: Request, settings: str) -> Iterator[Callable[[], object]]:
         raise
 
 
-def _own(request: Request, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:
+def _own(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:
     """By the first name of each tensor: what this rank's shards add."""
     sums = FingerprintSums()
     with contextlib.closing(loaded_shards(request, deltas, own=False)) as shards:
@@ -116,7 +123,7 @@ def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
         case Rows() | FlatUnit():
             return [source.shard_group.group]
         case Placed():
-            mesh, placements = source.tensor.device_mesh, source.tensor.placements
+            mesh, placements = source.mesh, source.placements
             return [mesh.get_group(dim) for dim, one in enumerate(placements) if not isinstance(one, Replicate)]
         case _:
             assert_never(source)
@@ -139,7 +146,7 @@ def _signed(lane: int) -> int:
     return lane - (1 << 64) if lane >> 63 else lane
 
 
-def _with_ties(request: Request, by_first_name: dict[str, TensorFingerprint]) -> Fingerprints:
+def _with_ties(request: ShardRequest, by_first_name: dict[str, TensorFingerprint]) -> Fingerprints:
     """Under every name, in the order of the extraction."""
     every: list[TensorSpec] = [spec for source in request.sources for spec in specs(source)]
     tensors = {name: by_first_name[spec.names[0]] for spec in every for name in spec.names}

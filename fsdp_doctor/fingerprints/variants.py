@@ -12,8 +12,15 @@ import torch
 from torch import nn
 
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.full import BUCKET_BYTES, Request, announced, request_of
-from fsdp_doctor.extract.local import LoadedShard, factor_stream, gathered_deltas, loaded_shards
+from fsdp_doctor.extract.full import BUCKET_BYTES, announced
+from fsdp_doctor.extract.local import (
+    LoadedShard,
+    ShardRequest,
+    factor_stream,
+    gathered_deltas,
+    loaded_shards,
+    request_of,
+)
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.own_shards import row_major
 from fsdp_doctor.extract.sources import FlatUnit, Source, specs
@@ -46,7 +53,7 @@ def fingerprint_variants(
     a name that the model does not have.
     """
     with announced(model):
-        request = _restricted(request_of(model, None, dtype, keep_dtype, BUCKET_BYTES, lora), set(names))
+        request = _restricted(request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora), set(names))
     deltas = gathered_deltas(request, factor_stream(request))
     with agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
         own = list(_variants(request, deltas))
@@ -60,7 +67,7 @@ def fingerprint_variants(
     return {name: by_first_name.get(spec.names[0], []) for spec in every for name in spec.names if name in names}
 
 
-def _restricted(request: Request, names: set[str]) -> Request:
+def _restricted(request: ShardRequest, names: set[str]) -> ShardRequest:
     """To the tensors of these names."""
     sources: list[Source] = []
     for source in request.sources:
@@ -78,7 +85,7 @@ def _restricted(request: Request, names: set[str]) -> Request:
 
 
 def _variants(
-    request: Request, deltas: Mapping[str, list[Delta]]
+    request: ShardRequest, deltas: Mapping[str, list[Delta]]
 ) -> Iterator[tuple[FingerprintVariant, dict[str, TensorFingerprint]]]:
     """Each, still without sums, and what this rank adds to those of the tensors for which it is one, by first name."""
     dims = max((len(spec.shape) for source in request.sources for spec in specs(source)), default=0)
@@ -99,21 +106,21 @@ def _of(kind: VariantKind, detail: str) -> FingerprintVariant:
     return FingerprintVariant(kind, detail, (0, 0))
 
 
-def _added(request: Request, own: dict[str, TensorFingerprint]) -> dict[str, Lanes]:
+def _added(request: ShardRequest, own: dict[str, TensorFingerprint]) -> dict[str, Lanes]:
     """The sums of all ranks."""
     chosen = [kept for source in request.sources if (kept := _kept(source, own))]
     added = added_over_groups(chosen, own, request.device)
     return {name: one.lanes for name, one in added.items() if one.is_whole}
 
 
-def _floating(request: Request) -> Request:
+def _floating(request: ShardRequest) -> ShardRequest:
     """A model's tensors that can be cast; integers stand beside them as buffers."""
     sources = [source for source in request.sources if specs(source)[0].dtype.is_floating_point]
     return replace(request, sources=sources)
 
 
 def _sums(
-    request: Request,
+    request: ShardRequest,
     deltas: Mapping[str, list[Delta]],
     blocks_of: _Blocks,
     *,

@@ -6,7 +6,7 @@ in ``CHECKED``; where a name is gone, :class:`PrivateApiGone` says which and for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,25 @@ def own_tensors(model: nn.Module) -> list[OwnTensors]:
     return found
 
 
+def modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
+    """Every module, what it names in which order, and every tensor that it has: as above, with as little as can be."""
+    modules: list[nn.Module] = [model]
+    names: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
+    for module in modules:
+        own = module.__dict__
+        if children := own["_modules"]:
+            names.append((*children,))
+            modules += [child for child in children.values() if child is not None]
+        if parameters := own["_parameters"]:
+            names.append((*parameters, len(modules)))
+            tensors += parameters.values()
+        if buffers := own["_buffers"]:
+            names.append((*buffers, len(modules), *own["_non_persistent_buffers_set"]))
+            tensors += buffers.values()
+    return modules, names, tensors
+
+
 def compiled_module(model: nn.Module) -> nn.Module | None:
     """The module inside of what ``torch.compile`` made of it: ``OptimizedModule._orig_mod``. None for any other."""
     inner = getattr(model, "_orig_mod", None)
@@ -97,6 +116,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     No copy, no collective. The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(tensor: DTensor) -> Any:
+    """Mesh, placements, and the shape, strides and dtype of the whole: ``DTensor._spec``, in public one by one."""
+    return tensor._spec
 
 
 def num_interleaved(placement: Placement) -> int | None:
@@ -192,10 +216,7 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 
 
 def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
-    """What the first forward does before it computes: ``_runtime_utils._lazy_init``.
-
-    verl calls it before a manual offload; the local shards do not exist before it.
-    """
+    """What the first forward does before it computes, and makes the local shards: ``_runtime_utils._lazy_init``."""
     from torch.distributed.fsdp import _runtime_utils
 
     _get(_runtime_utils, "_lazy_init")(model, model)
@@ -284,8 +305,7 @@ def is_sharded(handle: Any) -> bool:
 
 def shard_group(handle: Any) -> dist.ProcessGroup:
     """The group over which one unit is sharded: ``FlatParamHandle.process_group``."""
-    group: dist.ProcessGroup = _get(handle, "process_group")
-    return group
+    return _get(handle, "process_group")  # type: ignore[no-any-return]
 
 
 def replica_group(module: nn.Module) -> dist.ProcessGroup | None:
@@ -361,12 +381,14 @@ def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies each source into its target, as many as possible in one kernel: ``torch._foreach_copy_``.
-
-    In public there is one copy a tensor, at several microseconds each.
-    """
+    """Copies each source into its target, in one kernel where it can: ``torch._foreach_copy_``, in public one each."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of a 1-D tensor, one after another, with the tensors' shapes: ``_nn.unflatten_dense_tensors``, one call."""
+    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
 
 
 def release_workspaces(device: torch.device) -> None:
