@@ -77,8 +77,10 @@ def add_sums(blocks: Sequence[IndexedBlock], into: torch.Tensor) -> None:
     if into.device.type == "cuda" and _has_triton():
         from fsdp_doctor.fingerprints import sum_kernels
 
-        sum_kernels.add_words(runs, into)
-        sum_kernels.add_elements(grids, into)
+        # Triton launches on the current device, wherever the memory is.
+        with torch.cuda.device(into.device):
+            sum_kernels.add_words(runs, into)
+            sum_kernels.add_elements(grids, into)
         return
     for run in runs:
         into[run.number] += sum_of_words(run.words, run.first)

@@ -54,15 +54,11 @@ def _is_aligned(run: WordRun) -> bool:
 def add_elements(grids: Sequence[ElementGrid], into: torch.Tensor) -> None:
     """into: (tensors, 2), int64, on the device of the elements."""
     for itemsize in (1, 2, 4):
-        programs: list[int] = []
-        for grid in grids:
-            if grid.elements.element_size() == itemsize:
-                for part in _with_few_dims(grid):
-                    programs += _element_programs(part)
-        if programs:
-            table = _on_device(programs, into.device)
-            _sum_elements[(len(programs) // 10,)](
-                table,
+        of_size = [grid for grid in grids if grid.elements.element_size() == itemsize]
+        if of_size:
+            programs = torch.cat([_element_programs(part) for grid in of_size for part in _with_few_dims(grid)])
+            _sum_elements[(len(programs),)](
+                programs.to(into.device, non_blocking=True),
                 into,
                 into.stride(0),
                 ITEM_BITS=8 * itemsize,
@@ -87,13 +83,14 @@ def _with_few_dims(grid: ElementGrid) -> list[ElementGrid]:
     ]
 
 
-def _element_programs(grid: ElementGrid) -> list[int]:
+def _element_programs(grid: ElementGrid) -> torch.Tensor:
+    """A row for each, on the host."""
     missing = _MOST_DIMS - len(grid.sizes)
     sizes, strides = (1,) * missing + grid.sizes, (0,) * missing + grid.strides
     place = (grid.base, *strides, *sizes[1:], grid.number)
-    programs: list[int] = []
-    for begin in range(0, grid.elements.numel(), _ELEMENTS_A_PROGRAM):
-        programs += (grid.elements.data_ptr(), begin, grid.elements.numel(), *place)
+    begins = torch.arange(0, grid.elements.numel(), _ELEMENTS_A_PROGRAM)
+    programs = torch.tensor([grid.elements.data_ptr(), 0, grid.elements.numel(), *place]).repeat(len(begins), 1)
+    programs[:, 1] = begins
     return programs
 
 
