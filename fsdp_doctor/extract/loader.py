@@ -70,6 +70,7 @@ class CastBuffer:
         """Bytes that may be loaded in that turn; what was in them has been cast by then."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            self._streams.begin_loading()
         self._streams.load_after(self._cast[self.turn], turn)
         return self._halves[self.turn]
 

@@ -131,6 +131,8 @@ class Pipeline:
         if wanted := self._wanted(pending.bucket):
             self._agree()
             pending.deltas = self._deltas(wanted)
+            # The caller's stream has copied them out of what was gathered.
+            self._streams.begin_loading()
         pending.loader.finish(pending.deltas)
         if not wanted:
             self._agree()

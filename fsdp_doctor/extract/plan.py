@@ -127,10 +127,6 @@ class Bucket:
         """The FSDP1 units of which it gathers a part, by their order."""
         return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
 
-    @property
-    def is_gathered(self) -> bool:
-        return any(transfer.shard_group is not None for transfer in self.transfers)
-
     def names(self) -> list[str]:
         """The first name of each tensor of which it has a part."""
         return [name for transfer in self.transfers for name in transfer.names()]
