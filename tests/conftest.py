@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if TYPE_CHECKING:
     from support.ranks import Groups
 
-_START_PROCESSES = ("program", "support.ranks", "support.forked", "support.plugin_runs")
+_START_PROCESSES = ("program", "support.hosts", "support.ranks", "support.forked", "support.plugin_runs")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
 

@@ -1,6 +1,6 @@
-"""An FSDP2 model with CPU offload trains one step and streams its weights into a rollout process on the same node.
+"""An FSDP2 model with CPU offload trains, and streams its weights into a rollout process on the same node at each step.
 
-torchrun --standalone --nproc-per-node=2 rollout_sync.py [--model DIR] [--bucket-mib N]
+torchrun --standalone --nproc-per-node=2 rollout_sync.py [--model DIR] [--bucket-mib N] [--steps N]
 """
 
 from __future__ import annotations
@@ -27,16 +27,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of a checkpoint; by default a small Qwen3 with random weights")
     parser.add_argument("--bucket-mib", type=int, default=256, help="what is sent at once")
+    parser.add_argument("--steps", type=int, default=2, help="training steps, each with a sync after it")
     options = parser.parse_args()
 
     device = start()
     config = AutoConfig.from_pretrained(options.model) if options.model else Qwen3Config(**SMALL, **HEADS)
     model = sharded(config, options.model, device)
-    train_step(model, config.vocab_size, device)
 
     prompt = torch.randint(config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))
     worker = start_worker(model, config, device, prompt) if dist.get_rank() == 0 else None
-    send_weights(model, worker, options.bucket_mib << 20)
+    history: list[fsdp_doctor.Fingerprints] = []
+    differ = False
+    for step in range(options.steps):
+        train_step(model, config.vocab_size, device, step)
+        sent = send_weights(model, worker, options.bucket_mib << 20)
+        differ |= prove(model, worker, sent, history)
+        history.append(sent)
+    # Once, from the shards themselves: each step compares with what was sent, which costs no second read of them.
+    whole = fsdp_doctor.fingerprint(model, dtype=torch.bfloat16)
+    if worker is not None:
+        worker.send(None)
+        differ |= report(fsdp_doctor.compare_fingerprints(whole, history[-1]), "what was sent, and the shards")
 
     own = logits(model, prompt.to(device))
     state = fsdp_doctor.full_state_dict(model, dtype=torch.bfloat16)
@@ -45,7 +56,7 @@ def main() -> int:
         return 0
     reference = unsharded(config, device)
     reference.load_state_dict(state)
-    return compare(worker, logits(reference, prompt.to(device)), own)
+    return 1 if compare(worker, logits(reference, prompt.to(device)), own) or differ else 0
 
 
 def start() -> torch.device:
@@ -76,11 +87,13 @@ def sharded(config: PretrainedConfig, directory: str | None, device: torch.devic
     return model
 
 
-def train_step(model: nn.Module, vocab_size: int, device: torch.device) -> None:
+def train_step(model: nn.Module, vocab_size: int, device: torch.device, step: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(vocab_size, (2, 64), generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    tokens = torch.randint(vocab_size, (2, 64), generator=generator).to(device)
+    model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def unsharded(config: PretrainedConfig, device: torch.device) -> nn.Module:
@@ -107,24 +120,53 @@ def start_worker(model: nn.Module, config: PretrainedConfig, device: torch.devic
     return ours
 
 
-def send_weights(model: nn.Module, worker: Connection | None, bucket_bytes: int) -> None:
-    """Every rank gathers, rank 0 sends: handles of the tensors' memory, which lives until they are acknowledged."""
+def send_weights(model: nn.Module, worker: Connection | None, bucket_bytes: int) -> fsdp_doctor.Fingerprints:
+    """Every rank gathers, rank 0 sends: handles of the tensors' memory, which lives until they are acknowledged.
+
+    What is sent is summed as it passes.
+    """
     began = time.perf_counter()
     bucket: list[tuple[str, torch.Tensor]] = []
-    held = total = tensors = buckets = 0
-    for name, tensor in fsdp_doctor.full_tensors(model, dtype=torch.bfloat16, bucket_bytes=bucket_bytes):
+    held = total = number = buckets = 0
+    sums = fsdp_doctor.FingerprintSums()
+    tensors = fsdp_doctor.full_tensors(model, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
+    for name, tensor in sums.watch(tensors) if worker is not None else tensors:
         if worker is None:
             continue
         if bucket and held + tensor.nbytes > bucket_bytes:
             deliver(worker, bucket)
             held, buckets = 0, buckets + 1
         bucket.append((name, tensor))
-        held, total, tensors = held + tensor.nbytes, total + tensor.nbytes, tensors + 1
+        held, total, number = held + tensor.nbytes, total + tensor.nbytes, number + 1
     if worker is not None:
         deliver(worker, bucket)
         worker.send([])
         seconds = time.perf_counter() - began
-        print(f"sent {tensors} tensors, {total / 2**20:.1f} MiB, in {buckets + 1} buckets, {seconds:.2f} s")
+        print(f"sent {number} tensors, {total / 2**20:.1f} MiB, in {buckets + 1} buckets, {seconds:.2f} s")
+    return sums.fingerprints()
+
+
+def prove(
+    model: nn.Module,
+    worker: Connection | None,
+    sent: fsdp_doctor.Fingerprints,
+    history: list[fsdp_doctor.Fingerprints],
+) -> bool:
+    """Whether what the rollout process holds differs from what was sent. Every rank helps to say how it does."""
+    held = fsdp_doctor.Fingerprints.from_json(worker.recv()) if worker is not None else sent
+    differences = fsdp_doctor.compare_fingerprints(sent, held, history=history)
+    names = [[one.name for one in differences if one.kind in ("values", "shape")]]
+    dist.broadcast_object_list(names, src=0)
+    if names[0]:
+        variants = fsdp_doctor.fingerprint_variants(model, names[0], dtype=torch.bfloat16)
+        differences = fsdp_doctor.compare_fingerprints(sent, held, history=history, variants=variants)
+    return report(differences, f"what was sent, and the {len(held.tensors)} tensors of the rollout process")
+
+
+def report(differences: list[fsdp_doctor.FingerprintDifference], what: str) -> bool:
+    if dist.get_rank() == 0:
+        print(f"{what}: {'DIFFERENT' if differences else 'equal'}", *differences, sep="\n  ")
+    return bool(differences)
 
 
 def deliver(worker: Connection, bucket: list[tuple[str, torch.Tensor]]) -> None:
@@ -145,20 +187,27 @@ def rollout(trainer: Connection, config: PretrainedConfig, device: torch.device,
     coming = trainer.recv()
     trainer.send(sorted(name for name in own.keys() | coming.keys() if own.get(name) != coming.get(name)))
     missing = set(targets)
-    while arrived := receive(trainer, targets, device):
-        missing -= arrived
-        trainer.send("done")
+    while (bucket := trainer.recv()) is not None:
+        if bucket:
+            missing -= receive(bucket, targets, device)
+            del bucket
+            trainer.send("done")
+        else:  # the end of a sync
+            trainer.send(fsdp_doctor.fingerprint_tensors(targets).to_json())
     trainer.send((sorted(missing), logits(model, prompt.to(device)).numpy()))  # by value: this process ends here
 
 
-def receive(trainer: Connection, targets: dict[str, torch.Tensor], device: torch.device) -> set[str]:
-    """One bucket's names. When it returns the copies are made, and nothing here refers to the trainer's memory."""
-    bucket = trainer.recv()
+def receive(bucket: list[tuple[str, torch.Tensor]], targets: dict[str, torch.Tensor], device: torch.device) -> set[str]:
+    """The bucket's names. When it returns the copies are made."""
     for name, tensor in bucket:
-        targets[name].copy_(tensor)
+        load(targets, name, tensor)
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return {name for name, _ in bucket}
+
+
+def load(targets: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    targets[name].copy_(tensor)
 
 
 def compare(worker: Connection, expected: torch.Tensor, own: torch.Tensor) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import pathlib
+import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +41,7 @@ def run(options: BenchOptions) -> BenchResult:
     for path in filter(is_user_path, options.paths):
         candidates.users_function(path)
     device = _start(options.device, here)
-    if device.type == "cpu" and "fsdp1" in options.strategies:
+    if device.type == "cpu" and set(options.strategies) != {"fsdp2"}:
         raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
     try:
         clock = Clock(device)
@@ -49,6 +52,7 @@ def run(options: BenchOptions) -> BenchResult:
             device=device.type,
             world_size=here.world_size,
             environment=collect(host_name=False),
+            processor=_processor(),
             links=links,
         )
         measured = way_in.measured if options.direction == "in" else _model
@@ -75,6 +79,16 @@ def _start(asked: str, here: Place) -> torch.device:
     backend = dist.get_default_backend_for_device(kind.type)
     dist.init_process_group(f"cpu:gloo,{kind.type}:{backend}")
     return device
+
+
+def _processor() -> str:
+    """Its name: how fast a host is decides where a link does not."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _model(
@@ -131,6 +145,7 @@ def _measured(row: candidates.Row, arguments: PathArguments, clock: Clock, repea
         full_bytes=about.full_bytes,
         timing=timing,
         ratio=(about.least_seconds or 0.0) / timing.seconds if has_ceiling else None,
+        bucket_bytes=row.bucket_bytes,
     )
 
 

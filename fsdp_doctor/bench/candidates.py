@@ -27,6 +27,7 @@ class Row:
 
     offloads: under which it is measured; of the others it is known that they break it. to_host: it ends in
     host memory, to which no ceiling is set. moves_model: what it leaves on the device has to be moved back.
+    bucket_bytes: the size that it was given, None for the default.
     """
 
     name: str
@@ -34,18 +35,29 @@ class Row:
     offloads: tuple[str, ...] = ("none", "param", "policy", "policy-unpinned")
     to_host: bool = False
     moves_model: bool = False
+    bucket_bytes: int | None = None
 
 
-def rows(strategy: str, chosen: Sequence[str], *, dtype: torch.dtype | None, bucket_bytes: int | None) -> list[Row]:
-    """Those of the named ones that the strategy has, or all of them."""
-    nbytes = bucket_bytes or BUCKET_BYTES
-    ours = [
-        Row("full_tensors", functools.partial(full_tensors, dtype=dtype, bucket_bytes=nbytes)),
-        Row("full_state_dict", functools.partial(full_state_dict, dtype=dtype, bucket_bytes=nbytes), to_host=True),
+def rows(
+    strategy: str, chosen: Sequence[str], *, dtype: torch.dtype | None, bucket_bytes: Sequence[int | None]
+) -> list[Row]:
+    """Those of the named ones that the strategy has, or all of them; ours once for each size of a bucket."""
+    known = {row.name: [row] for row in (_FSDP2 if strategy == "fsdp2" else _FSDP1)}
+    known["full_tensors"] = [_ours("full_tensors", full_tensors, dtype, nbytes) for nbytes in bucket_bytes]
+    known["full_state_dict"] = [
+        _ours("full_state_dict", full_state_dict, dtype, nbytes, to_host=True) for nbytes in bucket_bytes
     ]
-    known = {row.name: row for row in (*ours, *(_FSDP2 if strategy == "fsdp2" else _FSDP1))}
-    names = [name for name in chosen or PATHS[strategy] if is_user_path(name) or name in known]
-    return [Row(name, users_function(name)) if is_user_path(name) else known[name] for name in names]
+    found: list[Row] = []
+    for name in chosen or PATHS[strategy]:
+        found += [Row(name, users_function(name))] if is_user_path(name) else known.get(name, [])
+    return found
+
+
+def _ours(
+    name: str, function: Callable[..., Any], dtype: torch.dtype | None, nbytes: int | None, *, to_host: bool = False
+) -> Row:
+    called = functools.partial(function, dtype=dtype, bucket_bytes=nbytes or BUCKET_BYTES)
+    return Row(name, called, to_host=to_host, bucket_bytes=nbytes)
 
 
 def users_function(name: str) -> Callable[..., Any]:
@@ -54,11 +66,10 @@ def users_function(name: str) -> Callable[..., Any]:
 
 
 def consume(result: Any, dtype: torch.dtype | None) -> None:
-    """Goes through everything that a path gives, casts what it did not cast, and keeps nothing."""
+    """Goes through everything that a path gives, casts what it did not cast, and keeps no more than the last."""
     for _, value in result.items() if isinstance(result, Mapping) else result:
         if isinstance(value, torch.Tensor) and dtype is not None:
             value.to(dtype)
-        del value
 
 
 def _staged(model: nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.bench.measure import Clock
+from fsdp_doctor.extract.host_copies import threads_of_a_rank
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.load.host_copies import threads_of_a_rank
 from fsdp_doctor.matrix.contracts import Direction
 
 _REPEAT = 5

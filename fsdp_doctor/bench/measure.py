@@ -18,9 +18,10 @@ _ENOUGH_SECONDS = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """seconds: the median of ``times``. error: why there are none."""
+    """seconds: the median of ``times``. first_seconds: of the first call of all. error: why there are none."""
 
     seconds: float = 0.0
+    first_seconds: float = 0.0
     times: tuple[float, ...] = ()
     peak_extra_bytes: int | None = None
     error: str = ""
@@ -67,8 +68,13 @@ class Clock:
             self._module.synchronize()
 
     def timing(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
-        """A run to warm up, one whose memory is taken, then those that are timed."""
+        """The first run, one whose memory is taken, then those that are timed."""
+        self._synchronize()
+        dist.barrier(group=self._control)
+        start = time.perf_counter()
         error = _failure(once)
+        self._synchronize()
+        first = self.highest(time.perf_counter() - start)
         if self.highest(bool(error)):
             return Timing(error=error or "another rank raised")
         restore()
@@ -79,7 +85,7 @@ class Clock:
         while len(times) < repeat and sum(times) < _ENOUGH_SECONDS:
             times.append(self.seconds(once))
             restore()
-        return Timing(seconds=statistics.median(times), times=tuple(times), peak_extra_bytes=peak)
+        return Timing(seconds=statistics.median(times), first_seconds=first, times=tuple(times), peak_extra_bytes=peak)
 
 
 def _failure(once: Callable[[], object]) -> str:

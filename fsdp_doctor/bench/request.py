@@ -74,7 +74,15 @@ OFFLOADS: dict[str, str] = {
     "policy": "CPUOffloadPolicy: the shards are in pinned host memory",
     "policy-unpinned": "CPUOffloadPolicy(pin_memory=False): pageable",
 }
-STRATEGIES = ("fsdp2", "fsdp1")
+STRATEGIES = ("fsdp2", "fsdp1", "fsdp1-orig")
+_FSDP1_PATHS = (
+    "full_tensors",
+    "full_state_dict",
+    "sharded_state_dict.full_tensor",
+    "summon_full_params",
+    "get_model_state_dict.full",
+    "get_model_state_dict.full+cpu",
+)
 PATHS: dict[str, tuple[str, ...]] = {
     "fsdp2": (
         "full_tensors",
@@ -85,14 +93,8 @@ PATHS: dict[str, tuple[str, ...]] = {
         "get_model_state_dict.full",
         "get_model_state_dict.full+cpu",
     ),
-    "fsdp1": (
-        "full_tensors",
-        "full_state_dict",
-        "sharded_state_dict.full_tensor",
-        "summon_full_params",
-        "get_model_state_dict.full",
-        "get_model_state_dict.full+cpu",
-    ),
+    "fsdp1": _FSDP1_PATHS,
+    "fsdp1-orig": _FSDP1_PATHS,
 }
 # The way in: where the full tensors are, and by what they are loaded.
 SOURCES: dict[str, str] = {
@@ -108,7 +110,8 @@ DTYPES = ("bf16", "fp32", "fp32:bf16")
 class BenchOptions:
     """model: a name of SHAPES, or a directory with a config.json. layers: instead of the model's own number.
 
-    dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: None for the default.
+    dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: each is measured, on the way in the
+    first; None for the default.
     paths: names of PATHS, or module:function of the user; on the way in, of LOAD_PATHS; empty for all.
     sources: of SOURCES, for the way in.
     """
@@ -121,7 +124,7 @@ class BenchOptions:
     strategies: tuple[str, ...]
     offloads: tuple[str, ...]
     dtypes: tuple[str, ...]
-    bucket_bytes: int | None
+    bucket_bytes: tuple[int | None, ...]
     paths: tuple[str, ...]
     repeat: int
     device: str

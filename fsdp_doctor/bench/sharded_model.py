@@ -27,7 +27,10 @@ def build(options: BenchOptions, strategy: str, offload: str, dtype: torch.dtype
 def sharded(whole: nn.Module, strategy: str, offload: str, mesh: DeviceMesh) -> nn.Module:
     """A model that was on the meta device, as :func:`build` gives it. Every rank must call it."""
     device = device_of(mesh.device_type)
-    model = (_sharded_2 if strategy == "fsdp2" else _sharded_1)(whole, offload, mesh, device)
+    if strategy == "fsdp2":
+        model = _sharded_2(whole, offload, mesh, device)
+    else:
+        model = _sharded_1(whole, offload, mesh, device, use_orig_params=strategy == "fsdp1-orig")
     if offload == "param":
         offloading.offload(model, non_blocking=False)
     return model
@@ -64,7 +67,7 @@ def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
     return model
 
 
-def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device, *, use_orig_params: bool) -> nn.Module:
     # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
     whole.to_empty(device=device)
     whole.tie_weights()
@@ -74,7 +77,7 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device)
         device,
         compute_dtype=torch.bfloat16,
         policy=offload.startswith("policy"),
-        use_orig_params=False,
+        use_orig_params=use_orig_params,
     )
     private.fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:

@@ -23,8 +23,8 @@ class Measured:
 
     timing: each time the slowest rank's; the peak that of the rank that took the most, None on the CPU. full_bytes: of
     all full tensors, each once. ratio: the least time in which the bounding link carries the bytes, over the seconds.
-    source: on the way in, where the full tensors are. times_torch: how often it fits into the time of torch's
-    broadcast from rank 0, from the same source.
+    bucket_bytes: the size that it was given, None for the default. source: on the way in, where the full tensors are.
+    times_torch: how often it fits into the time of torch's broadcast from rank 0, from the same source.
     """
 
     strategy: str
@@ -34,6 +34,7 @@ class Measured:
     timing: Timing
     full_bytes: int = 0
     ratio: float | None = None
+    bucket_bytes: int | None = None
     source: str = ""
     times_torch: float | None = None
 
@@ -44,6 +45,7 @@ class BenchResult:
     device: str
     world_size: int
     environment: EnvironmentFacts
+    processor: str
     links: Links
     measured: list[Measured] = field(default_factory=list)
 
@@ -60,6 +62,7 @@ def as_text(result: BenchResult, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
     packages = ", ".join(f"{name} {version}" for name, version in result.environment["packages"].items())
     console.print(f"{result.world_size} ranks of {result.device}; {packages}", soft_wrap=True)
+    console.print(f"processor      {result.processor}", soft_wrap=True)
     for name, rate in dataclasses.asdict(result.links).items():
         if rate is not None:
             console.print(f"{name.replace('_', ' '):14} {rate / 1e9:8.1f} GB/s a rank")
@@ -67,7 +70,7 @@ def as_text(result: BenchResult, width: int) -> str:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("model", *(["source"] if is_in else []), "path"):
         table.add_column(column)
-    for column in ("ms", "GB/s", "of ceiling", *(["x torch"] if is_in else []), "peak extra MiB"):
+    for column in ("first ms", "ms", "GB/s", "of ceiling", *(["x torch"] if is_in else []), "peak extra MiB"):
         table.add_column(column, justify="right")
     for one in result.measured:
         table.add_row(*_cells(one, is_in))
@@ -81,9 +84,11 @@ def _cells(one: Measured, is_in: bool) -> list[str]:
     timing = one.timing
     if timing.error:
         return [*first, f"{one.path}: {timing.error[:60]}"]
+    bucket = "" if one.bucket_bytes is None else f" {one.bucket_bytes / 2**20:g} MiB"
     return [
         *first,
-        one.path,
+        one.path + bucket,
+        f"{timing.first_seconds * 1e3:.1f}",
         f"{timing.seconds * 1e3:.1f}",
         f"{one.full_bytes / timing.seconds / 1e9:.1f}",
         "" if one.ratio is None else f"{one.ratio:.2f}",

@@ -24,10 +24,10 @@ from fsdp_doctor.bench.links import Links
 from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.bench.request import LOAD_PATHS, BenchOptions
 from fsdp_doctor.bench.tables import Measured
-from fsdp_doctor.extract import BUCKET_BYTES
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load import load_full_tensors
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _OURS, _BASELINE, _ = LOAD_PATHS
@@ -51,7 +51,7 @@ def measured(
             for path in options.paths or LOAD_PATHS:
                 if not _can_load(path, source, strategy, offload):
                     continue
-                load = _loader(path, offload, options.bucket_bytes or BUCKET_BYTES)
+                load = _loader(path, offload, options.bucket_bytes[0] or LOAD_BUCKET_BYTES)
                 timing = clock.timing(functools.partial(load, model, given), _nothing, options.repeat)
                 rows.append(
                     Measured(

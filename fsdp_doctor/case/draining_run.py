@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.case import training_state, verification
+from fsdp_doctor.case import training_state, verification, yielded_entries
 from fsdp_doctor.case.recorded_run import RecordedRun
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.runtime import Runtime
@@ -88,7 +88,7 @@ class DrainingRun(RecordedRun):
         for name, value in items:
             if extraction.offloaded_bytes and not yielded:
                 self._look_for_kept_shards(allocated, extraction.offloaded_bytes, value)
-            entry = verification.read(name, value)
+            entry = yielded_entries.read(name, value)
             yielded[entry.kind] += 1
             if extraction.owned and isinstance(value, torch.Tensor) and id(value) not in extraction.own:
                 alive.append(private.weak_reference(value))
@@ -149,7 +149,7 @@ class _Timed:
 
     def over(self, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
         with self._watch():
-            entries = verification.entries_of(call())
+            entries = yielded_entries.entries_of(call())
         while True:
             with self._watch():
                 entry = next(entries, None)

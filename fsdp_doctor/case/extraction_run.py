@@ -13,6 +13,7 @@ from fsdp_doctor.case import reference, verification
 from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.draining_run import DrainingRun, ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
+from fsdp_doctor.case.shard_reference import own_parts
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.ledgers.stage_ledger import JobStage
@@ -79,6 +80,7 @@ class ExtractionRun(CaseRun, DrainingRun):
             with self._in_life("staged"):
                 trainer.stage()
         self._note_state(trainer.model, trainer.optimizer, self.truth)
+        merged = merged_weights(trainer.model, self.truth.full)
         self._expected = verification.ExpectedYield(
             contract=self._contract,
             reference=self.truth,
@@ -86,8 +88,9 @@ class ExtractionRun(CaseRun, DrainingRun):
             compute_device=self._runtime.device,
             compute_dtype=COMPUTE_DTYPE,
             parameter_devices=verification.parameter_devices(trainer.model),
-            shard_group_of_one=self._case.scenario.sharding == "size1" or self._runtime.world_size == 1,
-            merged_weights=merged_weights(trainer.model, self.truth.full),
+            shard_group_of_one=self._case.scenario.sharding in ("size1", "replicate") or self._runtime.world_size == 1,
+            merged_weights=merged,
+            own_parts=own_parts(trainer.model, self.truth.full, merged) if self._contract.form == "local" else {},
         )
 
     def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:

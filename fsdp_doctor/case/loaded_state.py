@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.held_pieces import Full, HeldPiece
 from fsdp_doctor.case.problem_notes import Findings
-from fsdp_doctor.case.verification import compare
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.case import held_pieces, lora_reference, models
+from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.checkpoint_forms import CheckpointForms
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, Checkpoint, Saved, right_weights, start_of
@@ -19,7 +20,7 @@ from fsdp_doctor.case.loaded_state import LoadedState, held_by, optimizer_proble
 from fsdp_doctor.case.paths.arguments import PathArguments
 from fsdp_doctor.case.step_outcome import differences, outcome_of_step
 from fsdp_doctor.case.trainer import Trainer
-from fsdp_doctor.case.verification import compare, first_names
+from fsdp_doctor.case.verification import first_names
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 from fsdp_doctor.verdict.tracebacks import failure_from
 

@@ -107,7 +107,10 @@ def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> C
             return
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         replicas: dict[HeldPart, torch.Tensor] = {}
+        owners = set(tensor.device_mesh.mesh.flatten().tolist())
         for rank, piece in enumerate(pieces):
+            if rank not in owners:  # its own mesh, over which it has the same tensor
+                continue
             part = held_part(rank, tensor.shape, tensor.device_mesh.mesh, tensor.placements)
             if part.shape.numel() != piece.numel():
                 raise LayoutError(

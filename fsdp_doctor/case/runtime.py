@@ -80,12 +80,14 @@ class Runtime:
 
 def _mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
     match sharding:
-        case "full":
+        case "full" | "experts" | "replicate":
             return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
         case "hsdp":
             return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("ddp", "fsdp"))
         case "size1":
             return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("ddp", "fsdp"))
+        case "tp":
+            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("fsdp", "tp"))
         case _:
             assert_never(sharding)
 

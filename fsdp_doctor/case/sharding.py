@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,21 +21,61 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from fsdp_doctor.case import models
+from fsdp_doctor.fsdp import private
+from fsdp_doctor.matrix.axes import Sharding
 
 
 def shard_fsdp2(
-    model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, policy: bool, pin_memory: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    kind: Sharding = "full",
+    compute_dtype: torch.dtype,
+    policy: bool,
+    pin_memory: bool,
 ) -> nn.Module:
     """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it."""
     mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if policy else OffloadPolicy()
     units = models.decoder_layers(model)
     embedding = models.input_embedding(model)
+    shard: Callable[..., Any] = private.replicate if kind == "replicate" else fully_shard
+    options: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+    if kind == "experts":
+        options["shard_placement_fn"] = _experts_apart(model, mesh)
+    if kind == "tp":
+        for layer in units:
+            parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL)
+        mesh = mesh["fsdp"]
     for unit in (*units, *([embedding] if embedding is not None else []), model):
-        fully_shard(unit, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+        shard(unit, mesh=mesh, **options)
     return model
+
+
+# Of a decoder layer as transformers writes it. Not the attention: its norms see the heads of one rank alone.
+_TENSOR_PARALLEL: dict[str, ParallelStyle] = {
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+def _experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Places the experts on a mesh of the same ranks with a process group of its own."""
+    apart = private.placement_on(_mesh_of_its_own(mesh.device_type))
+    experts = {id(parameter) for name, parameter in model.named_parameters() if ".experts." in name}
+    return lambda parameter: apart if id(parameter) in experts else None
+
+
+@functools.cache
+def _mesh_of_its_own(device_type: str) -> DeviceMesh:
+    """Of all ranks; ``init_device_mesh`` would give it the default process group."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=("expert_fsdp",))
 
 
 def shard_fsdp1(

@@ -64,7 +64,9 @@ class Trainer:
         self._vocabulary_size = models.vocabulary_size(self.model)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
-        self._generator = torch.Generator().manual_seed(0 if start.same_batches else runtime.rank)
+        # Tensor-parallel ranks, which are two next to each other, compute on one batch.
+        data_rank = runtime.rank // 2 if scenario.sharding == "tp" else runtime.rank
+        self._generator = torch.Generator().manual_seed(0 if start.same_batches else data_rank)
         self._staged = False
 
     def _sharded_model(self, weights: models.Weights) -> nn.Module:
@@ -77,7 +79,9 @@ class Trainer:
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over the parameters that the model has now."""
-        return torch.optim.AdamW(self.model.parameters(), **self._options)
+        # torch's kernels for many tensors at once refuse DTensors of several meshes.
+        foreach = False if self.scenario.sharding in ("tp", "experts") else None
+        return torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
 
     def data_position(self) -> torch.Tensor:
         """Where in the order of its batches this rank is; for :meth:`seek`."""
@@ -164,6 +168,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
         return sharding.shard_fsdp2(
             plain,
             mesh,
+            kind=scenario.sharding,
             compute_dtype=COMPUTE_DTYPE,
             policy=scenario.policy,
             # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
@@ -186,8 +191,10 @@ def _why_not(scenario: Scenario, runtime: Runtime) -> str:
     # torch 2.6's FSDP2 calls it in the first forward, and fails in the backward too.
     if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
         return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
-    if scenario.sharding == "hsdp" and (runtime.world_size < 4 or runtime.world_size % 2):
-        return f"hsdp needs an even number of ranks, at least 4; there are {runtime.world_size}"
+    if scenario.sharding in ("experts", "replicate") and not private.has_placements_on_meshes():
+        return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}; 2.12 and newer can"
+    if scenario.sharding in ("hsdp", "tp") and (runtime.world_size < 4 or runtime.world_size % 2):
+        return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"
     if scenario.backend == "device-only" and not runtime.has_accelerator:
         return "without an accelerator there is one backend, gloo, and no device-only group"
     if scenario.contradiction:

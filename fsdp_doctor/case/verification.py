@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Placement
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import lora_reference
+from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.lora_reference import Merged
 from fsdp_doctor.case.reference import Reference
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.shards import HeldPart, held_part
+from fsdp_doctor.case.shard_reference import OwnPart
+from fsdp_doctor.case.yielded_entries import YieldedEntry, short
+from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem, ProblemKind
-
-YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "info", "other"]
 
 _SHOWN = 3
 
@@ -31,6 +28,7 @@ class ExpectedYield:
 
     parameter_devices: what each parameter and buffer reports when the path starts, by its name.
     merged_weights: what a contract that promises weights with their adapters added is held against.
+    own_parts: of each tensor, what this rank holds of it; for a contract that promises this rank's shards.
     """
 
     contract: Contract
@@ -41,12 +39,13 @@ class ExpectedYield:
     parameter_devices: Mapping[str, torch.device]
     shard_group_of_one: bool
     merged_weights: Mapping[str, Merged] = field(default_factory=dict)
+    own_parts: Mapping[str, OwnPart] = field(default_factory=dict)
 
 
 class Verifier:
     """Checks one path's yield, entry by entry, on one rank.
 
-    Call :meth:`check` with each entry, as :func:`read` returned it while the path was running, and
+    Call :meth:`check` with each entry, as ``yielded_entries.read`` returned it while the path was running, and
     :meth:`problems` at the end.
     """
 
@@ -112,6 +111,8 @@ class Verifier:
                 fits = entry.form == "info"
             case "sharded":
                 fits = entry.is_sharded or (entry.form == "tensor" and self._is_plain(entry.name))
+            case "local":
+                fits = entry.form == "local shard"
             case "flat":
                 fits = entry.form in ("tensor", "sharded tensor")
             case _:
@@ -127,7 +128,7 @@ class Verifier:
     def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)
         if entry.dtype != dtype:
-            self._note("misplaced", f"dtype {_short(entry.dtype)} where {_short(dtype)} was promised", entry.name)
+            self._note("misplaced", f"dtype {short(entry.dtype)} where {short(dtype)} was promised", entry.name)
         # The step counter of Adam is a host scalar wherever its parameter lies.
         host_scalar = self._contract.form == "optimizer" and expected.ndim == 0
         if entry.form == "info" or self._contract.device == "any" or host_scalar:
@@ -168,12 +169,14 @@ class Verifier:
         if entry.data is None:
             return
         if entry.is_sharded and self._contract.form == "sharded":
-            why_not = entry.why_no_shard()
+            why_not = entry.why_no_shard(self._asked.shard_group_of_one)
             if why_not:
                 self._note("wrong", why_not, entry.name)
                 return
             expected = entry.part(self._asked.rank).read(expected)
-        if entry.name in self._merged:
+        if entry.place is not None:
+            difference = self._asked.own_parts[entry.name].difference(entry.data, entry.place, expected)
+        elif entry.name in self._merged:
             difference = self._merged[entry.name].difference(entry.data)
         else:
             difference = compare(entry.data, expected.to(entry.data.dtype))
@@ -203,162 +206,11 @@ class Verifier:
 _FORM_IN_WORDS: dict[PromisedForm, str] = {
     "full": "a full tensor",
     "sharded": "a sharded tensor",
+    "local": "this rank's shard and its place",
     "flat": "a flat shard",
     "info": "shape and dtype alone",
     "optimizer": "a full tensor",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class YieldedEntry:
-    """One yielded entry, read: what it is, where it lies, and its data on the host.
-
-    shape: of the whole tensor. data: of a sharded entry, this rank's part; None of what is no tensor.
-    type_name: of what is neither a tensor nor its shape and dtype.
-    local_device, mesh, placements: of a DTensor, where its local part lies, the ranks of its mesh, and its placements.
-    own_part, num_elements: of a ShardedTensor, which part this rank's shard is, and the elements of all shards.
-    """
-
-    name: str
-    form: YieldedForm
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    data: torch.Tensor | None = None
-    type_name: str = ""
-    local_device: torch.device | None = None
-    mesh: torch.Tensor | None = None
-    placements: tuple[Placement, ...] = ()
-    own_part: HeldPart | None = None
-    num_elements: int = 0
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.form in ("dtensor", "sharded tensor")
-
-    @property
-    def form_in_words(self) -> str:
-        return self.type_name or self.form
-
-    @property
-    def kind(self) -> str:
-        """Form, dtype and kind of device: what two runs on different devices must have in common."""
-        place = self.device.type
-        if self.local_device is not None and self.local_device.type != place:
-            place += f" with its local part on {self.local_device.type}"
-        return f"{self.form_in_words} {_short(self.dtype)} {place}"
-
-    def why_no_shard(self) -> str:
-        """Why the parts of a sharded entry are not those of one tensor; empty if they are."""
-        if any(isinstance(placement, Partial) for placement in self.placements):
-            return f"placed as {_in_words(self.placements)}, so what a rank holds is a summand and not a shard"
-        if self.mesh is not None:
-            divided = self.mesh.numel() == 1 or any(map(private.num_interleaved, self.placements))
-        else:
-            divided = self.num_elements == self.shape.numel()
-        return "" if divided else "its shards do not make up the whole tensor once"
-
-    def part(self, rank: int) -> HeldPart:
-        """Which part of the tensor the rank's data is. Raises LayoutError for placements that are not understood."""
-        if self.mesh is not None:
-            return held_part(rank, self.shape, self.mesh, self.placements)
-        return self.own_part or HeldPart.of_slices(tuple(slice(0, 0) for _ in self.shape))
-
-
-def read(name: str, value: Any) -> YieldedEntry:
-    """Looks at one entry and brings its data to the host. An exception here is the path's."""
-    if isinstance(value, tuple):
-        shape, dtype = value
-        return YieldedEntry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
-    if isinstance(value, DTensor):
-        local = private.local_tensor(value)
-        return YieldedEntry(
-            name=name,
-            form="dtensor",
-            shape=value.shape,
-            dtype=value.dtype,
-            device=value.device,
-            data=local.detach().cpu(),
-            local_device=local.device,
-            mesh=value.device_mesh.mesh,
-            placements=tuple(value.placements),
-        )
-    if private.is_sharded_tensor(value):
-        return _read_sharded_tensor(name, value)
-    if isinstance(value, torch.Tensor):
-        return YieldedEntry(
-            name=name,
-            form="tensor",
-            shape=value.shape,
-            dtype=value.dtype,
-            device=value.device,
-            data=value.detach().cpu(),
-        )
-    return YieldedEntry(
-        name=name,
-        form="other",
-        type_name=type(value).__name__,
-        shape=torch.Size(),
-        dtype=torch.uint8,
-        device=torch.device("meta"),
-    )
-
-
-def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
-    shards = value.local_shards()
-    local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-    own_part = None
-    if shards:
-        metadata = shards[0].metadata
-        begins_and_sizes = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-        own_part = HeldPart.of_slices(tuple(slice(begin, begin + size) for begin, size in begins_and_sizes))
-    return YieldedEntry(
-        name=name,
-        form="sharded tensor",
-        shape=value.size(),
-        dtype=value.dtype,
-        device=local.device,
-        data=local.detach().cpu(),
-        own_part=own_part,
-        num_elements=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata),
-    )
-
-
-def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a path returned: a mapping, or anything that yields pairs.
-
-    An entry is let go before the next one is asked for, so that what is streamed is not held twice.
-    """
-    if isinstance(result, Mapping):
-        result = result.items()
-    if not isinstance(result, Iterable):
-        raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
-    yield from map(_pair, result)
-
-
-def _pair(item: Any) -> tuple[str, Any]:
-    name, value = item
-    if not isinstance(name, str):
-        raise TypeError(f"a path yields (name, tensor) with a str for a name, not {type(name).__name__}")
-    return name, value
-
-
-def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits."""
-    if actual.numel() != expected.numel():
-        return f"{actual.numel()} elements, not {expected.numel()}"
-    a, b = bits(actual), bits(expected)
-    if torch.equal(a, b):
-        return ""
-    itemsize = actual.element_size()
-    differs = (a != b).view(-1, itemsize).any(dim=1)
-    first = int(differs.nonzero()[0])
-    got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()
-    return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
@@ -374,11 +226,3 @@ def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
 def first_names(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _in_words(placements: tuple[Placement, ...]) -> str:
-    return ", ".join(map(repr, placements))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

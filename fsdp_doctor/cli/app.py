@@ -18,6 +18,7 @@ from fsdp_doctor.cli import (
     env_command,
     expect_command,
     explain_command,
+    fingerprint_command,
     list_command,
     memory_command,
     merge_command,
@@ -57,6 +58,7 @@ for _command in (
     expect_command,
     sweep_command,
     merge_command,
+    fingerprint_command,
     env_command,
 ):
     app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))

@@ -56,8 +56,10 @@ class MeasuredOptions:
         typer.Option(help=f"Of the shards and, after a colon, of the output: {', '.join(DTYPES)}.  [default: bf16]"),
     ] = None
     bucket_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Device memory of one bucket of full_tensors, for example 384MiB."),
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE", help="Device memory of one bucket of full_tensors: default, or a size such as 128MiB."
+        ),
     ] = None
     path: Annotated[
         list[str] | None,
@@ -79,7 +81,7 @@ class MeasuredOptions:
             strategies=strategies,
             offloads=values.words("--offload", self.offload, OFFLOADS, "none"),
             dtypes=values.words("--dtype", self.dtype, DTYPES, "bf16"),
-            bucket_bytes=values.size("--bucket-bytes", self.bucket_bytes) if self.bucket_bytes is not None else None,
+            bucket_bytes=_bucket_sizes(values.split(self.bucket_bytes) or ["default"]),
             paths=_known_paths(values.split(self.path), strategies, direction),
             repeat=values.positive("--repeat", self.repeat),
             device=device,
@@ -117,6 +119,11 @@ def run(
         if json_file is not None:
             files.write(json_file, tables.as_json(result))
         _report_what_is_missing(options, result)
+
+
+def _bucket_sizes(words: list[str]) -> tuple[int | None, ...]:
+    sizes = [None if word == "default" else values.size("--bucket-bytes", word) for word in words]
+    return tuple(dict.fromkeys(sizes))
 
 
 def _known_paths(names: list[str], strategies: tuple[str, ...], direction: Direction) -> tuple[str, ...]:

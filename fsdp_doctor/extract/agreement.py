@@ -1,18 +1,20 @@
 """The ranks' agreement, over the store of the process group: what is extracted or loaded, and who has left.
 
-Before its first collective each rank compares its plan with the others'; before each bucket it says
-that it will take part. A rank that leaves says so instead, and the others raise where a collective
-would have stood still. A store, because a group may have NCCL alone, whose collectives cannot be
+Before its collectives each rank compares its plan with the others'. Then a rank gives its word for so many buckets
+at once, twice as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves says
+so before the next of these stages, and the others raise where a collective would have stood still. So the store is
+asked O(log) times in the number of buckets. A store, because a group may have NCCL alone, whose collectives cannot be
 given up once they are begun.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch.distributed as dist
@@ -20,43 +22,92 @@ import torch.distributed as dist
 from fsdp_doctor.fsdp import private
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
-_num_agreements: collections.Counter[tuple[int, ...]] = collections.Counter()
-_leftover: dict[tuple[int, ...], list[str]] = {}
+# The fields of the number to which every rank of a stage adds, in bits: how many came; after that, at the first stage
+# the sum of what their plans come to, at the others how many gave their word for one bucket only.
+_RANKS_BITS, _PLAN_BITS = 16, 30
 
 
 class RankLeft(RuntimeError):
-    """Another rank has left; the message says which, where and why."""
+    """Another rank has left, or the store is gone; the message says which, where and why."""
 
 
 class PlanMismatch(RuntimeError):
     """The ranks do not extract, or load, the same; the message is the first difference."""
 
 
+@dataclass
+class _Keys:
+    """In the store. read: by every rank. unread: maybe not by all, until all have come to the next stage."""
+
+    read: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+class Participant:
+    """What the agreements of one process share, by the ranks that take part: how many there were, what is left."""
+
+    def __init__(self) -> None:
+        self.num_agreements: Counter[tuple[int, ...]] = Counter()
+        self.leftover: dict[tuple[int, ...], _Keys] = {}
+        self.under_way: list[Agreement] = []
+
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def store(self) -> dist.Store:
+        return _connection(private.default_store())
+
+
+_here = Participant()
+
+
+class ComparedPlan:
+    """What all ranks must have alike. lines: a sentence is made of the first that differs."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Of 30 bits; other plans share it by an accident of one in a thousand million."""
+        digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % (1 << _PLAN_BITS)
+
+
 class Agreement:
     """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
 
-    Each bucket is one stage, and the plan is compared in the first. Keys of a stage are deleted in the next.
-    speaker: the rank whose word all get at each stage; None where nobody has anything to say.
+    speaker: the rank whose word all get at each stage; None where nobody has anything to say. process: another one
+    than this, where there are many in one.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], verb: Literal["extract", "load"] = "extract", speaker: int | None = None
+        self,
+        ranks: tuple[int, ...],
+        verb: Literal["extract", "load"] = "extract",
+        speaker: int | None = None,
+        process: Participant = _here,
     ) -> None:
+        self._process = process
         self._ranks = ranks
         self._verb = verb
         self._speaker = speaker
         self._stage = 0
+        self._buckets = self._window = 0
+        self._keys = _Keys()
         self._counted: list[str] = []
         self._over = len(ranks) == 1
         if self._over:
             return
-        self._store = _connection(private.default_store())
         of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        _num_agreements[ranks] += 1
-        self._key = f"fsdp_doctor/{of_ranks}/{_num_agreements[ranks]}"
+        process.num_agreements[ranks] += 1
+        self._key = f"fsdp_doctor/{of_ranks}/{process.num_agreements[ranks]}"
+        self._rank = process.rank()
+        with self._store_is_there():
+            self._store = process.store()
 
-    def expect(self, plan: Callable[[], Sequence[str]]) -> None:
-        """The plan to compare before the first bucket: made then, while shards are being loaded."""
+    def expect(self, plan: Callable[[], ComparedPlan]) -> None:
+        """The plan to compare before the first bucket: asked for then, while shards are being loaded."""
         self._plan = plan
 
     def count(self, what: str, own: int) -> None:
@@ -68,6 +119,26 @@ class Agreement:
         """After the first stage: the sums, in the order in which they were begun."""
         return [self._store.add(key, 0) for key in self._counted]
 
+    def num_next(self, num_left: int) -> int:
+        """How many buckets the next promise is for, if all ranks can give it."""
+        return num_left if self._over else min(max(2 * self._window, 1), num_left)
+
+    def promise(self, num_left: int, *, one_only: bool) -> int:
+        """Of how many buckets from here on every rank launches the collectives, whatever happens to it; 1 at least.
+
+        num_left: how many there are. one_only: this rank gives its word for no more than one. Raises RankLeft,
+        PlanMismatch.
+        """
+        if self._over:
+            return num_left
+        # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
+        first = next((a for a in self._process.under_way if not set(a._ranks).isdisjoint(self._ranks)), self)
+        with self._store_is_there():
+            agreed = self._came_to_stage(one_only or first is not self)
+        self._window = 1 if agreed == 1 else self.num_next(num_left)
+        self._buckets += self._window
+        return self._window
+
     def proceed(self, word: str = "") -> str:
         """Returns the speaker's word when every rank has come to this bucket, with the same plan.
 
@@ -76,21 +147,13 @@ class Agreement:
         if self._over:
             return word
         stage = self._stage_key()
-        if self._speaker == dist.get_rank():
-            self._store.set(f"{stage}/word", word)
-        if not self._stage:
-            self._compare()
-        came = self._store.add(f"{stage}/came", 1)
-        answer = self._answer_with(_GO) if came == len(self._ranks) else self._awaited_answer()
-        if answer != _GO:
-            self._end()
-            kind, _, sentence = answer.partition(":")
-            raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
-        if self._speaker not in (None, dist.get_rank()):
-            word = self._store.get(f"{stage}/word").decode()
-        if came == len(self._ranks):
-            self._forget()
-        self._stage += 1
+        with self._store_is_there():
+            if self._speaker == self._rank:
+                self._store.set(f"{stage}/word", word)
+            self._came_to_stage(one_only=True)
+            if self._speaker not in (None, self._rank):
+                word = self._store.get(f"{stage}/word").decode()
+        self._buckets += 1
         return word
 
     def leave(self, why: str) -> None:
@@ -98,46 +161,87 @@ class Agreement:
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._answer_with(f"{_LEFT}:rank {dist.get_rank()} {self._left()}: {why}")
+                self._answer_with(f"{_LEFT}:rank {self._rank} {self._left()}: {why}")
+            self._end()
+
+    def finish(self) -> None:
+        """Returns when every rank has had everything. Raises RankLeft where one stopped before that."""
+        if not self._over:
+            with self._store_is_there():
+                self._came_to_stage(one_only=True)
+            self._end()
+
+    def end(self) -> None:
+        """There is no further stage."""
+        if not self._over:
             self._end()
 
     def _left(self) -> str:
         if self._verb == "load":
             return "failed"
-        return f"left after {self._stage} buckets" if self._stage else "left before the first bucket"
+        return f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
 
-    def end(self) -> None:
-        """There is no further stage."""
-        if not self._over:
-            self._stage -= 1
-            self._end()
-
-    def _compare(self) -> None:
-        """Raises PlanMismatch, with the sentence that all ranks get, where the first to come has another plan."""
-        plan = self._plan()
-        digest = hashlib.blake2b("\n".join(plan).encode(), digest_size=16).hexdigest()
-        if self._store.add(f"{self._key}/first", 1) == 1:
-            self._store.set(f"{self._key}/plan", "\n".join([str(dist.get_rank()), *plan]))
-            self._store.set(f"{self._key}/digest", digest)
-            return
-        if self._store.get(f"{self._key}/digest").decode() == digest:
-            return
-        other, *others = self._store.get(f"{self._key}/plan").decode().split("\n")
-        sentence = first_difference(f"rank {other}", others, f"rank {dist.get_rank()}", plan, self._verb)
-        answer = self._answer_with(f"{_DIFFERS}:{sentence}")
-        self._end()
+    def _came_to_stage(self, one_only: bool) -> int:
+        """Returns 1 where a rank gave its word for one bucket only, else 0, once all have come."""
+        plan = self._plan() if not self._stage else None
+        if plan:
+            self._process.under_way.append(self)
+            self._keys = self._process.leftover.pop(self._ranks, self._keys)
+        own = (plan.number if plan else int(one_only)) << _RANKS_BITS
+        total = self._store.add(f"{self._stage_key()}/came", own + 1)
+        came, rest = total % 2**_RANKS_BITS, total >> _RANKS_BITS
+        if came == 1:
+            for key in self._keys.read:
+                self._store.delete_key(key)
+        if came < len(self._ranks):
+            answer = self._awaited_answer()
+        elif plan and rest != plan.number * came:
+            answer = self._answer_with(_DIFFERS)
+        else:
+            answer = self._answer_with(f"{_GO}:{int(bool(plan) or rest > 0)}")
         kind, _, sentence = answer.partition(":")
-        raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
+        if kind != _GO:
+            if kind == _DIFFERS:
+                sentence = self._difference()
+            self._end()
+            raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
+        # Every rank has read the answer of the stage before, for it has come to this one.
+        self._keys = _Keys(self._keys.unread, self._keys_of(self._stage))
+        self._stage += 1
+        return int(sentence)
+
+    def _difference(self) -> str:
+        """The sentence that all ranks get: the first line that another has than the one whose plan is there first."""
+        plan = self._plan().lines
+        own = "\n".join([str(self._rank), *plan])
+        other, *others = self._store.compare_set(f"{self._key}/plan", "", own).decode().split("\n")
+        if others == list(plan):
+            return self._store.get(f"{self._key}/difference").decode()
+        sentence = first_difference(f"rank {other}", others, f"rank {self._rank}", plan, self._verb)
+        return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
     def _awaited_answer(self) -> str:
         try:
             return self._store.get(self._stage_key()).decode()
+        except dist.DistNetworkError:
+            raise
         except dist.DistStoreError:
-            came = self._store.add(f"{self._stage_key()}/came", 0)
+            came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
             return self._answer_with(
-                f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._stage} in time; "
+                f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._buckets} in time; "
                 f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}"
             )
+
+    @contextlib.contextmanager
+    def _store_is_there(self) -> Iterator[None]:
+        try:
+            yield
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            self._end()
+            first_line = str(error).strip().splitlines()[0]
+            raise RankLeft(
+                f"the process that has the process group's store has ended, or cannot be reached: {first_line}"
+            ) from error
 
     def _answer_with(self, answer: str) -> str:
         """The stage's answer: this one, or the one that another rank gave before. A stage has one answer."""
@@ -146,24 +250,22 @@ class Agreement:
     def _stage_key(self) -> str:
         return f"{self._key}/{self._stage}"
 
-    def _keys(self, stage: int) -> list[str]:
+    def _keys_of(self, stage: int) -> list[str]:
         key = f"{self._key}/{stage}"
-        plan = [f"{self._key}/{name}" for name in ("first", "plan", "digest")] if not stage else []
         word = [f"{key}/word"] if self._speaker is not None else []
-        return [key, f"{key}/came", *word, *plan, *(self._counted if not stage else [])]
-
-    def _forget(self) -> None:
-        """Every rank has read the answer of the stage before, for it has come to this one."""
-        done = self._keys(self._stage - 1) if self._stage else _leftover.pop(self._ranks, [])
-        for key in done:
-            self._store.delete_key(key)
+        return [*([] if stage else self._counted), *word, f"{key}/came", key]
 
     def _end(self) -> None:
-        """What is left in the store goes with the first stage of the ranks' next agreement."""
+        """What is left in the store goes with the ranks' next agreement."""
         self._over = True
-        # Nobody forgets the stage before one to which not all have come.
-        stages = range(max(self._stage - 1, 0), self._stage + 1)
-        _leftover[self._ranks] = [key for stage in stages for key in self._keys(stage)]
+        process = self._process
+        if self in process.under_way:
+            process.under_way.remove(self)
+        keys = self._keys if self._stage else process.leftover.get(self._ranks, self._keys)
+        # A rank may leave before the next stage, and one that differs says how.
+        difference = [f"{self._key}/plan", f"{self._key}/difference"] if not self._stage else []
+        keys.unread += [*difference, *self._keys_of(self._stage)]
+        process.leftover[self._ranks] = keys
 
 
 def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str], verb: str) -> str:
@@ -180,8 +282,9 @@ def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence
 def _connection(store: dist.Store) -> dist.Store:
     """A connection of our own: while one waits, torch's own threads must be able to use theirs.
 
-    Not every kind of store can be cloned, and before torch 2.7 none can.
+    Not every kind of store can be cloned, and before torch 2.7 none can. One that is gone would be waited for.
     """
+    store.check(["fsdp_doctor"])
     try:
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from fsdp_doctor.extract.host_copies import HostCopies, InMemory
 from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
 
-_HALF_BYTES = 64 << 20
+_HALF_BYTES = 12 << 20
 _ALIGNMENT = 64
 
 
@@ -30,10 +31,32 @@ class Piece:
     start: int
 
 
+class Loaded(Protocol):
+    """What has pieces to load, and whole lists of copies on the device beside them."""
+
+    def pieces(self) -> Iterable[Piece]: ...
+
+    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]: ...
+
+
+class _Copies:
+    """What is copied in one stream."""
+
+    def __init__(self) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def add(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.targets += targets
+        self.sources += sources
+        self.nbytes += sum(source.nbytes for source in sources)
+
+
 class CastBuffer:
     """Device memory for pieces that are yet to be cast or merged.
 
-    There are two halves: one is loaded while the other is cast.
+    There are two halves: one is loaded while the other is cast. turn: the next one's number.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -41,85 +64,119 @@ class CastBuffer:
         self._streams = streams
         self._halves: list[torch.Tensor] = []
         self._cast: list[Any] = [None, None]
-        self._turn = 0
+        self.turn = 0
 
-    def half(self) -> torch.Tensor:
-        """Bytes that may be loaded; what was in them has been cast by then."""
+    def half(self, turn: int) -> torch.Tensor:
+        """Bytes that may be loaded in that turn; what was in them has been cast by then."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        self._streams.load_after(self._cast[self._turn])
-        return self._halves[self._turn]
+            self._streams.begin_loading()
+        self._streams.load_after(self._cast[self.turn], turn)
+        return self._halves[self.turn]
 
     def done(self) -> None:
         """The half's cast is under way."""
-        self._cast[self._turn] = self._streams.cast()
-        self._turn = 1 - self._turn
+        self._cast[self.turn] = self._streams.cast()
+        self.turn = 1 - self.turn
 
 
 class Loader:
-    """deltas: what is to be added to which tensor, its adapters unsharded and on the device."""
+    """One bucket's pieces."""
 
-    def __init__(
-        self, device: torch.device, streams: Streams, cast_buffer: CastBuffer, deltas: Mapping[str, list[Delta]]
-    ) -> None:
+    def __init__(self, device: torch.device, streams: Streams, cast_buffer: CastBuffer, copies: HostCopies) -> None:
         self._device = device
         self._streams = streams
         self._cast_buffer = cast_buffer
-        self._deltas = deltas
+        self._copies = copies
+        self._to_cast: list[Piece] = []
+        self._submitted = 0
+        self.is_reading = False
 
-    def load(self, pieces: Iterable[Piece]) -> None:
-        """Fills every target. Nothing waits for the device; sources in pageable memory hold up the host."""
-        here: list[Piece] = []
-        from_host: list[Piece] = []
-        to_cast: list[Piece] = []
-        for piece in pieces:
+    def begin(self, transfers: Sequence[Loaded], merged: Collection[str]) -> None:
+        """Launches the copies that can be. Nothing waits for the device; pageable memory is being read by threads.
+
+        merged: the tensors to which something is to be added.
+        """
+        turns = _Copies(), _Copies()
+        pageable: list[Piece] = []
+        for transfer in transfers:
+            turns[0].add(*transfer.copies())
+        for piece in (piece for transfer in transfers for piece in transfer.pieces()):
             on_host = piece.source.device != self._device
-            if piece.name in self._deltas or (on_host and piece.source.dtype != piece.target.dtype):
-                to_cast.append(piece)
+            if piece.name in merged or (on_host and piece.source.dtype != piece.target.dtype):
+                self._to_cast.append(piece)
+            elif on_host and _is_pageable(piece.source):
+                pageable.append(piece)
             else:
-                (from_host if on_host else here).append(piece)
-        with self._streams.loading():
-            for batch in (from_host, here):
-                private.copy_all(
-                    [piece.target for piece in batch], [piece.source for piece in batch], non_blocking=True
-                )
-        self._load_and_cast(to_cast)
+                fewer = turns[1] if on_host and turns[1].nbytes < turns[0].nbytes else turns[0]
+                fewer.add([piece.target], [piece.source])
+        for turn, copies in enumerate(turns):
+            if copies.targets:
+                with self._streams.loading(turn):
+                    private.copy_all(copies.targets, copies.sources, non_blocking=True)
+        for piece in pageable:
+            self._copy(piece.target, piece.source)
+        self.is_reading = bool(pageable)
+        if pageable:
+            self._submitted = self._copies.submit()
 
-    def _load_and_cast(self, pieces: list[Piece]) -> None:
+    def finish(self, deltas: Mapping[str, list[Delta]]) -> None:
+        """The rest: then all targets are filled, in the order of the streams.
+
+        deltas: what is to be added to which tensor, its adapters unsharded and on the device.
+        """
+        self._copies.flush(self._submitted)
         batch: list[Piece] = []
         held = 0
-        for piece in (part for whole in pieces for part in _split(whole)):
+        for piece in (part for whole in self._to_cast for part in _split(whole)):
             nbytes = _padded(piece.source.nbytes)
             if held + nbytes > _HALF_BYTES:
-                self._cast_batch(batch)
+                self._cast_batch(batch, deltas)
                 batch, held = [], 0
             batch.append(piece)
             held += nbytes
-        self._cast_batch(batch)
+        self._cast_batch(batch, deltas)
 
-    def _cast_batch(self, pieces: list[Piece]) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copies.copy(InMemory(source.view(torch.uint8)), target.view(torch.uint8))
+
+    def _cast_batch(self, pieces: list[Piece], deltas: Mapping[str, list[Delta]]) -> None:
         if not pieces:
             return
-        memory = self._cast_buffer.half()
+        pageable = [_is_pageable(piece.source) for piece in pieces]
+        # What threads read is loaded in turn 0.
+        turn = 0 if any(pageable) else self._cast_buffer.turn
+        memory = self._cast_buffer.half(turn)
         sizes = [_padded(piece.source.nbytes) for piece in pieces]
         loaded = [
             part[: piece.source.nbytes].view(piece.source.dtype)
             for part, piece in zip(memory[: sum(sizes)].split(sizes), pieces, strict=True)
         ]
-        with self._streams.loading():
-            private.copy_all(loaded, [piece.source for piece in pieces], non_blocking=True)
+        for target, piece, is_pageable in zip(loaded, pieces, pageable, strict=True):
+            if is_pageable:
+                self._copy(target, piece.source)
+        if any(pageable):
+            self._copies.flush()
+        copied = [index for index, is_pageable in enumerate(pageable) if not is_pageable]
+        with self._streams.loading(turn):
+            private.copy_all([loaded[i] for i in copied], [pieces[i].source for i in copied], non_blocking=True)
         with self._streams.casting():
             merged = [
-                self._merged(values, piece) if piece.name in self._deltas else values
+                _merged(values, piece, deltas) if piece.name in deltas else values
                 for values, piece in zip(loaded, pieces, strict=True)
             ]
             private.copy_all([piece.target for piece in pieces], merged, non_blocking=True)
         self._cast_buffer.done()
 
-    def _merged(self, values: torch.Tensor, piece: Piece) -> torch.Tensor:
-        for delta in self._deltas[piece.name]:
-            values = values + delta.part(piece.start, values.numel())
-        return values
+
+def _merged(values: torch.Tensor, piece: Piece, deltas: Mapping[str, list[Delta]]) -> torch.Tensor:
+    for delta in deltas[piece.name]:
+        values = values + delta.part(piece.start, values.numel())
+    return values
+
+
+def _is_pageable(source: torch.Tensor) -> bool:
+    return source.device.type == "cpu" and source.numel() > 0 and not source.is_pinned()
 
 
 def _split(piece: Piece) -> Iterable[Piece]:

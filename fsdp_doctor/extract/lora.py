@@ -7,7 +7,7 @@ refused: a tensor that came out wrong would be worse.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -40,6 +40,11 @@ class Delta:
         rows = (left[first:last] @ right) * self.scaling
         skipped = start - first * columns
         return rows.reshape(-1)[skipped : skipped + numel]
+
+    def block(self, rows: slice, columns: slice) -> torch.Tensor:
+        """A block of the product."""
+        left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
+        return (left[rows] @ right[:, columns]) * self.scaling
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,12 @@ def check(lora: str) -> None:
         raise ValueError(f"lora must be one of {', '.join(get_args(Lora))}, not {lora!r}")
 
 
-def select(
-    model: nn.Module, sources: Sequence[Source], lora: Lora
-) -> tuple[list[Source], dict[str, list[LoraAdapter]]]:
+def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[Source], dict[str, list[LoraAdapter]]]:
     """The sources to yield, under the names to yield, and what is to be merged into which.
 
     Raises NotImplementedError for an adapter that cannot be merged, RuntimeError where adapters that
     are merged in place hide the base, ValueError for "adapter" without exactly one active adapter.
     """
-    layers = read(model)
     if layers.prompts:
         raise NotImplementedError(f"the model learns prompts ({', '.join(layers.prompts)}); LoRA alone is understood")
     if not layers.found:
@@ -129,8 +131,21 @@ def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter
     return adapters
 
 
-def read(model: nn.Module) -> Layers:
-    """The model's adapters, from its modules; empty where peft was never imported."""
+def adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What peft has put into a model, by unwrapped prefixes; nothing where peft was never imported."""
+    if "peft" not in sys.modules:
+        return []
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+    return [(unwrapped(f"{name}." if name else ""), module) for name, module in named]
+
+
+def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
+    """The model's adapters, as they are now."""
     layers = Layers()
     if "peft" not in sys.modules:
         return layers
@@ -138,8 +153,7 @@ def read(model: nn.Module) -> Layers:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
-    for name, module in model.named_modules():
-        prefix = unwrapped(f"{name}." if name else "")
+    for prefix, module in modules:
         if isinstance(module, PeftModel):
             configs = module.peft_config
             layers.prompts += [

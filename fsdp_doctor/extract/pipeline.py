@@ -3,148 +3,212 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import operator
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader
 from fsdp_doctor.extract.lora import Delta, LoraAdapter
-from fsdp_doctor.extract.plan import Bucket, buckets
-from fsdp_doctor.extract.sources import Source, TensorSpec, specs
+from fsdp_doctor.extract.plan import Bucket, Plan, buckets
+from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.extract.transfers import TensorTransfer, all_gather
+from fsdp_doctor.extract.transfers import Call, TensorTransfer, all_gather
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
+# Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
+MOST_THREADS = 8
+CHUNK_BYTES = 4 << 20
 
-@dataclass
+
+@dataclass(eq=False)
 class _PendingBucket:
-    """A bucket that was launched. done: the event after it. deltas: held until then, for the device reads them."""
+    """A bucket whose loading has begun. is_launched: its collectives are, and ``done`` is the event after them.
+
+    deltas: held until then, for the device reads them.
+    """
 
     bucket: Bucket
-    done: Any
-    deltas: dict[str, list[Delta]]
+    transfers: list[TensorTransfer]
+    loader: Loader
+    is_launched: bool = False
+    done: Any = None
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
 
 
 class Pipeline:
-    """adapters, factors: which factors make up what is merged into a weight, and where they are."""
+    """One extraction. shards: this rank's, by the places of the plan's sources."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        agreement: Agreement,
-        adapters: Mapping[str, list[LoraAdapter]],
-        factors: Mapping[str, Source],
-    ) -> None:
-        self._device = device
+    def __init__(self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement) -> None:
+        self._plan = plan
+        self._call = Call(plan.device, shards, plan.ready)
         self._agreement = agreement
-        self._adapters = adapters
-        self._factors = factors
-        self._streams = Streams(device)
-        self._cast_buffer = CastBuffer(device, self._streams)
+        self._streams = Streams(plan.device)
+        self._cast_buffer = CastBuffer(plan.device, self._streams)
+        self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
+        # Small tensors that were gathered with others and come later.
+        self._early: list[tuple[int, TensorSpec, torch.Tensor]] = []
+        self._pending: collections.deque[_PendingBucket] = collections.deque()
+        # How many buckets were launched, how many of the others are launched whatever happens, and whether the
+        # collectives of the next have begun.
+        self._num_launched = self._promised = 0
+        self._has_begun = False
 
-    def run(self, plan: Iterable[Bucket], most_bytes: int) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-        """Yields every tensor. As many buckets are pending at once as fit into ``most_bytes``.
+    def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields every tensor. As many buckets are pending at once as fit into the plan's ``most_bytes``.
 
-        Each rank agrees to a bucket before it launches its collectives, and never waits for its caller
-        between the two: what one rank launches, all finish.
+        Each rank agrees to buckets before it launches their collectives. If it ends before all of those are launched,
+        for whatever reason, it launches the rest first: what one rank launches, all do.
         """
-        buckets = iter(plan)
-        upcoming = next(buckets, None)
-        pending: collections.deque[_PendingBucket] = collections.deque()
+        pending = self._pending
         last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
+        handed_out = 0
         try:
-            while upcoming is not None or pending:
-                while upcoming is not None and self._may_launch(pending, upcoming, most_bytes):
+            while self._upcoming() is not None or pending:
+                while (bucket := self._upcoming()) is not None and self._may_load(bucket, handed_out):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
                     if last_done[0] is not None:
                         last_done[0].synchronize()
-                    pending.append(self._launch(upcoming))
-                    upcoming = next(buckets, None)
-                first = pending.popleft()
-                results = self._results(first)
+                    self._load(bucket)
+                    self._launch_loaded()
+                first = pending[0]
+                if not first.is_launched:
+                    self._launch(first)
+                results = self._results(pending.popleft())
                 last_done.append(first.done)
                 del first
                 while results:
-                    spec, tensor = results.pop()
+                    _, spec, tensor = results.pop()
+                    if not results:
+                        handed_out = tensor.nbytes
                     yield spec, tensor
                     del tensor
-            self._agreement.end()
+            self._agreement.finish()
         finally:
-            # Who leaves early gives memory back that is still being written to.
-            for launched in pending:
-                self._streams.wait(launched.done)
-            if self._adapters:
-                private.release_workspaces(self._device)
+            self._leave()
 
-    def _may_launch(self, pending: Collection[_PendingBucket], bucket: Bucket, most_bytes: int) -> bool:
-        together = [*(launched.bucket for launched in pending), bucket]
-        units = {unit for one in together for unit in one.units}
-        held = sum(one.nbytes for one in together) + sum(unit.held_bytes() for unit in units)
-        return not pending or held <= most_bytes
+    def _upcoming(self) -> Bucket | None:
+        """The next to be loaded."""
+        place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
+        return self._plan.buckets[place] if place < len(self._plan.buckets) else None
+
+    def _may_load(self, bucket: Bucket, handed_out: int) -> bool:
+        """handed_out: bytes of the tensor that the caller had last, and still has as a rule."""
+        together = [*(pending.bucket for pending in self._pending), bucket]
+        units = {unit for one in together for unit in one.units} & self._call.units.keys()
+        held = sum(one.nbytes for one in together) + sum(self._call.units[unit].held_bytes() for unit in units)
+        return not self._pending or held + handed_out <= self._plan.most_bytes
 
     @torch.no_grad()
     @without_garbage_collection
-    def _launch(self, bucket: Bucket) -> _PendingBucket:
-        """Loading this rank's part needs no other rank: only before the first gather do they have to agree."""
-        agree: Callable[[], object] = self._agreement.proceed if bucket.is_gathered else _agreed
-        deltas: dict[str, list[Delta]] = {}
-        if wanted := self._wanted(bucket):
-            agree()
-            agree = _agreed
-            deltas = self._deltas(wanted)
-        return _PendingBucket(bucket, self._transfer(bucket.transfers, deltas, agree), deltas)
-
-    def _transfer(
-        self, transfers: list[TensorTransfer], deltas: dict[str, list[Delta]], agree: Callable[[], object]
-    ) -> Any:
-        """Launches all of it; the event after it."""
-        for transfer in transfers:
-            transfer.allocate(self._device)
+    def _load(self, bucket: Bucket) -> None:
+        """Loading this rank's part needs no other rank."""
+        transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        self._pending.append(_PendingBucket(bucket, transfers, loader))
         self._streams.begin_loading()
-        loader = Loader(self._device, self._streams, self._cast_buffer, deltas)
-        try:
-            loader.load(piece for transfer in transfers for piece in transfer.pieces())
-            agree()
-            with self._streams.gathering():
-                all_gather(transfers)
-                for transfer in transfers:
-                    transfer.collect(deltas)
-        except BaseException:
-            # The memory that is being written to goes back to the caller's stream.
-            with self._streams.gathering():
-                self._streams.wait(self._streams.gathered())
-            raise
+        loader.begin(transfers, self._wanted(bucket))
+
+    def _launch_loaded(self) -> None:
+        """All but the last where threads are reading that: they go on while the one before is gathered."""
+        reads = self._pending[-1].loader.is_reading
+        for pending in list(self._pending)[: -1 if reads else None]:
+            if not pending.is_launched:
+                self._launch(pending)
+
+    @torch.no_grad()
+    @without_garbage_collection
+    def _launch(self, pending: _PendingBucket) -> None:
+        """Only before the first gather do the ranks have to agree."""
+        if wanted := self._wanted(pending.bucket):
+            self._agree()
+            pending.deltas = self._deltas(wanted)
+            # The caller's stream has copied them out of what was gathered.
+            self._streams.begin_loading()
+        pending.loader.finish(pending.deltas)
+        if not wanted:
+            self._agree()
+        pending.done = self._gather(pending.transfers, pending.deltas)
+        pending.is_launched = True
+        self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
+
+    def _agree(self) -> None:
+        """Before the first collective of a bucket."""
+        if not self._promised:
+            left = self._plan.buckets[self._num_launched :]
+            num_next = self._agreement.num_next(len(left))
+            nbytes = sum(bucket.nbytes for bucket in left[:num_next])
+            one_only = num_next > 1 and not _has_room(self._plan.device, nbytes)
+            self._promised = self._agreement.promise(len(left), one_only=one_only)
+        self._has_begun = True
+
+    def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
+        """Launches all of it; the event after it."""
+        with self._streams.gathering():
+            all_gather(transfers)
+            for transfer in transfers:
+                transfer.collect(deltas)
         return self._streams.gathered()
 
+    def _leave(self) -> None:
+        """At the end, or early: then memory is given back that is still being written to."""
+        if self._pending:
+            with self._streams.gathering():
+                self._streams.wait(self._streams.gathered())
+        self._pending.clear()
+        # What it leaves with is to be known, not that it could not take part in the rest.
+        with contextlib.suppress(Exception):
+            while self._promised and not self._has_begun:
+                self._load(self._plan.buckets[self._num_launched])
+                self._launch(self._pending[0])
+                self._streams.wait(self._pending.popleft().done)
+        self._copies.close()
+        if self._plan.adapters:
+            private.release_workspaces(self._plan.device)
+
     @torch.no_grad()
     @without_garbage_collection
-    def _results(self, launched: _PendingBucket) -> list[tuple[TensorSpec, torch.Tensor]]:
+    def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, torch.Tensor]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
-        results = [result for transfer in launched.bucket.transfers for result in transfer.results()]
-        results.sort(key=lambda result: result[0], reverse=True)
-        return [(spec, tensor) for _, spec, tensor in results]
+        results = self._early
+        for transfer in launched.transfers:
+            results += transfer.results()
+        end = launched.bucket.end
+        self._early = [result for result in results if result[0] >= end]
+        results = [result for result in results if result[0] < end]
+        results.sort(key=operator.itemgetter(0), reverse=True)
+        return results
 
     def _wanted(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
-        if not self._adapters:
+        adapters = self._plan.adapters
+        if not adapters:
             return {}
-        return {name: self._adapters[name] for name in dict.fromkeys(bucket.names()) if name in self._adapters}
+        return {name: adapters[name] for name in dict.fromkeys(bucket.names()) if name in adapters}
 
     def _deltas(self, wanted: Mapping[str, list[LoraAdapter]]) -> dict[str, list[Delta]]:
         """What is to be merged into a bucket's weights, its factors gathered for it."""
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
         gathered: dict[str, torch.Tensor] = {}
-        for part in buckets(
-            [self._factors[name] for name in names], OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}
-        ):
-            self._streams.wait(self._transfer(part.transfers, {}, _agreed))
-            for transfer in part.transfers:
+        # The factors of one unit of FSDP1 are as many units.
+        call = Call(self._plan.device, self._call.shards, frozenset())
+        factors = [self._plan.factors[name] for name in names]
+        for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
+            transfers = [transfer.begun(call) for transfer in part.transfers]
+            loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+            self._streams.begin_loading()
+            loader.begin(transfers, ())
+            loader.finish({})
+            self._streams.wait(self._gather(transfers, {}))
+            for transfer in transfers:
                 gathered |= {name: full for _, spec, full in transfer.results() for name in spec.names}
         return {
             weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
@@ -152,10 +216,12 @@ class Pipeline:
         }
 
 
-def _agreed() -> None:
-    """There is nobody to agree with, or it is done."""
-
-
-def largest(sources: Sequence[Source], dtypes: OutputDtypes) -> int:
-    """Bytes of the largest tensor that is yielded."""
-    return max((s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)), default=0)
+def _has_room(device: torch.device, nbytes: int) -> bool:
+    """Whether the device has so much memory that nobody uses."""
+    if device.type == "cpu":
+        return True
+    module = torch.get_device_module(device)
+    free = module.mem_get_info(device)[0]
+    if free < nbytes:
+        free += module.memory_reserved(device) - module.memory_allocated(device)
+    return bool(free >= nbytes)

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from typing_extensions import assert_never
 
+from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.flat_transfers import FlatGather, FlatLayout, flat_gathers
+from fsdp_doctor.extract.lora import LoraAdapter
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
-from fsdp_doctor.extract.transfers import (
-    FlatGather,
-    InPlaceGather,
-    LocalCopy,
-    PackedGather,
-    Redistribution,
-    TensorTransfer,
-    UnitOutputs,
-    flat_gathers,
-)
+from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
-# Below it an all-gather of its own costs more than a copy out of a common one.
+# Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
 _SMALL_BYTES = 1 << 20
+_PACK_BYTES = 32 << 20
 
-# By the ranks of their shard group and their dtype: (their places in the order, the tensors).
-_SmallTensors: TypeAlias = dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]]
+
+@dataclass(kw_only=True, eq=False)
+class Plan:
+    """What one model and one call's arguments come to. Nothing in it is a tensor, so that it may be kept.
+
+    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. adapters, factors:
+    which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
+    buckets and the caller's last tensor may take together. ready: the places of the shards that a collective can read
+    as they are.
+    """
+
+    all_sources: list[Source]
+    sources: list[Source]
+    adapters: dict[str, list[LoraAdapter]]
+    factors: dict[str, Source]
+    dtypes: OutputDtypes
+    device: torch.device
+    ranks: tuple[int, ...]
+    buckets: list[Bucket]
+    most_bytes: int
+    ready: frozenset[int]
+    compared: ComparedPlan
 
 
 def signature(sources: Sequence[Source], dtypes: OutputDtypes, settings: str) -> list[str]:
@@ -45,9 +60,9 @@ def _layout(source: Source) -> str:
         case Rows():
             return f"in {source.shard_group.size} shards of {source.chunk}"
         case Placed():
-            return str(source.tensor.placements)
+            return str(source.placements)
         case FlatUnit():
-            return f"in a flat parameter of {source.shard_group.size} shards of {source.local.numel()}"
+            return f"in a flat parameter of {source.shard_group.size} shards of {source.chunk}"
         case _:
             assert_never(source)
 
@@ -57,21 +72,60 @@ def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
     return list(found.values())
 
 
+def ready_places(
+    sources: Sequence[Source],
+    shards: Sequence[torch.Tensor],
+    dtypes: OutputDtypes,
+    device: torch.device,
+    merged: Collection[str],
+) -> frozenset[int]:
+    """Of the shards that a collective can read as they are: on the device, in its dtype, of full length."""
+
+    def is_ready(source: Source) -> bool:
+        shard = shards[source.place]
+        names = {spec.names[0] for spec in specs(source)}
+        there = shard.device == device and shard.is_contiguous() and names.isdisjoint(merged)
+        is_even = not isinstance(source, Rows) or source.spec.numel == source.chunk * source.shard_group.size
+        return there and is_even and {dtypes.of(spec) for spec in specs(source)} == {shard.dtype}
+
+    return frozenset(source.place for source in sources if isinstance(source, Rows | FlatUnit) and is_ready(source))
+
+
+def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
+    """All that take part: of the shard groups of a model the largest has the others in it."""
+    return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
+
+
+def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int) -> int:
+    """Device memory that buckets and the caller's last tensor may take together.
+
+    A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
+    bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so that
+    the next is loaded while the caller has the last.
+    """
+    sizes = [s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)]
+    largest = max(sizes, default=0)
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
+    is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
+    return most + (largest if is_rule else 0)
+
+
 @dataclass
 class Bucket:
-    """What is loaded and gathered together. nbytes: the device memory that it takes at most."""
+    """What is loaded and gathered together.
+
+    nbytes: the device memory that it takes at most. end: where the next bucket begins in the order of the tensors;
+    small ones that come later are gathered with it, too.
+    """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
     nbytes: int = 0
+    end: int = 0
 
-    @property
-    def units(self) -> set[UnitOutputs]:
-        """The FSDP1 units of which it gathers a part."""
-        return {transfer.unit for transfer in self.transfers if isinstance(transfer, FlatGather)}
-
-    @property
-    def is_gathered(self) -> bool:
-        return any(transfer.shard_group is not None for transfer in self.transfers)
+    @functools.cached_property
+    def units(self) -> frozenset[int]:
+        """The FSDP1 units of which it gathers a part, by their order."""
+        return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
 
     def names(self) -> list[str]:
         """The first name of each tensor of which it has a part."""
@@ -81,56 +135,105 @@ class Bucket:
 def buckets(
     sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
 ) -> Iterator[Bucket]:
-    """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more.
+    """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
 
     extra_bytes: what is needed beside the tensor of that name while it is gathered.
     """
-    bucket = Bucket()
-    small: _SmallTensors = {}
-    for order, part, nbytes in _parts(sources, dtypes, bucket_bytes, extra_bytes):
-        if bucket.nbytes and bucket.nbytes + nbytes > bucket_bytes:
-            yield _with_small_tensors(bucket, small)
-            bucket, small = Bucket(), {}
+    parts = list(_parts(sources, dtypes, bucket_bytes, extra_bytes))
+    left = sum(nbytes for _, _, nbytes in parts)
+    bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
+    for order, part, nbytes in parts:
+        # Nothing runs beside the last gather.
+        longest = min(bucket_bytes, max(left // 2, bucket_bytes // 4))
+        if bucket.nbytes and bucket.nbytes + nbytes > longest:
+            yield _complete(bucket, rows, max(order, end))
+            bucket, rows = Bucket(), _RowsOfABucket(dtypes)
+        # A unit of FSDP1 may go on in the next bucket.
+        end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
         bucket.nbytes += nbytes
+        left -= nbytes
         if isinstance(part, TensorTransfer):
             bucket.transfers.append(part)
         else:
-            orders, rows = small.setdefault((part.shard_group.ranks, dtypes.of(part.spec)), ([], []))
-            orders.append(order)
-            rows.append(part)
-    if bucket.transfers or small:
-        yield _with_small_tensors(bucket, small)
+            rows.add(order, part)
+    last = _complete(bucket, rows, sum(len(specs(source)) for source in sources))
+    if last.transfers:
+        yield last
 
 
-def _with_small_tensors(bucket: Bucket, small: _SmallTensors) -> Bucket:
-    """The whole bucket: its small tensors of one shard group and one dtype share an all-gather."""
-    bucket.transfers += [PackedGather(orders, rows, dtype) for (_, dtype), (orders, rows) in small.items()]
+class _RowsOfABucket:
+    """The tensors of a bucket that are sharded by rows: those of one shard group and one dtype are one transfer."""
+
+    def __init__(self, dtypes: OutputDtypes) -> None:
+        self._dtypes = dtypes
+        self._found: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
+
+    def add(self, order: int, source: Rows) -> None:
+        key = source.shard_group.ranks, self._dtypes.of(source.spec)
+        orders, sources = self._found.setdefault(key, ([], []))
+        orders.append(order)
+        sources.append(source)
+
+    def transfers(self) -> Iterator[TensorTransfer]:
+        for (_, dtype), (orders, sources) in self._found.items():
+            yield RowsGather(orders, sources, dtype)
+
+
+def _complete(bucket: Bucket, rows: _RowsOfABucket, end: int) -> Bucket:
+    bucket.transfers += rows.transfers()
+    bucket.end = end
     return bucket
+
+
+def _nbytes(source: Rows, dtype: torch.dtype) -> int:
+    return source.chunk * source.shard_group.size * dtype.itemsize
 
 
 def _parts(
     sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
 ) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
-    """(order, a transfer or a tensor that is to share one, device memory that it takes)."""
+    """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
+    packs = {pack.order: (pack, nbytes) for pack, nbytes in _packs(sources, dtypes, bucket_bytes, extra_bytes)}
+    packed = {order for pack, _ in packs.values() for order in pack.orders}
+    order = 0
+    for source in sources:
+        if order in packs:
+            yield order, *packs[order]
+        elif isinstance(source, Rows) and order not in packed:
+            yield order, source, _nbytes(source, dtypes.of(source.spec)) + extra_bytes.get(source.spec.names[0], 0)
+        elif not isinstance(source, Rows):
+            for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
+                yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
+        order += len(specs(source))
+
+
+def _packs(
+    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
+) -> Iterator[tuple[PackedGather, int]]:
+    """(small tensors that share an all-gather, device memory that they take), from wherever in the model they are."""
+    longest = min(_PACK_BYTES, bucket_bytes // 8)
+    open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
     order = 0
     for source in sources:
         if isinstance(source, Rows):
             dtype = dtypes.of(source.spec)
-            nbytes = source.chunk * source.shard_group.size * dtype.itemsize
-            extra = extra_bytes.get(source.spec.names[0], 0) if extra_bytes else 0
-            if nbytes <= _SMALL_BYTES:
-                yield order, source, 2 * nbytes + extra
-            else:
-                yield order, InPlaceGather(order, source, dtype), nbytes + extra
-            order += 1
-            continue
-        for transfer in _transfers(order, source, dtypes, bucket_bytes):
-            yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
+            nbytes = 2 * _nbytes(source, dtype) + extra_bytes.get(source.spec.names[0], 0)
+            if nbytes <= min(2 * _SMALL_BYTES, longest):
+                key = source.shard_group.ranks, dtype
+                orders, rows, held = open_packs.get(key, ([], [], 0))
+                if held + nbytes > longest:
+                    yield PackedGather(orders, rows, dtype), held
+                    orders, rows, held = [], [], 0
+                orders.append(order)
+                rows.append(source)
+                open_packs[key] = orders, rows, held + nbytes
         order += len(specs(source))
+    for (_, dtype), (orders, rows, held) in open_packs.items():
+        yield PackedGather(orders, rows, dtype), held
 
 
 def _transfers(
-    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int
+    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int, merged: Collection[str]
 ) -> Iterator[TensorTransfer]:
     match source:
         case Plain():
@@ -138,6 +241,6 @@ def _transfers(
         case Placed():
             yield Redistribution(order, source, dtypes.of(source.spec))
         case FlatUnit():
-            yield from flat_gathers(UnitOutputs(order, source, dtypes), bucket_bytes)
+            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, merged)
         case _:
             assert_never(source)

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
+from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +44,17 @@ class TensorSpec:
     dtype: torch.dtype
 
 
+# A source's place is that of this rank's part of it among the model's shards, which are read anew for each extraction.
 @dataclass(slots=True, eq=False, kw_only=True)
 class Plain:
-    """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards."""
+    """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards.
+
+    part: where it lies in the shard, in a unit of FSDP1 that is not sharded; None if it is the shard.
+    """
 
     spec: TensorSpec
-    local: torch.Tensor
+    place: int
+    part: FlatSlice | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,20 +66,16 @@ class Rows:
     """
 
     spec: TensorSpec
-    tensor: DTensor
+    place: int
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
     shard_group: ShardGroup
     chunk: int
 
-    def local(self) -> torch.Tensor:
-        """This rank's part as it lies, 1-D. Raises RuntimeError where it is not as long as it must be."""
-        held = min(max(self.spec.numel - self.shard_group.rank * self.chunk, 0), self.chunk)
-        local = private.local_tensor(self.tensor).reshape(-1)
-        if local.numel() != held:
-            raise RuntimeError(
-                f"{self.spec.names[0]}: this rank holds {local.numel()} elements where "
-                f"{self.tensor.placements} gives it {held}"
-            )
-        return local
+    @property
+    def held(self) -> int:
+        """How many elements this rank has."""
+        return min(max(self.spec.numel - self.shard_group.rank * self.chunk, 0), self.chunk)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,7 +83,10 @@ class Placed:
     """Any other DTensor (other dims, several mesh dims): DTensor's own redistribution gathers it."""
 
     spec: TensorSpec
-    tensor: DTensor
+    place: int
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    stride: tuple[int, ...]
     shard_group: ShardGroup
 
 
@@ -97,11 +101,12 @@ class Span:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlatUnit:
-    """An FSDP1 unit: rank r holds the elements [r * S, (r + 1) * S) of the flat parameter; local is 1-D, S long."""
+    """An FSDP1 unit: rank r holds the elements [r * chunk, (r + 1) * chunk) of the flat parameter."""
 
     spans: tuple[Span, ...]
-    local: torch.Tensor
+    place: int
     shard_group: ShardGroup
+    chunk: int
 
 
 Source: TypeAlias = Plain | Rows | Placed | FlatUnit
@@ -112,15 +117,34 @@ def specs(source: Source) -> list[TensorSpec]:
     return [span.spec for span in source.spans] if isinstance(source, FlatUnit) else [source.spec]
 
 
-@torch.no_grad()
 def sources_of(held: HeldModel) -> list[Source]:
     """Every parameter and persistent buffer of the model, each once, in the order of the model.
 
     FSDP1's units come first. Raises RuntimeError for a tensor on the meta device.
     """
     groups = _ShardGroups()
-    units = [source for unit in held.fsdp1_units for source in _unit_sources(unit)]
-    return [*units, *(_source(tensor, groups) for tensor in held.tensors())]
+    found: list[Source] = []
+    for place, unit in enumerate(held.fsdp1_units):
+        found += _unit_sources(place, unit)
+    for place, tensor in enumerate(held.tensors(), len(held.fsdp1_units)):
+        found.append(_source(place, tensor, groups))
+    return found
+
+
+def shards_of(held: HeldModel) -> list[torch.Tensor]:
+    """What this rank holds, as it lies, by the places of the sources."""
+    units = [unit.shard for unit in held.fsdp1_units]
+    return [*units, *(private.local_tensor(tensor.tensor) for tensor in held.tensors())]
+
+
+def check_lengths(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError for a shard that is not as long as it must be."""
+    for source in sources:
+        if isinstance(source, Rows) and shards[source.place].numel() != source.held:
+            raise RuntimeError(
+                f"{source.spec.names[0]}: this rank holds {shards[source.place].numel()} elements where "
+                f"its placements give it {source.held}"
+            )
 
 
 def compute_device(held: HeldModel, sources: Sequence[Source]) -> torch.device:
@@ -143,26 +167,33 @@ def device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _source(held: HeldTensor, groups: _ShardGroups) -> Source:
+def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     tensor = held.tensor
     _require_values(tensor, held.names)
     spec = TensorSpec(names=held.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
-        return Plain(spec=spec, local=tensor.detach())
+        return Plain(spec=spec, place=place)
     _require_process_group()
     mesh, placements = tensor.device_mesh, tensor.placements
     split = [dim for dim, placement in enumerate(placements) if type(placement) is not Replicate]
     if not split:
-        return Plain(spec=spec, local=private.local_tensor(tensor))
+        return Plain(spec=spec, place=place)
     placement = placements[split[0]]
     if len(split) > 1 or type(placement) is not Shard or placement.dim != 0 or not tensor.is_contiguous():
-        return Placed(spec=spec, tensor=tensor, shard_group=groups.of_mesh(mesh))
+        return Placed(
+            spec=spec,
+            place=place,
+            mesh=mesh,
+            placements=placements,
+            stride=tensor.stride(),
+            shard_group=groups.of_mesh(mesh),
+        )
     shard_group = groups.of_dim(mesh, split[0])
     if shard_group.size == 1:
-        return Plain(spec=spec, local=private.local_tensor(tensor))
+        return Plain(spec=spec, place=place)
     length = spec.shape[0]
     chunk = -(-length // shard_group.size) * (spec.numel // length) if length else 0
-    return Rows(spec=spec, tensor=tensor, shard_group=shard_group, chunk=chunk)
+    return Rows(spec=spec, place=place, mesh=mesh, placements=placements, shard_group=shard_group, chunk=chunk)
 
 
 def _require_values(tensor: torch.Tensor, names: Sequence[str]) -> None:
@@ -209,20 +240,20 @@ def shard_group(group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
     return ShardGroup(group=group, ranks=ranks, size=len(ranks), rank=dist.get_rank(group), device=device)
 
 
-def _unit_sources(unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
+def _unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
     local = unit.shard
     _require_values(local, unit.names[0])
-    spans = tuple(
-        Span(
-            spec=TensorSpec(names=names, shape=place.shape, numel=place.shape.numel(), dtype=local.dtype),
-            offset=place.offset,
-            stride=place.stride,
-        )
-        for names, place in zip(unit.names, unit.layout(), strict=True)
-    )
+    parts = [
+        (TensorSpec(names=names, shape=part.shape, numel=part.shape.numel(), dtype=local.dtype), part)
+        for names, part in zip(unit.names, unit.layout(), strict=True)
+    ]
     if unit.is_sharded:
-        yield FlatUnit(spans=spans, local=local, shard_group=shard_group(unit.group, unit.compute_device))
+        yield FlatUnit(
+            spans=tuple(Span(spec=spec, offset=part.offset, stride=part.stride) for spec, part in parts),
+            place=place,
+            shard_group=shard_group(unit.group, unit.compute_device),
+            chunk=local.numel(),
+        )
         return
-    for span in spans:
-        view = local.as_strided(span.spec.shape, span.stride, local.storage_offset() + span.offset)
-        yield Plain(spec=span.spec, local=view)
+    for spec, part in parts:
+        yield Plain(spec=spec, place=place, part=part)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES, announced, extract, request_of
+from fsdp_doctor.extract.full import BUCKET_BYTES, extract
+from fsdp_doctor.extract.kept_plans import Arguments
 from fsdp_doctor.extract.lora import Lora
 
 CollectingRanks = Literal["rank0", "all"]
@@ -43,10 +44,9 @@ def full_state_dict(
     if ranks not in get_args(CollectingRanks):
         raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
-    with announced(model):
-        request = request_of(model, None, dtype, keep_dtype, bucket_bytes, lora)
+    arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora)
     state: dict[str, torch.Tensor] = {}
-    with _HostCopies() as copies, contextlib.closing(extract(request)) as tensors:
+    with _HostCopies() as copies, contextlib.closing(extract(model, arguments)) as tensors:
         for spec, tensor in tensors:
             if collects:
                 state |= dict.fromkeys(spec.names, copies.start(tensor))

@@ -1,9 +1,9 @@
 """The streams of an extraction, and how they wait for one another and for the caller's.
 
-Shards are loaded on one, cast and merged on the next, gathered on the last, so that the copies of one
-piece run while another is cast and a third is gathered. Loading on two at once is slower: the copies of
-the next bucket then share the link with those that a gather waits for. On the CPU there are no streams,
-and all of it happens at once.
+Shards are loaded on two, cast and merged on the next, gathered on the last, so that the copies of one
+piece run while another is cast and a third is gathered. Two, because the link is idle for some 10 us
+between two copies of one stream; both have copies of the same bucket, so that none of the next shares the
+link with those that a gather waits for. On the CPU there are no streams, and all of it happens at once.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._loading, self._casting, self._gathering = _streams(device)
+        self._loading, self._other_loading, self._casting, self._gathering = _streams(device)
+        # Those with something that is yet to be gathered.
+        self._used: list[Any] = []
 
     def begin_loading(self) -> None:
-        """What is loaded from now on comes after everything that the caller's stream holds."""
+        """What is loaded and gathered from now on comes after everything that the caller's stream holds now."""
         if self._module:
-            self._loading.wait_stream(self._module.current_stream(self._device))
+            held = self._module.current_stream(self._device).record_event()
+            for stream in (self._loading, self._other_loading, self._gathering):
+                stream.wait_event(held)
 
-    def loading(self) -> contextlib.AbstractContextManager[Any]:
-        return self._on(self._loading)
+    def loading(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
+        """turn: 0 or 1, on which of the two."""
+        return self._on(self._use(self._other_loading if turn else self._loading))
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         """After everything that was loaded."""
         if self._module:
             self._casting.wait_stream(self._loading)
-        return self._on(self._casting)
+            self._casting.wait_stream(self._other_loading)
+        return self._on(self._use(self._casting))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies, without waiting. The source may be let go of at once; in host memory it must stay as it is."""
@@ -45,28 +51,29 @@ class Streams:
             target.copy_(source, non_blocking=True)
 
     def loaded(self) -> None:
-        """The host waits for everything that was loaded."""
+        """The host waits for everything that was loaded in turn 0."""
         if self._module:
             self._loading.synchronize()
 
     def loading_event(self) -> Any:
-        """An event after everything that was loaded."""
+        """An event after everything that was loaded in turn 0."""
         return self._loading.record_event() if self._module else None
 
     def cast(self) -> Any:
         """An event after everything that was cast."""
         return self._casting.record_event() if self._module else None
 
-    def load_after(self, event: Any) -> None:
-        """What is loaded from now on comes after the event."""
+    def load_after(self, event: Any, turn: int) -> None:
+        """What is loaded in that turn from now on comes after the event."""
         if event is not None:
-            self._loading.wait_event(event)
+            (self._other_loading if turn else self._loading).wait_event(event)
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """After everything that was loaded and cast."""
         if self._module:
-            for stream in (self._loading, self._casting):
+            for stream in self._used:
                 self._gathering.wait_stream(stream)
+        self._used.clear()
         return self._on(self._gathering)
 
     def gathered(self) -> Any:
@@ -78,6 +85,11 @@ class Streams:
         if event is not None:
             self._module.current_stream(self._device).wait_event(event)
 
+    def _use(self, stream: Any) -> Any:
+        if stream not in self._used:
+            self._used.append(stream)
+        return stream
+
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = (
             self._module.stream(stream) if self._module else contextlib.nullcontext()
@@ -86,9 +98,9 @@ class Streams:
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[Any, Any, Any]:
+def _streams(device: torch.device) -> tuple[Any, Any, Any, Any]:
     """The same ones every time: what an allocator has kept for a stream is of use to no other."""
     if device.type == "cpu":
-        return None, None, None
+        return None, None, None, None
     module = torch.get_device_module(device.type)
-    return module.Stream(device), module.Stream(device), module.Stream(device)
+    return module.Stream(device), module.Stream(device), module.Stream(device), module.Stream(device)

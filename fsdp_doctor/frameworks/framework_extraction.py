@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case import reference, verification
+from fsdp_doctor.case import reference, verification, yielded_entries
 from fsdp_doctor.case.draining_run import ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.trainer import COMPUTE_DTYPE
@@ -62,7 +62,7 @@ class FrameworkExtraction(FrameworkRun):
             # What one rank writes, another is not to read before it is there.
             dist.barrier(group=self._runtime.control)
             return weights_in(result)
-        return verification.entries_of(result)
+        return yielded_entries.entries_of(result)
 
 
 def _ids(session: FrameworkSession) -> set[int]:

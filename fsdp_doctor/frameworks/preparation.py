@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp_doctor.case import held_pieces, reference
+from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.loaded_state import held_by
 from fsdp_doctor.case.problem_notes import Findings
 from fsdp_doctor.case.reference import Reference
-from fsdp_doctor.case.verification import compare
 from fsdp_doctor.frameworks.adapter import FrameworkSession
 from fsdp_doctor.frameworks.framework_run import FrameworkRun
 from fsdp_doctor.verdict.records import Problem

@@ -82,6 +82,11 @@ class Fsdp1Unit:
     _module: nn.Module
 
     @property
+    def module(self) -> nn.Module:
+        """The FSDP1 module itself."""
+        return self._module
+
+    @property
     def flat_name(self) -> str:
         """The name under which FSDP1 registers the flat parameter."""
         return f"{self.prefix}_flat_param"

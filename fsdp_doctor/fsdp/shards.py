@@ -40,7 +40,7 @@ class HeldPart:
 
     def read(self, full: torch.Tensor) -> torch.Tensor:
         """The rank's shard of the full tensor: a view where it lies in one block, otherwise a copy."""
-        blocks = list(self._blocks())
+        blocks = list(self.blocks())
         if len(blocks) == 1:
             return full[blocks[0][0]]
         shard = full.new_empty(self.shape)
@@ -51,7 +51,7 @@ class HeldPart:
     def write(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Puts the rank's shard, of any shape with as many elements, into its place in the full tensor."""
         shard = shard.view(self.shape)
-        for whole, own in self._blocks():
+        for whole, own in self.blocks():
             full[whole] = shard[own]
 
     def stretches(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -64,7 +64,7 @@ class HeldPart:
             for run in self.runs[last] if self.runs else (range(1),):
                 yield begin + run.start * row, len(run) * row
 
-    def _blocks(self) -> Iterator[tuple[Slices, Slices]]:
+    def blocks(self) -> Iterator[tuple[Slices, Slices]]:
         """(where it lies in the tensor, where it lies in the shard) of each block."""
         for block in itertools.product(*map(_placed, self.runs)):
             yield tuple(whole for whole, _ in block), tuple(own for _, own in block)

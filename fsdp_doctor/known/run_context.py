@@ -70,11 +70,13 @@ class RunContext:
     def shard_group(self, scenario: Scenario) -> int:
         """How many ranks a parameter is sharded over."""
         match scenario.sharding:
-            case "full":
+            case "full" | "experts":
                 return self.world_size
+            case "tp":
+                return self.world_size // 2
             case "hsdp":
                 return 2
-            case "size1":
+            case "size1" | "replicate":
                 return 1
             case sharding:
                 assert_never(sharding)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_doctor.extract.host_copies import HostCopies, Portion
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.load.destinations import Destination
 from fsdp_doctor.load.given import Value
-from fsdp_doctor.load.host_copies import HostCopies
 from fsdp_doctor.load.layouts import Layout
 from fsdp_doctor.load.own_parts import OwnParts
-from fsdp_doctor.load.portions import Portion, portion
+from fsdp_doctor.load.portions import portion
 from fsdp_doctor.load.targets import LoadedModel, Target
 
 _ALIGNMENT = 64

@@ -9,7 +9,6 @@ from typing import get_args
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
@@ -17,7 +16,7 @@ from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
-from fsdp_doctor.load.writing import Load
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load
 
 
 def load_full_tensors(
@@ -27,7 +26,7 @@ def load_full_tensors(
     strict: bool = True,
     dtype: DtypeRule = "keep",
     buffers: Mapping[str, torch.Tensor] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
     """Fills the shards of a model, and its buffers, where they lie, from full tensors.
 

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
 from fsdp_doctor.load.given import GivenSource
@@ -18,7 +17,7 @@ from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import Target, loaded_model, settle
 from fsdp_doctor.load.together import Together, refused
-from fsdp_doctor.load.writing import Load
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load
 
 
 def load_optimizer_state(
@@ -28,7 +27,7 @@ def load_optimizer_state(
     *,
     strict: bool = True,
     dtype: StateDtypeRule = "keep",
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
     """Fills an optimizer, fresh or used, from a full state, without a step.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.load.destinations import Destination
 from fsdp_doctor.load.given import Value
-from fsdp_doctor.load.host_copies import HostCopies
 from fsdp_doctor.load.portions import portion
 from fsdp_doctor.load.targets import Target
 

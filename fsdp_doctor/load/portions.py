@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
 
+from fsdp_doctor.extract.host_copies import InMemory, Portion
 from fsdp_doctor.fsdp.shards import HeldPart
 from fsdp_doctor.load.given import Value
 from fsdp_doctor.load.layouts import Layout
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
 
 _WEIGHTS = 1 << 17
-
-
-class Portion(ABC):
-    """nbytes: how long it is. memory: its bytes, 1-D, where they are in memory."""
-
-    nbytes: int
-    memory: torch.Tensor | None = None
-
-    @abstractmethod
-    def fill(self, target: torch.Tensor, start: int) -> None:
-        """Its bytes from ``start`` on into a target in host memory, 1-D. Any thread may call it."""
-
-
-class InMemory(Portion):
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory: torch.Tensor = memory
-        self.nbytes = memory.numel()
-
-    def fill(self, target: torch.Tensor, start: int) -> None:
-        target.copy_(self.memory[start : start + target.numel()])
 
 
 class InFile(Portion):

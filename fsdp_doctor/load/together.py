@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.extract.agreement import Agreement, PlanMismatch, RankLeft
+from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, PlanMismatch, RankLeft
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.given import GivenSource, Kind
 from fsdp_doctor.load.outcome import LoadError
@@ -36,7 +37,7 @@ class Together:
             return "all"
         for kind in _KINDS:
             self._agreement.count(kind, int(given.kind == kind))
-        self._agreement.expect(plan)
+        self._agreement.expect(functools.cache(lambda: ComparedPlan(plan())))
         of_first = self.agree(given.kind or "")
         counts = dict(zip(_KINDS, self._agreement.counted(), strict=True))
         have = {kind: count for kind, count in counts.items() if count}

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
+from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.load.checks import Matching, Rules
 from fsdp_doctor.load.from_first_rank import FromFirstRank
 from fsdp_doctor.load.given import GivenSource, Value
-from fsdp_doctor.load.host_copies import HostCopies
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.own_parts import OwnParts
 from fsdp_doctor.load.targets import LoadedModel, Target
@@ -20,6 +20,7 @@ from fsdp_doctor.load.ties import Ties
 from fsdp_doctor.load.together import Holders, Together
 
 # Of a small model's bucket, which is divided among all ranks.
+LOAD_BUCKET_BYTES = 512 << 20
 _LEAST_BUCKET_BYTES = 1 << 20
 
 

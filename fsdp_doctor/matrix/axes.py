@@ -44,7 +44,7 @@ Model: TypeAlias = Literal[
 Dims: TypeAlias = Literal["even", "uneven"]
 Phase: TypeAlias = Literal["trained", "fresh"]
 Backend: TypeAlias = Literal["mixed", "device-only"]
-Sharding: TypeAlias = Literal["full", "hsdp", "size1"]
+Sharding: TypeAlias = Literal["full", "hsdp", "tp", "experts", "replicate", "size1"]
 Pinning: TypeAlias = Literal["pinned", "unpinned"]
 Transfer: TypeAlias = Literal["blocking", "nonblocking"]
 Init: TypeAlias = Literal["materialized", "meta"]
@@ -137,6 +137,9 @@ AXES: tuple[Axis, ...] = (
         values={
             "full": "one shard group over all ranks",
             "hsdp": "a (world/2, 2) mesh: replicated, and sharded by two",
+            "tp": "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second",
+            "experts": "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer",
+            "replicate": "replicate() in place of fully_shard, torch 2.12 and newer",
             "size1": "a (world, 1) mesh: verl's fsdp_size=1",
         },
     ),

@@ -97,6 +97,10 @@ class Scenario:
             return "only FSDP2's CPUOffloadPolicy can be told not to pin"
         if self.transfer == "nonblocking" and not (self.param_offload or self.optimizer_offload):
             return "only a manual offload can be non-blocking"
+        if self.sharding in ("tp", "experts", "replicate") and self.version == 1:
+            return f"only FSDP2 can be sharded as {self.sharding}"
+        if self.sharding == "experts" and self.model not in ("qwen3-moe", "custom"):
+            return "only a model with experts has a mesh for them"
         if self.dims == "uneven" and self.model == "custom":
             return "the dimensions of a model given with --model are its own"
         if self.checkpoint in ("tied-twice", "tied-once") and self.model not in ("qwen3-tied", "custom"):

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from typing_extensions import Unpack
 
-PromisedForm = Literal["full", "sharded", "flat", "info", "optimizer"]
+PromisedForm = Literal["full", "sharded", "local", "flat", "info", "optimizer"]
 PromisedDevice = Literal["compute", "cpu", "parameter", "any"]
 PromisedDtype = Literal["master", "compute", "any"]
 PromisedRanks = Literal["all", "rank0"]
@@ -30,9 +30,9 @@ class Contract:
     Of a path that extracts:
 
     form: ``full`` unsharded tensors; ``sharded`` DTensors or ShardedTensors whose local part is
-        this rank's shard; ``flat`` FSDP1's flat shards, and full tensors in a shard group of one,
-        which has none; ``info`` (shape, dtype) pairs and no data; ``optimizer`` unsharded optimizer
-        state, named ``<parameter>.<state>``.
+        this rank's shard; ``local`` this rank's shard as a plain tensor, and its place; ``flat`` FSDP1's flat
+        shards, and full tensors in a shard group of one, which has none; ``info`` (shape, dtype) pairs and no data;
+        ``optimizer`` unsharded optimizer state, named ``<parameter>.<state>``.
     device: ``compute`` the rank's accelerator; ``cpu``; ``parameter`` the device that the
         parameter itself reports when the path starts; ``any``.
     dtype: ``master`` the parameter's own dtype; ``compute`` FSDP's mixed-precision param dtype;

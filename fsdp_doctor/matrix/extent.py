@@ -83,6 +83,9 @@ _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         Departure(changes={"dims": "uneven", "transfer": "nonblocking"}, offloads=_MANUAL),
         Departure(changes={"sharding": "hsdp"}),
         Departure(changes={"sharding": "size1"}),
+        Departure(changes={"sharding": "tp"}, strategies=("fsdp2",)),
+        Departure(changes={"sharding": "experts", "model": "qwen3-moe"}, strategies=("fsdp2",)),
+        Departure(changes={"sharding": "replicate"}, strategies=("fsdp2",)),
         *(Departure(changes={"model": model}) for model in _MODELS),
     ),
     "in": (

@@ -11,6 +11,8 @@ from fsdp_doctor.matrix.contracts import Contract, Direction
 
 # What a path that extracts knows nothing of.
 _AXES_OF_LOADING = ("init", "checkpoint")
+# What a path that loads is not tried with.
+_SHARDINGS_OF_EXTRACTION = ("tp", "experts", "replicate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Path:
     def _suits_loading(self, scenario: Scenario) -> bool:
         """Whether what the path loads can be on meta, and a checkpoint of its form can be as the scenario has it."""
         contract = self.contract
+        if scenario.sharding in _SHARDINGS_OF_EXTRACTION:
+            return False
         if scenario.init == "meta" and contract.loads != "model":
             return False
         if scenario.saved_elsewhere:

@@ -56,6 +56,8 @@ def direction_of(case: AnyCase) -> Direction:
 def fix_for(name: str, fsdp: int) -> str:
     """The name of our own path that does what the path of that name does."""
     contract = find_path(name, fsdp).contract
+    if contract.form == "local":
+        return name
     if contract.direction == "out":
         return FIX
     return LOADING_FIX if contract.loads == "model" else OPTIMIZER_FIX

@@ -91,6 +91,8 @@ def _standing_alone(case: Case) -> Path:
     path = find_path(case.path, case.scenario.version)
     if path.is_fix:
         raise UsageError(f"case {case.id!r}: {path.name} is fsdp-doctor's own; a script has torch's functions alone")
+    if case.scenario.sharding in ("tp", "experts", "replicate"):
+        raise UsageError(f"case {case.id!r}: there is no script of a model that is sharded as {case.scenario.sharding}")
     if reason := impossible(path, case.scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
     if _needs_moments_by_name(path) and case.scenario.version == 1 and case.scenario.sharding != "full":

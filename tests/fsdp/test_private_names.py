@@ -1,4 +1,4 @@
-"""Private and undocumented names of torch stand in fsdp/private.py; the emulated device has its own."""
+"""Private and undocumented names of torch stand in fsdp/private; the emulated device has its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import fsdp_doctor
 
 _PACKAGE = pathlib.Path(fsdp_doctor.__file__).parent
-_HOME = _PACKAGE / "fsdp" / "private.py"
-_MODULES = [path for path in sorted(_PACKAGE.rglob("*.py")) if path != _HOME and "emulated" not in path.parts]
+_HOME = _PACKAGE / "fsdp" / "private"
+_MODULES = [path for path in sorted(_PACKAGE.rglob("*.py")) if _HOME not in path.parents and "emulated" not in path.parts]
 # Not torch's: documented for os, and how every model of transformers says what must not be split.
 _OF_OTHERS = {
     "os._exit",
@@ -36,6 +36,7 @@ _DOCUMENTED = {
     "torch.distributed.fsdp.wrap",
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
     "torch.distributed.tensor.placement_types",
     "torch.nn.parallel",
 }

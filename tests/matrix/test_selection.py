@@ -167,12 +167,14 @@ def test_fix_adds_the_fix_once_to_each_scenario():
     assert [case for case in with_fix if case.path not in FIXES] == without
     assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
-    assert {(c.scenario, fix_for(c.path, c.scenario.version)) for c in without} == {(c.scenario, c.path) for c in added}
+    fixes = {(c.scenario, fix_for(c.path, c.scenario.version)) for c in without}
+    shards = {(scenario, "local_shards") for scenario, path in fixes if path == FIX}
+    assert fixes | shards == {(c.scenario, c.path) for c in added}
 
 
 def test_fix_joins_cases_given_by_id():
     found = ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/unshard"), fix=True)
-    assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", FIX)]
+    assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", FIX, "local_shards")]
 
 
 def test_the_fix_can_be_named_as_a_path():
@@ -182,7 +184,7 @@ def test_the_fix_can_be_named_as_a_path():
 def test_fix_stays_beside_what_an_expression_leaves_and_nowhere_else():
     expression = "fsdp2 and policy+param and staged and not optimizer and dcp and not load"
     found = ids(expression=expression, fix=True)
-    assert found == ["fsdp2/policy+param/staged/dcp", f"fsdp2/policy+param/staged/{FIX}"]
+    assert found == [f"fsdp2/policy+param/staged/{name}" for name in ("dcp", FIX, "local_shards")]
 
 
 def test_an_expression_leaves_exactly_the_ids_it_matches():
@@ -257,4 +259,4 @@ def test_an_id_whose_strategy_does_not_have_the_path_is_a_usage_error(case_id):
 
 def test_a_named_path_of_one_direction_brings_no_fix_of_the_other():
     cases = select(Selection(paths=("unshard",), fix=True))
-    assert {case.path for case in cases} == {"unshard", FIX}
+    assert {case.path for case in cases} == {"unshard", FIX, "local_shards"}

@@ -35,7 +35,10 @@ def test_scripts_of_the_whole_matrix_parse_and_import_torch_transformers_and_pef
         modules = {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
         modules |= {node.module or "" for node in imported if isinstance(node, ast.ImportFrom)}
         assert {module.partition(".")[0] for module in modules} <= allowed, case.id
-    assert refusals == {"torch cannot save the optimizer's state of FSDP1's replicas"}
+    assert refusals == {
+        "torch cannot save the optimizer's state of FSDP1's replicas",
+        *(f"there is no script of a model that is sharded as {kind}" for kind in ("tp", "experts", "replicate")),
+    }
 
 
 def test_a_hang_is_reported_by_the_script_itself() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_doctor.case.paths.arguments import PathArguments, asked_for
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.extract import full_tensors
+from fsdp_doctor.extract import full_tensors, local_shards
 from fsdp_doctor.load import load_full_tensors, load_optimizer_state
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.paths import Path
@@ -29,6 +29,11 @@ def function_of(path: Path) -> Callable[..., Any]:
 
 def fix(model: nn.Module) -> Any:
     return full_tensors(model)
+
+
+def local_fix(model: nn.Module) -> Any:
+    for shard in local_shards(model):
+        yield shard.name, shard
 
 
 def loading_fix(model: nn.Module, state: Any, buffers: Any) -> Any:

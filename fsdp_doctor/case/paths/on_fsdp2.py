@@ -53,6 +53,13 @@ def parameters_full_tensor(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def parameters_module_source(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """vLLM's ModuleSource.iter_full; what reads from it sends over NCCL or CUDA IPC, so from the device."""
+    for name, parameter in model.named_parameters():
+        full_tensor = getattr(parameter, "full_tensor", None)
+        yield name, full_tensor() if callable(full_tensor) else parameter
+
+
 def parameters_data_full_tensor(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         data = parameter.data

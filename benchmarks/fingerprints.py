@@ -1,0 +1,177 @@
+"""What fingerprints cost beside the extraction, and that the Triton kernel and torch operations sum alike.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/fingerprints.py [--device cuda] [--model qwen3-4b] [--out FILE]
+
+Times are medians over the slowest rank. A sync is ``full_tensors`` and the copy of every tensor into a receiver's
+memory on the same device, the shortest that there is; its proof is ``FingerprintSums.watch`` over what is sent and
+``fingerprint_tensors`` over what the receiver holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import fsdp_doctor
+from fsdp_doctor.bench import sharded_model
+from fsdp_doctor.bench.measure import Clock
+from fsdp_doctor.bench.request import BenchOptions
+from fsdp_doctor.fingerprints import indexed_blocks, keyed_sum
+
+_GIB = 1 << 30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="qwen3-4b")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--sum-gib", type=float, default=4.0, help="of memory that the kernel alone sums")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the numbers")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if options.device != "cpu":
+        device = torch.device(options.device, int(os.environ["LOCAL_RANK"]))
+        torch.get_device_module(options.device).set_device(device)
+    dist.init_process_group("gloo" if options.device == "cpu" else f"cpu:gloo,{options.device}:nccl")
+
+    clock = Clock(device)
+    found: dict[str, Any] = {"device": _name(device), "torch": torch.__version__, "model": options.model}
+    found["disagreements"] = disagreements(device) if device.type == "cuda" else []
+    found |= bandwidth(clock, int(options.sum_gib * _GIB), options.repeat)
+    for offload in ("none", "policy"):
+        found[offload] = of_model(clock, options, offload)
+    if dist.get_rank() == 0:
+        text = json.dumps(found, indent=1)
+        print(text)
+        if options.out is not None:
+            options.out.write_text(text)
+    dist.destroy_process_group()
+    return 1 if found["disagreements"] else 0
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def median(clock: Clock, run: Any, repeat: int) -> float:
+    """Seconds. The first two, which compile and warm up, do not count."""
+    times = [clock.seconds(run) for _ in range(repeat + 2)][2:]
+    return sorted(times)[len(times) // 2]
+
+
+def disagreements(device: torch.device) -> list[str]:
+    """Of the kernels with torch operations, over dtypes, places and alignments."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn):
+        tensor = (torch.randn(1531, 2731, device=device) * 50).to(dtype)
+        flat, rows = tensor.view(-1), tensor.shape[0]
+        blocks = {
+            "whole": indexed_blocks.range_block(0, flat, 0),
+            "odd": indexed_blocks.range_block(0, flat[3:100_003], 100_003),
+            "columns": indexed_blocks.grid_block(0, tensor[:, 1001:].contiguous(), (0, 1001), (2731, 1)),
+            "transposed": indexed_blocks.grid_block(0, tensor, (0, 0), (1, rows)),
+        }
+        for place, block in blocks.items():
+            on_device = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            on_host = torch.zeros(1, 2, dtype=torch.int64)
+            indexed_blocks.add_sums([block], on_device)
+            on_cpu = indexed_blocks.IndexedBlock(0, block.tensor.cpu(), block.base, block.sizes, block.strides)
+            indexed_blocks.add_sums([on_cpu], on_host)
+            if not torch.equal(on_device.cpu(), on_host):
+                found.append(f"{dtype} {place}: {on_device.tolist()}, not {on_host.tolist()}")
+    return found
+
+
+def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
+    """GB/s of the sum alone, of bfloat16."""
+    tensor = torch.empty(nbytes // 8192 * 4096, dtype=torch.bfloat16, device=clock.device).normal_()
+    into = torch.zeros(1, 2, dtype=torch.int64, device=clock.device)
+    columns = tensor.view(-1, 4096)
+    blocks = {
+        "kernel_gb_per_s": indexed_blocks.range_block(0, tensor, 0),
+        "kernel_columns_gb_per_s": indexed_blocks.grid_block(0, columns, (0, 4096), (8192, 1)),
+        "kernel_odd_gb_per_s": indexed_blocks.range_block(0, tensor, 1),
+    }
+    found = {
+        name: nbytes / 1e9 / median(clock, lambda block=block: indexed_blocks.add_sums([block], into), repeat)
+        for name, block in blocks.items()
+    }
+    words = tensor[: len(tensor) // 16].view(torch.int32)
+    seconds = median(clock, lambda: keyed_sum.sum_of_words(words, 0), 2)
+    return found | {"torch_operations_gb_per_s": words.nbytes / 1e9 / seconds}
+
+
+def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[str, float]:
+    """Milliseconds."""
+    mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
+    model = sharded_model.build(_bench_options(options), "fsdp2", offload, torch.bfloat16, mesh)
+    received = {name: tensor.clone() for name, tensor in fsdp_doctor.full_tensors(model)}
+    nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in received.values()}.values())
+    assert fsdp_doctor.fingerprint(model).tensors == fsdp_doctor.fingerprint_tensors(received).tensors
+
+    def shards() -> None:
+        for shard in fsdp_doctor.local_shards(model):
+            del shard
+
+    runs = {
+        "full_tensors": lambda: extract(model),
+        "local_shards": shards,
+        "fingerprint": lambda: fsdp_doctor.fingerprint(model),
+        "fingerprint_tensors": lambda: fsdp_doctor.fingerprint_tensors(received),
+        "sync": lambda: sync(model, received, proof=False),
+        "sync_with_proof": lambda: sync(model, received, proof=True),
+    }
+    found = {name: 1e3 * median(clock, run, options.repeat) for name, run in runs.items()}
+    found["proof_percent_of_sync"] = 100 * (found["sync_with_proof"] / found["sync"] - 1)
+    return {"bytes": nbytes} | {name: round(value, 2) for name, value in found.items()}
+
+
+def _bench_options(options: argparse.Namespace) -> BenchOptions:
+    return BenchOptions(
+        direction="out",
+        sources=(),
+        model=options.model,
+        directory=None,
+        layers=None,
+        strategies=("fsdp2",),
+        offloads=(),
+        dtypes=("bf16",),
+        bucket_bytes=None,
+        paths=(),
+        repeat=options.repeat,
+        device=options.device,
+        json_file=None,
+    )
+
+
+def extract(model: nn.Module) -> None:
+    for _, tensor in fsdp_doctor.full_tensors(model):
+        del tensor
+
+
+def sync(model: nn.Module, received: dict[str, torch.Tensor], *, proof: bool) -> None:
+    """Every rank is a receiver of its own."""
+    sums = fsdp_doctor.FingerprintSums()
+    tensors = fsdp_doctor.full_tensors(model)
+    for name, tensor in sums.watch(tensors) if proof else tensors:
+        received[name].copy_(tensor)
+        del tensor
+    if proof:
+        held = fsdp_doctor.fingerprint_tensors(received)
+        assert not fsdp_doctor.compare_fingerprints(sums.fingerprints(), held)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,23 @@
+"""Host tensors, compared bit by bit."""
+
+from __future__ import annotations
+
+import torch
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits."""
+    if actual.numel() != expected.numel():
+        return f"{actual.numel()} elements, not {expected.numel()}"
+    a, b = bits(actual), bits(expected)
+    if torch.equal(a, b):
+        return ""
+    itemsize = actual.element_size()
+    differs = (a != b).view(-1, itemsize).any(dim=1)
+    first = int(differs.nonzero()[0])
+    got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()
+    return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

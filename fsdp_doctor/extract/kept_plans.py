@@ -1,0 +1,156 @@
+"""The plan of an extraction: made once for a model and its arguments, kept for as long as the model is as it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_doctor.extract import lora as adapters
+from fsdp_doctor.extract.agreement import ComparedPlan
+from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.lora import Lora, LoraAdapter
+from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, ranks_of, ready_places, shard_groups, signature
+from fsdp_doctor.extract.sources import (
+    Source,
+    check_lengths,
+    compute_device,
+    device_of,
+    shards_of,
+    sources_of,
+    specs,
+)
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.snapshot import Snapshot
+
+# Of one model: a trainer asks for its weights in a few ways.
+_MOST_PLANS = 4
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of ``full_tensors``."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    keep_dtype: tuple[str, ...]
+    bucket_bytes: int
+    lora: Lora
+
+    @classmethod
+    def given(
+        cls,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        keep_dtype: Collection[str],
+        bucket_bytes: int,
+        lora: Lora,
+    ) -> Arguments:
+        """Raises ValueError for a word or a number that makes no sense."""
+        adapters.check(lora)
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        keep = (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype)
+        return cls(device, dtype, keep, bucket_bytes, lora)
+
+
+class _Kept:
+    """A plan, and what it was made from."""
+
+    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        held = reader.read(model)
+        peft_modules = adapters.adapter_modules(reader.innermost(model))
+        self._snapshot = Snapshot(model, held)
+        self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
+        self._layers = adapters.read(peft_modules)
+        self.shards = shards_of(held)
+        self.plan = _plan(held, self.shards, self._layers, arguments)
+        self._shard_groups = shard_groups(self.plan.all_sources)
+        self._current = self._current_devices()
+
+    def shards_now(self, model: nn.Module) -> list[torch.Tensor] | None:
+        """None if the model is not any more what the plan was made from."""
+        shards = self._snapshot.shards(model)
+        if shards is None or self._current_devices() != self._current:
+            return None
+        layers = adapters.read((prefix, module) for prefix, known in self._peft_modules if (module := known()))
+        return shards if layers == self._layers else None
+
+    def _current_devices(self) -> list[torch.device]:
+        """This rank's, of the kinds that shards are gathered on: a thread may change them."""
+        return [device_of(kind) for kind in {group.device.type for group in self._shard_groups}]
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _Kept]] = weakref.WeakKeyDictionary()
+
+
+@without_garbage_collection
+def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
+    """The plan, and this rank's shards as they are now, by the places of the sources."""
+    plans = _kept.get(model, {})
+    if (kept := plans.get(arguments)) is not None:
+        shards = kept.shards_now(model)
+        if shards is not None:
+            return kept.plan, shards
+    made = _Kept(model, arguments)
+    shards, made.shards = made.shards, []
+    plans = {known: plan for known, plan in plans.items() if known != arguments}
+    while len(plans) >= _MOST_PLANS:
+        del plans[next(iter(plans))]
+    _kept[model] = {**plans, arguments: made}
+    return made.plan, shards
+
+
+def forget(model: nn.Module) -> None:
+    """The next plan of the model is made anew."""
+    _kept.pop(model, None)
+
+
+def _plan(
+    held: reader.HeldModel, shards: Sequence[torch.Tensor], layers: adapters.Layers, arguments: Arguments
+) -> Plan:
+    everything = sources_of(held)
+    sources, merged = adapters.select(layers, everything, arguments.lora)
+    dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
+    dtypes.check(sources)
+    computes = compute_device(held, everything)
+    device = _device(arguments.device, computes, bool(shard_groups(everything)))
+    check_lengths(everything, shards)
+    factors = adapters.factors(everything, merged)
+    settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
+    return Plan(
+        all_sources=everything,
+        sources=sources,
+        adapters=merged,
+        factors=factors,
+        dtypes=dtypes,
+        device=device,
+        ranks=ranks_of(everything),
+        buckets=list(buckets(sources, dtypes, arguments.bucket_bytes, _extra_bytes(merged, factors))),
+        most_bytes=most_bytes(sources, dtypes, arguments.bucket_bytes),
+        ready=ready_places(sources, shards, dtypes, device, merged),
+        compared=ComparedPlan(signature(sources, dtypes, settings)),
+    )
+
+
+def _extra_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
+    """By the name of a weight: what its adapters take while they are merged into it."""
+    return {
+        weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in specs(factors[f]))
+        for weight, many in merged.items()
+    }
+
+
+def _device(asked: torch.device | str | None, computes: torch.device, is_sharded: bool) -> torch.device:
+    if asked is None:
+        return computes
+    device = torch.device(asked)
+    if not is_sharded:
+        return device
+    if device.type != computes.type or device.index not in (None, computes.index):
+        raise ValueError(f"device={device}: the model's shards are gathered on {computes}")
+    return computes

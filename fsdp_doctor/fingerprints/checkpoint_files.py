@@ -1,0 +1,155 @@
+"""The fingerprint of a checkpoint on disk, streamed: 64 MiB at a time, however large it is."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
+from fsdp_doctor.fingerprints.indexed_blocks import range_block
+from fsdp_doctor.fingerprints.summing import FingerprintSums, to_be_summed
+from fsdp_doctor.load.safetensors_files import FileTensor, open_files
+
+_CHUNK_BYTES = 64 << 20
+_DCP_BATCH_BYTES = 256 << 20
+_NESTED = ("state_dict", "model", "module")
+
+
+def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
+    """Of a safetensors file, a file of ``torch.save``, or a directory: of either, with an index or not, or a DCP.
+
+    Host memory: 64 MiB and what is cast of it; of a distributed checkpoint 256 MiB or its largest tensor. Files of
+    ``torch.save`` are mapped, not read, and must be in the zip format.
+
+    dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument.
+
+    Raises FingerprintError for what is no checkpoint, LoadError (RuntimeError) for a damaged safetensors file, OSError.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise FingerprintError(f"{path} does not exist")
+    sums = FingerprintSums()
+    if path.is_dir() and (path / ".metadata").exists():
+        _add_distributed(sums, path, dtype)
+    elif (files := _torch_files(path)) is not None:
+        _add_torch_files(sums, files, dtype)
+    else:
+        _add_safetensors(sums, path, dtype)
+    return sums.fingerprints()
+
+
+def _add(sums: FingerprintSums, name: str, tensor: torch.Tensor, whole: torch.Size, first: int, dtype: Any) -> None:
+    """Elements ``first`` and on of a tensor of the shape ``whole``: 1-D, on the host."""
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    blocks = [range_block(0, tensor, first)]
+    sums.add_blocks(name, to_be_summed(tensor.dtype, whole, blocks), blocks)
+    sums.flush()
+
+
+def _add_safetensors(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
+    files, tensors = open_files(path)
+    buffer = bytearray(_CHUNK_BYTES)
+    try:
+        for name, tensor in tensors.items():
+            for first, chunk in _file_chunks(tensor, buffer):
+                _add(sums, name, chunk, tensor.shape, first, dtype)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _file_chunks(tensor: FileTensor, buffer: bytearray) -> Iterator[tuple[int, torch.Tensor]]:
+    numel, itemsize = tensor.shape.numel(), tensor.dtype.itemsize
+    step = len(buffer) // itemsize
+    memory, values = memoryview(buffer), torch.frombuffer(buffer, dtype=torch.uint8)
+    for first in range(0, max(numel, 1), step):
+        part = values[: min(step, numel - first) * itemsize]
+        if part.numel():
+            tensor.file.read(tensor.begin + first * itemsize, memory[: part.numel()])
+        yield first, part.view(tensor.dtype)
+
+
+def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
+    """The files of ``torch.save`` that the checkpoint is made of; None if it is of safetensors."""
+    if path.is_file():
+        return None if path.suffix == ".safetensors" else [path]
+    if any(path.glob("*.safetensors")):
+        return None
+    indexes = sorted(path.glob("*.bin.index.json"))
+    if len(indexes) == 1:
+        try:
+            weight_map = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
+            return [path / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FingerprintError(f"{indexes[0]} is no index of a checkpoint: {error!r}") from None
+    files = sorted(one for suffix in ("*.bin", "*.pt", "*.pth") for one in path.glob(suffix))
+    return files or None
+
+
+def _add_torch_files(sums: FingerprintSums, files: list[pathlib.Path], dtype: torch.dtype | None) -> None:
+    for file in files:
+        for name, tensor in _tensors_of(file):
+            flat, step = tensor.detach().reshape(-1), max(_CHUNK_BYTES // tensor.element_size(), 1)
+            for first in range(0, max(flat.numel(), 1), step):
+                _add(sums, name, flat[first : first + step], tensor.shape, first, dtype)
+
+
+def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {first_line}") from None
+    for key in _NESTED:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)} if _is_named(state) else {}
+    if not tensors:
+        raise FingerprintError(f"{file} holds no tensors by name")
+    yield from tensors.items()
+
+
+def _is_named(state: Any) -> bool:
+    return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+
+
+def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        about = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle: anything may come of a damaged one
+        raise FingerprintError(f"{path} is no distributed checkpoint: {type(error).__name__}: {error}") from None
+    tensors = {name: one for name, one in about.items() if isinstance(one, dcp.TensorStorageMetadata)}
+    if not tensors:
+        raise FingerprintError(f"{path} holds no tensors")
+    for batch in _batches({name: (one.size, one.properties.dtype) for name, one in tensors.items()}):
+        state = {name: torch.empty(shape, dtype=own) for name, (shape, own) in batch.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+        for name, tensor in state.items():
+            _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
+
+
+def _batches(
+    tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> Iterator[dict[str, tuple[torch.Size, torch.dtype]]]:
+    batch: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    held = 0
+    for name, (shape, dtype) in tensors.items():
+        nbytes = shape.numel() * dtype.itemsize
+        if batch and held + nbytes > _DCP_BATCH_BYTES:
+            yield batch
+            batch, held = {}, 0
+        batch[name] = shape, dtype
+        held += nbytes
+    if batch:
+        yield batch

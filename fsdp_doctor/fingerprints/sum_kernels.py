@@ -1,0 +1,190 @@
+"""The sum as two Triton kernels, each one launch for any number of blocks.
+
+Words that follow one another are read once, at the speed of memory: a program has some rows of 4096 words, multiplies
+each row by its key, adds the rows, and only then multiplies by the keys of the columns. So a word costs two products
+by the same number for the whole row, and the keys of the columns are made once a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+
+from fsdp_doctor.fingerprints.indexed_blocks import ElementGrid, WordRun
+from fsdp_doctor.fingerprints.keyed_sum import ROW_WORDS
+
+_ROWS_A_PROGRAM = 64
+_ELEMENTS_A_PROGRAM = 1 << 14
+_TILE = 1024
+_MOST_DIMS = 3
+
+
+def add_words(runs: Sequence[WordRun], into: torch.Tensor) -> None:
+    """into: (tensors, 2), int64, on the device of the words."""
+    for aligned in (True, False):
+        chosen = [run for run in runs if _is_aligned(run) == aligned]
+        if not chosen:
+            continue
+        programs: list[int] = []
+        for run in chosen:
+            first, last = run.first, run.first + run.words.numel()
+            of_run = range(first // (ROW_WORDS * _ROWS_A_PROGRAM), -(-last // (ROW_WORDS * _ROWS_A_PROGRAM)))
+            for program in of_run:
+                programs += (run.words.data_ptr() - 4 * first, first, last, program * _ROWS_A_PROGRAM, run.number)
+        table = _on_device(programs, into.device)
+        _sum_words[(len(programs) // 5,)](
+            table,
+            into,
+            into.stride(0),
+            ROW=ROW_WORDS,
+            NUM_ROWS=_ROWS_A_PROGRAM,
+            ALIGNED=aligned,
+            num_warps=16,
+        )
+
+
+def _is_aligned(run: WordRun) -> bool:
+    """Whether four words can be read at once from any multiple of four on."""
+    return (run.words.data_ptr() - 4 * run.first) % 16 == 0
+
+
+def add_elements(grids: Sequence[ElementGrid], into: torch.Tensor) -> None:
+    """into: (tensors, 2), int64, on the device of the elements."""
+    for itemsize in (1, 2, 4):
+        of_size = [grid for grid in grids if grid.elements.element_size() == itemsize]
+        if of_size:
+            programs = torch.cat([_element_programs(part) for grid in of_size for part in _with_few_dims(grid)])
+            _sum_elements[(len(programs),)](
+                programs.to(into.device, non_blocking=True),
+                into,
+                into.stride(0),
+                ITEM_BITS=8 * itemsize,
+                ROW=ROW_WORDS,
+                LENGTH=_ELEMENTS_A_PROGRAM,
+                TILE=_TILE,
+                num_warps=4,
+            )
+
+
+def _with_few_dims(grid: ElementGrid) -> list[ElementGrid]:
+    """The grid, or its parts along the first dims, until it has as many as the kernel knows."""
+    if len(grid.sizes) <= _MOST_DIMS:
+        return [grid]
+    parts = grid.elements.view(grid.sizes[0], -1)
+    return [
+        few
+        for index, elements in enumerate(parts)
+        for few in _with_few_dims(
+            ElementGrid(grid.number, elements, grid.base + index * grid.strides[0], grid.sizes[1:], grid.strides[1:])
+        )
+    ]
+
+
+def _element_programs(grid: ElementGrid) -> torch.Tensor:
+    """A row for each, on the host."""
+    missing = _MOST_DIMS - len(grid.sizes)
+    sizes, strides = (1,) * missing + grid.sizes, (0,) * missing + grid.strides
+    place = (grid.base, *strides, *sizes[1:], grid.number)
+    begins = torch.arange(0, grid.elements.numel(), _ELEMENTS_A_PROGRAM)
+    programs = torch.tensor([grid.elements.data_ptr(), 0, grid.elements.numel(), *place]).repeat(len(begins), 1)
+    programs[:, 1] = begins
+    return programs
+
+
+def _on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Through pageable memory, which torch copies before it returns."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+# Triton reads annotations as code: only those that it knows are there.
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _keys(counters, family: tl.constexpr):  # type: ignore[no-untyped-def]
+    """splitmix64, as ``keyed_sum.keys``."""
+    mixed = (counters.to(tl.uint64) * 4 + (family + 1)) * 0x9E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    mixed = mixed ^ (mixed >> 31)
+    return (mixed | 1).to(tl.int64, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sum_words(  # type: ignore[no-untyped-def]
+    table,
+    into,
+    stride,
+    ROW: tl.constexpr,  # noqa: N803
+    NUM_ROWS: tl.constexpr,  # noqa: N803
+    ALIGNED: tl.constexpr,  # noqa: N803
+):
+    entry = table + tl.program_id(0).to(tl.int64) * 5
+    # Where word 0 of the tensor would lie: of the words, [first, last) are there.
+    origin = tl.load(entry)
+    first, last = tl.load(entry + 1), tl.load(entry + 2)
+    row, number = tl.load(entry + 3), tl.load(entry + 4)
+    memory = origin.to(tl.pointer_type(tl.int32))
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
+    columns = tl.arange(0, ROW)
+    one = tl.zeros((ROW,), dtype=tl.int64)
+    two = tl.zeros((ROW,), dtype=tl.int64)
+    num_rows = tl.minimum(NUM_ROWS, (last + ROW - 1) // ROW - row)
+    # Two rows at once: the second is on its way while the first is multiplied.
+    for step in range(0, num_rows, 2):
+        index = row + step
+        start = tl.multiple_of(index * ROW, ROW)
+        place = start + columns
+        if (start >= first) & (start + 2 * ROW <= last):
+            upper = tl.load(memory + place)
+            lower = tl.load(memory + place + ROW)
+        else:
+            upper = tl.load(memory + place, mask=(place >= first) & (place < last), other=0)
+            lower = tl.load(memory + place + ROW, mask=(place + ROW >= first) & (place + ROW < last), other=0)
+        upper = upper.to(tl.uint32, bitcast=True)
+        lower = lower.to(tl.uint32, bitcast=True)
+        one += upper.to(tl.int64) * _keys(index, 2) + lower.to(tl.int64) * _keys(index + 1, 2)
+        upper = (upper >> 16) | (upper << 16)
+        lower = (lower >> 16) | (lower << 16)
+        two += upper.to(tl.int64) * _keys(index, 3) + lower.to(tl.int64) * _keys(index + 1, 3)
+    tl.atomic_add(into + number * stride, tl.sum(one * _keys(columns, 0), axis=0), sem="relaxed")
+    tl.atomic_add(into + number * stride + 1, tl.sum(two * _keys(columns, 1), axis=0), sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sum_elements(  # type: ignore[no-untyped-def]
+    table,
+    into,
+    stride,
+    ITEM_BITS: tl.constexpr,  # noqa: N803
+    ROW: tl.constexpr,  # noqa: N803
+    LENGTH: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    entry = table + tl.program_id(0).to(tl.int64) * 10
+    begin, numel, base = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    outer, middle, inner = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+    middles, inners, number = tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9)
+    if ITEM_BITS == 8:
+        memory = tl.load(entry).to(tl.pointer_type(tl.int8))
+    elif ITEM_BITS == 16:
+        memory = tl.load(entry).to(tl.pointer_type(tl.int16))
+    else:
+        memory = tl.load(entry).to(tl.pointer_type(tl.int32))
+    one = tl.zeros((TILE,), dtype=tl.int64)
+    two = tl.zeros((TILE,), dtype=tl.int64)
+    for offset in range(0, LENGTH, TILE):
+        place = begin + offset + tl.arange(0, TILE)
+        bits = tl.load(memory + place, mask=place < numel, other=0).to(tl.int64) & ((1 << ITEM_BITS) - 1)
+        index = base + place // (middles * inners) * outer + place // inners % middles * middle + place % inners * inner
+        word = index // (32 // ITEM_BITS)
+        bits = bits << (index % (32 // ITEM_BITS) * ITEM_BITS)
+        row, column = word // ROW, word % ROW
+        one += bits * _keys(row, 2) * _keys(column, 0)
+        bits = (bits >> 16) | ((bits & 0xFFFF) << 16)
+        two += bits * _keys(row, 3) * _keys(column, 1)
+    tl.atomic_add(into + number * stride, tl.sum(one, axis=0), sem="relaxed")
+    tl.atomic_add(into + number * stride + 1, tl.sum(two, axis=0), sem="relaxed")

@@ -1,0 +1,247 @@
+"""Tensors, and parts of tensors, to their fingerprints: of what an engine holds, and of what passes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_doctor.extract.own_shards import ShardPlace, row_major
+from fsdp_doctor.fingerprints.fingerprint_set import (
+    FingerprintError,
+    Fingerprints,
+    PartialSums,
+    TensorFingerprint,
+    lanes_of,
+)
+from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, add_sums, grid_block, range_block
+from fsdp_doctor.fsdp import private
+
+# What is held until it is summed, of tensors that would be let go of otherwise.
+_MOST_HELD = 64 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """A block of a tensor that is known by a name: an engine's shard of it, or its slice of a fused tensor.
+
+    tensor: the block, a view if need be. shape: of the whole tensor. offsets: where the block begins, one for each dim;
+    by default at the beginning. So of a fused ``gate_up_proj`` whose rows of the up projection begin at ``n``,
+    ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
+    """
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    offsets: Sequence[int] = ()
+
+    def check(self, name: str) -> None:
+        """Raises FingerprintError for a block that does not lie in the tensor."""
+        offsets = self.offsets or (0,) * len(self.shape)
+        if not len(self.shape) == len(offsets) == self.tensor.ndim:
+            raise FingerprintError(
+                f"{name}: a part has as many dims as the whole tensor, and an offset for each or none: "
+                f"shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
+            )
+        for offset, length, whole in zip(offsets, self.tensor.shape, self.shape, strict=True):
+            if offset < 0 or offset + length > whole:
+                raise FingerprintError(
+                    f"{name}: a part of the shape {list(self.tensor.shape)} that begins at {list(offsets)} "
+                    f"does not lie in a tensor of the shape {list(self.shape)}"
+                )
+
+
+class FingerprintSums:
+    """Sums tensors as they come. :meth:`fingerprints` is what was summed: a part, where the tensors were parts.
+
+    A tensor is read on the stream that is current when it is given, and may be changed or let go of afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._sums = PartialSums()
+        self._waiting: list[tuple[str, TensorFingerprint, list[IndexedBlock]]] = []
+        self._summed: list[tuple[list[tuple[str, TensorFingerprint]], torch.Tensor]] = []
+        self._held = 0
+        self._same_tensor: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
+        """A whole tensor, a DTensor's part on this rank, or a part. A name may come once for each part of it.
+
+        Raises FingerprintError for a part that does not lie in its tensor, LayoutError (RuntimeError) for a DTensor
+        that is not divided into shards.
+        """
+        with torch.no_grad():
+            part, blocks = _blocks_of(name, tensor)
+        self.add_blocks(name, part, blocks)
+        self.flush()
+
+    def add_blocks(self, name: str, one: TensorFingerprint, blocks: list[IndexedBlock], *, held: int = 0) -> None:
+        """Summed together with what comes next, so their memory must stay as it is until :meth:`flush`.
+
+        one: with lanes of zero. held: bytes that live for the sum alone; from 64 MiB on all of it is summed at once.
+        """
+        self._waiting.append((name, one, blocks))
+        self._held += held
+        if self._held >= _MOST_HELD:
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Launches the sums of what was added. Nothing waits for the device."""
+        by_device: dict[torch.device, list[tuple[str, TensorFingerprint, list[IndexedBlock]]]] = {}
+        for entry in self._waiting:
+            device = entry[2][0].tensor.device if entry[2] else torch.device("cpu")
+            by_device.setdefault(device, []).append(entry)
+        for device, entries in by_device.items():
+            into = torch.zeros(len(entries), 2, dtype=torch.int64, device=device)
+            for number, (_, _, blocks) in enumerate(entries):
+                for block in blocks:
+                    block.number = number
+            add_sums([block for _, _, blocks in entries for block in blocks], into)
+            self._summed.append(([(name, one) for name, one, _ in entries], into))
+        self._waiting, self._held = [], 0
+
+    def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields what it is given, summed: for the weights on their way to an engine.
+
+        Names under which one tensor comes one after the other with the same values are noted as tied.
+        """
+        last: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731, nothing came before the first
+        for name, tensor in tensors:
+            if last() is tensor:
+                self._same_tensor[-1].append(name)
+            else:
+                self._same_tensor.append([name])
+            last = private.weak_reference(tensor)
+            self.add(name, tensor)
+            yield name, tensor
+            del tensor
+
+    def fingerprints(self) -> Fingerprints:
+        """Waits for the device. Raises FingerprintError for a name that came twice."""
+        self.flush()
+        for entries, into in self._summed:
+            for (name, one), signed in zip(entries, into.tolist(), strict=True):
+                self._sums.add(name, replace(one, lanes=lanes_of(signed)))
+        self._summed = []
+        found = dict(self._sums.tensors)
+        together = (tuple(names) for names in self._same_tensor if len(names) > 1)
+        return Fingerprints(found, tuple(names for names in together if len({found[name] for name in names}) == 1))
+
+
+def fingerprint_tensors(
+    tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
+) -> Fingerprints:
+    """What a receiver holds: whole tensors, or its parts of them, by the trainer's names.
+
+    A rank that holds parts gets a part of the fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
+    collective. An iterator's tensors are summed and let go of one by one; those of a mapping or a list are summed in
+    one launch a device, and names whose tensors are the same memory are noted as tied.
+
+    Raises as :meth:`FingerprintSums.add`.
+    """
+    sums = FingerprintSums()
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(pairs, Iterator):
+        for name, tensor in pairs:
+            sums.add(name, tensor)
+        return sums.fingerprints()
+    same_memory: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], list[str]] = {}
+    with torch.no_grad():
+        for name, tensor in pairs:
+            one, blocks = _blocks_of(name, tensor)
+            sums.add_blocks(name, one, blocks)
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
+                key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+                same_memory.setdefault(key, []).append(name)
+    found = sums.fingerprints()
+    return Fingerprints(found.tensors, tuple(tuple(names) for names in same_memory.values() if len(names) > 1))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
+    """Without sums."""
+    held = [block for block in blocks if block.tensor.numel()]
+    first = min((block.base for block in held), default=0)
+    return TensorFingerprint(
+        dtype_name(dtype), tuple(shape), first, sum(block.tensor.numel() for block in held), (0, 0)
+    )
+
+
+def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
+    if isinstance(tensor, TensorPart):
+        tensor.check(name)
+        offsets = tensor.offsets or (0,) * len(tensor.shape)
+        blocks = [grid_block(0, tensor.tensor.detach().contiguous(), offsets, row_major(tensor.shape))]
+        return to_be_summed(tensor.tensor.dtype, tensor.shape, blocks), blocks
+    if isinstance(tensor, DTensor) and not all(isinstance(one, Replicate) for one in tensor.placements):
+        local = private.local_tensor(tensor).detach()
+        place = ShardPlace(
+            numel=local.numel(),
+            offset=None,
+            stride=row_major(tensor.shape),
+            mesh=tensor.device_mesh,
+            placements=tuple(tensor.placements),
+        )
+        blocks = blocks_of_shard(local, tensor.shape, place)
+        return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
+    blocks = [range_block(0, private.local_tensor(tensor).detach().contiguous(), 0)]
+    return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
+
+
+def blocks_of_shard(
+    local: torch.Tensor, shape: Sequence[int], place: ShardPlace, strides: Sequence[int] | None = None
+) -> list[IndexedBlock]:
+    """Where a shard's elements lie in the whole tensor.
+
+    strides: those of the tensor that is summed, one for each dim of ``shape``; by default it is the tensor itself.
+    """
+    whole = row_major(shape)
+    if place.offset is not None and place.stride == whole and strides is None:
+        return [range_block(0, local, place.offset)]
+    return [grid_block(0, part, offsets, strides or whole) for part, offsets in parts_of_shard(local, shape, place)]
+
+
+def parts_of_shard(
+    local: torch.Tensor, shape: Sequence[int], place: ShardPlace
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """The blocks that make up a shard, each contiguous and with as many dims as the tensor, and where each begins."""
+    if place.offset is None:
+        held = place.held_part(shape)
+        view = local.reshape(held.shape)
+        for whole, own in held.blocks():
+            yield view[own].contiguous(), tuple(dim.start for dim in whole)
+        return
+    # In memory the dims may be in another order than in the tensor.
+    order = sorted(range(len(shape)), key=lambda dim: (-place.stride[dim], dim))
+    inverse = [order.index(dim) for dim in range(len(shape))]
+    for part, offsets in _parts_of_range(local.reshape(-1), place.offset, [shape[dim] for dim in order]):
+        yield part.permute(inverse).contiguous(), tuple(offsets[at] for at in inverse)
+
+
+def _parts_of_range(
+    flat: torch.Tensor, first: int, shape: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """The blocks that make up a range of a flattened tensor: a part of a row, whole rows, a part of another."""
+    if not flat.numel():
+        return
+    if len(shape) <= 1:
+        yield flat.view(flat.shape if shape else ()), (first,) if shape else ()
+        return
+    row = row_major(shape)[0]
+    begin, end = first, first + flat.numel()
+    while begin < end:
+        index, inside = divmod(begin, row)
+        whole_rows = 0 if inside else (end - begin) // row
+        length = whole_rows * row or min(row - inside, end - begin)
+        part = flat[begin - first : begin - first + length]
+        if whole_rows:
+            yield part.view(whole_rows, *shape[1:]), (index, *(0 for _ in shape[1:]))
+        else:
+            for inner, offsets in _parts_of_range(part, inside, shape[1:]):
+                yield inner.unsqueeze(0), (index, *offsets)
+        begin += length

@@ -1,0 +1,266 @@
+"""Every kind of mistake is named, and fingerprints that cannot be compared are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_doctor import (
+    FingerprintError,
+    Fingerprints,
+    FingerprintSums,
+    TensorPart,
+    combine_fingerprints,
+    compare_fingerprints,
+    fingerprint,
+    fingerprint_tensors,
+    fingerprint_variants,
+    full_tensors,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """gate_up: fused, both halves of its first dim. experts: of three dims. head and embed are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 6)
+        self.gate = nn.Linear(6, 10, bias=False)
+        self.up = nn.Linear(6, 10, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(20, 6))
+        self.experts = nn.Parameter(torch.randn(3, 4, 6))
+        self.square = nn.Linear(8, 8)
+        self.norm = nn.Parameter(torch.randn(7))
+        self.head = nn.Linear(6, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Layer()
+
+
+@pytest.fixture
+def held(model: nn.Module) -> Tensors:
+    """What an engine holds if all went well."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def kinds(model: nn.Module, held: Tensors, **options: object) -> dict[str, str]:
+    found = compare_fingerprints(fingerprint(model), fingerprint_tensors(held), **options)  # type: ignore[arg-type]
+    return {difference.name: difference.kind for difference in found}
+
+
+def test_what_arrived_whole_does_not_differ(model: nn.Module, held: Tensors) -> None:
+    assert kinds(model, held) == {}
+
+
+def test_a_single_bit_a_swap_of_elements_and_a_permutation_of_rows_are_seen(model: nn.Module, held: Tensors) -> None:
+    changes = 0
+    for name in ("gate.weight", "experts", "norm"):
+        for change in (
+            lambda t: t.view(-1).view(torch.int32)[3:4].bitwise_xor_(1),
+            lambda t: t.view(-1).view(torch.int32)[3:4].bitwise_xor_(-(1 << 31)),
+            lambda t: t.view(-1)[:2].copy_(t.view(-1)[:2].flip(0)),
+            lambda t: t.copy_(t.flip(0)),
+            lambda t: t.neg_(),
+            lambda t: t.copy_(t.roll(1)),
+        ):
+            changed = {key: tensor.clone() for key, tensor in held.items()}
+            change(changed[name])
+            assert kinds(model, changed) == {name: "values"}
+            changes += 1
+    assert changes == 18
+
+
+def test_shards_that_changed_places_are_seen(held: Tensors) -> None:
+    whole = held["gate.weight"]
+    first, second = whole[:5], whole[5:]
+    for parts, equal in (((first, second), True), ((second, first), False)):
+        found = combine_fingerprints(
+            fingerprint_tensors([("gate.weight", TensorPart(part, whole.shape, (5 * rank, 0)))])
+            for rank, part in enumerate(parts)
+        )
+        assert (found.tensors == fingerprint_tensors({"gate.weight": whole}).tensors) == equal
+
+
+def test_missing_and_superfluous_tensors_are_named(model: nn.Module, held: Tensors) -> None:
+    held["rotary"] = held.pop("norm")
+    assert kinds(model, held) == {"norm": "missing", "rotary": "superfluous"}
+
+
+def test_a_tied_name_may_be_missing_but_not_differ(model: nn.Module, held: Tensors) -> None:
+    del held["head.weight"]
+    assert kinds(model, held) == {}
+    held["head.weight"] = torch.randn(20, 6)
+    assert kinds(model, held) == {"head.weight": "untied"}
+    del held["embed.weight"], held["head.weight"]
+    assert kinds(model, held) == {"embed.weight": "missing", "head.weight": "missing"}
+
+
+def test_weights_that_the_engine_ties_and_the_trainer_does_not_are_named(model: nn.Module, held: Tensors) -> None:
+    model.head.weight = nn.Parameter(torch.randn(20, 6))
+    held["head.weight"] = held["embed.weight"]
+    assert kinds(model, held) == {"head.weight": "tied"}
+
+
+def test_stale_tensors_are_known_by_the_step_that_they_are_of(model: nn.Module, held: Tensors) -> None:
+    history = [fingerprint(model)]
+    for step in range(2):
+        with torch.no_grad():
+            model.gate.weight += 1
+            model.norm += step
+        history.append(fingerprint(model))
+    found = compare_fingerprints(history[-1], fingerprint_tensors(held), history=history[:-1])
+    assert {one.name: (one.kind, one.detail[-14:]) for one in found} == {
+        "gate.weight": ("stale", "2 steps before"),
+        "norm": ("stale", " 1 step before"),  # the first step did not change it
+    }
+
+
+def test_a_base_weight_is_told_from_a_merged_one(model: nn.Module, held: Tensors) -> None:
+    base = fingerprint(model)
+    with torch.no_grad():
+        model.gate.weight += 1
+    assert kinds(model, held, base=base) == {"gate.weight": "base"}
+
+
+def test_swapped_slices_of_a_fused_tensor_are_named(model: nn.Module, held: Tensors) -> None:
+    held["gate.weight"], held["up.weight"] = held["up.weight"], held["gate.weight"]
+    assert kinds(model, held) == {"gate.weight": "swapped", "up.weight": "swapped"}
+
+
+def test_with_variants_from_the_trainer_the_mistake_is_named(model: nn.Module, held: Tensors) -> None:
+    held["gate_up"] = held["gate_up"].roll(10, 0)
+    held["square.weight"] = held["square.weight"].t().contiguous()
+    held["experts"] = held["experts"].transpose(1, 2).contiguous()
+    held["norm"] = held["norm"].bfloat16().float()
+    held["up.weight"] = held["up.weight"].to(torch.float8_e4m3fn).float()
+    held["gate.weight"] = torch.randn(10, 6)
+    plain = kinds(model, held)
+    assert set(plain.values()) == {"values", "shape"}
+    variants = fingerprint_variants(model, plain)
+    found = compare_fingerprints(fingerprint(model), fingerprint_tensors(held), variants=variants)
+    assert {str(one) for one in found} == {
+        "gate_up: the halves of dim 0 are swapped",
+        "square.weight: transposed",
+        "experts: transposed",
+        "norm: cast twice: to bfloat16 and back",
+        "up.weight: cast twice: to float8_e4m3fn and back",
+        "gate.weight: it holds other values",
+    }
+
+
+def test_the_halves_of_an_inner_dim_are_found_too(model: nn.Module, held: Tensors) -> None:
+    held["experts"] = held["experts"].roll(2, 1)
+    found = compare_fingerprints(
+        fingerprint(model), fingerprint_tensors(held), variants=fingerprint_variants(model, ["experts"])
+    )
+    assert [str(one) for one in found] == ["experts: the halves of dim 1 are swapped"]
+
+
+def test_another_dtype_or_shape_is_named(model: nn.Module, held: Tensors) -> None:
+    held["norm"] = held["norm"].bfloat16()
+    held["gate.weight"] = held["gate.weight"].view(6, 10)
+    held["up.weight"] = held["up.weight"][:9]
+    assert kinds(model, held) == {"norm": "dtype", "gate.weight": "shape", "up.weight": "shape"}
+
+
+def test_zeros_that_are_shorter_or_of_another_dtype_differ() -> None:
+    assert compare_fingerprints(*(fingerprint_tensors({"a": torch.zeros(n), "b": torch.ones(1)}) for n in (3, 4)))
+    of_dtypes = (fingerprint_tensors({"a": torch.zeros(3, dtype=dtype)}) for dtype in (torch.float32, torch.int32))
+    assert compare_fingerprints(*of_dtypes)
+
+
+def test_fingerprints_of_another_model_are_refused(model: nn.Module, held: Tensors) -> None:
+    with pytest.raises(FingerprintError, match="different models"):
+        kinds(model, {f"model.{name}": tensor for name, tensor in held.items()})
+    with pytest.raises(FingerprintError, match="none of the 9 tensors that both have is of the same size"):
+        kinds(model, {name: torch.zeros(tensor.numel() + 1) for name, tensor in held.items()})
+
+
+def test_fingerprints_of_a_part_of_the_ranks_are_refused(model: nn.Module, held: Tensors) -> None:
+    part = fingerprint_tensors(list((held | {"head.weight": TensorPart(held["head.weight"][:7], (20, 6))}).items()))
+    with pytest.raises(FingerprintError, match=r"of head.weight 42 of 120 elements were summed"):
+        compare_fingerprints(fingerprint(model), part)
+    with pytest.raises(FingerprintError, match="parts of it overlap"):
+        combine_fingerprints([part, fingerprint_tensors({"head.weight": held["head.weight"]})])
+
+
+def test_fingerprints_that_are_summed_otherwise_are_refused(model: nn.Module) -> None:
+    own = fingerprint(model)
+    older = dataclasses.replace(own, version=own.version + 1)
+    for compare in (
+        lambda: compare_fingerprints(own, older),
+        lambda: compare_fingerprints(own, own, history=[older]),
+        lambda: combine_fingerprints([own, older]),
+        lambda: Fingerprints.from_json(older.to_json()),
+    ):
+        with pytest.raises(FingerprintError, match="take both with the same fsdp-doctor"):
+            compare()
+
+
+def test_what_is_written_is_read_again(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    own = fingerprint(model)
+    assert Fingerprints.from_json(own.to_json()) == own
+    for text, words in (
+        ("{", "no JSON"),
+        ("{}", "does not say"),
+        (own.to_json().replace('"sum": "', '"sum": "0'), "32 hexadecimal digits"),
+        (own.to_json().replace('"dtype"', '"other"'), "KeyError"),
+    ):
+        with pytest.raises(FingerprintError, match=words):
+            Fingerprints.from_json(text)
+
+
+def test_a_part_that_does_not_lie_in_its_tensor_is_refused() -> None:
+    for part in (
+        TensorPart(torch.ones(3), (2,)),
+        TensorPart(torch.ones(3), (4,), (2,)),
+        TensorPart(torch.ones(3), (1, 3)),
+    ):
+        with pytest.raises(FingerprintError, match="part"):
+            fingerprint_tensors({"a": part})
+
+
+def test_an_unknown_name_has_no_variants(model: nn.Module) -> None:
+    with pytest.raises(FingerprintError, match="the model has no other"):
+        fingerprint_variants(model, ["other"])
+
+
+def test_tied_names_are_noted_where_tensors_pass_by_and_a_reused_buffer_is_not(model: nn.Module) -> None:
+    sums = FingerprintSums()
+    assert len(list(sums.watch(full_tensors(model)))) == 9
+    assert sums.fingerprints() == fingerprint(model)
+    buffer = torch.zeros(3)
+
+    def filled() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in (("a", 1.0), ("b", 2.0)):
+            yield name, buffer.fill_(value)
+
+    sums = FingerprintSums()
+    assert len(list(sums.watch(filled()))) == 2
+    found = sums.fingerprints()
+    assert found.tied == ()
+    assert found.tensors == fingerprint_tensors({"a": torch.ones(3), "b": torch.full((3,), 2.0)}).tensors
+
+
+def test_a_cast_on_the_way_to_another_dtype_is_named(model: nn.Module, held: Tensors) -> None:
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in held.items()}
+    held["gate.weight"] = model.gate.weight.detach().half().bfloat16()
+    held["norm"] = model.norm.detach().to(torch.float8_e5m2).bfloat16()
+    assert not torch.equal(held["gate.weight"], model.gate.weight.bfloat16())
+    trainer = fingerprint(model, dtype=torch.bfloat16)
+    variants = fingerprint_variants(model, ["gate.weight", "norm"], dtype=torch.bfloat16)
+    assert {str(one) for one in compare_fingerprints(trainer, fingerprint_tensors(held), variants=variants)} == {
+        "gate.weight: cast twice: to float16 first",
+        "norm: cast twice: to float8_e5m2 first",
+    }

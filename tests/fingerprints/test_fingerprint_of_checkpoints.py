@@ -1,0 +1,150 @@
+"""``fsdp-doctor fingerprint``: checkpoints of every form have the fingerprint of the model, streamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from program import ROOT, doctor
+from safetensors.torch import save_file
+from torch import nn
+
+from fsdp_doctor import FingerprintError, Fingerprints, compare_fingerprints, fingerprint, fingerprint_checkpoint
+from fsdp_doctor.cli import fingerprint_command
+from fsdp_doctor.errors import UsageError
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(33, 70), nn.BatchNorm1d(70), nn.Linear(70, 5).bfloat16())
+
+
+def in_every_form(model: nn.Module, directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    state = model.state_dict()
+    names = list(state)
+    forms = {form: directory / form for form in ("safetensors", "indexed", "bin", "indexed bin", "dcp")}
+    for path in forms.values():
+        path.mkdir()
+    halves = {"a": names[:4], "b": names[4:]}
+    save_file(state, forms["safetensors"] / "model.safetensors")
+    torch.save({"model": state}, forms["bin"] / "pytorch_model.bin")
+    for part, chosen in halves.items():
+        save_file({name: state[name] for name in chosen}, forms["indexed"] / f"{part}.safetensors")
+        torch.save({name: state[name] for name in chosen}, forms["indexed bin"] / f"{part}.bin")
+    for form, suffix, index in (
+        ("indexed", "safetensors", "model.safetensors.index.json"),
+        ("indexed bin", "bin", "pytorch_model.bin.index.json"),
+    ):
+        weight_map = {name: f"{part}.{suffix}" for part, chosen in halves.items() for name in chosen}
+        (forms[form] / index).write_text(json.dumps({"weight_map": weight_map}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save(dict(state), checkpoint_id=forms["dcp"], no_dist=True)
+    forms["file"] = forms["safetensors"] / "model.safetensors"
+    forms["torch file"] = forms["bin"] / "pytorch_model.bin"
+    return forms
+
+
+def test_every_form_has_the_fingerprint_of_the_model(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    expected = fingerprint(model)
+    forms = in_every_form(model, tmp_path)
+    assert len(forms) == 7
+    for form, path in forms.items():
+        assert compare_fingerprints(expected, fingerprint_checkpoint(path)) == [], form
+    cast = fingerprint(model, dtype=torch.float16, keep_dtype=["*.num_batches_tracked"])
+    assert fingerprint_checkpoint(forms["indexed"], dtype=torch.float16).tensors == cast.tensors
+
+
+def command(*paths: pathlib.Path, **options: Any) -> int:
+    """Its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        fingerprint_command.run(**dict(zip(("checkpoint", "other"), paths, strict=False)), **options)
+    return int(ended.value.code or 0)
+
+
+def test_the_command_prints_compares_and_says_what_differs(
+    model: nn.Module, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms = in_every_form(model, tmp_path)
+    assert command(forms["indexed"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == len(model.state_dict())
+    assert f"{fingerprint(model).tensors['0.bias'].hex}  float32   70" in printed
+    saved, other = tmp_path / "saved.json", tmp_path / "other.safetensors"
+    assert command(forms["bin"], as_json=True, output=saved) == 0
+    assert Fingerprints.from_json(saved.read_text()).tensors == fingerprint(model).tensors
+    assert command(saved, forms["dcp"]) == 0
+    assert capsys.readouterr() == ("", "0 of 9 tensors differ\n")
+    with torch.no_grad():
+        model[0].bias[3] += 1
+    save_file(model.state_dict(), other)
+    assert command(saved, other) == 1
+    assert capsys.readouterr().out == "0.bias: it holds other values\n"
+    assert command(saved, other, as_json=True) == 1
+    assert [one["kind"] for one in json.loads(capsys.readouterr().out)] == ["values"]
+
+
+def test_what_is_no_checkpoint_is_a_usage_error(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    forms = in_every_form(model, tmp_path)
+    data = (forms["file"]).read_bytes()
+    (tmp_path / "short.safetensors").write_bytes(data[:-10])
+    (tmp_path / "text.bin").write_text("no tensors")
+    (tmp_path / "empty").mkdir()
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "other.json").write_text("{}")
+    (forms["dcp"] / ".metadata").write_bytes(b"\x80nothing")
+    for path in ("short.safetensors", "text.bin", "empty", "list.pt", "other.json", "nowhere", "dcp"):
+        with pytest.raises(UsageError) as refused:
+            fingerprint_command.run(checkpoint=tmp_path / path)
+        assert path in str(refused.value) or path == "other.json"
+    for dtype in ("int8", "other"):
+        with pytest.raises(UsageError, match="floating-point"):
+            fingerprint_command.run(checkpoint=forms["file"], dtype=dtype)
+
+
+def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:
+    done = doctor("fingerprint", str(tmp_path / "nowhere"))
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == f"fsdp-doctor: {tmp_path / 'nowhere'} does not exist\n"
+
+
+def test_a_file_of_code_is_not_run(tmp_path: pathlib.Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"a": Evil()}, tmp_path / "evil.bin")
+    with pytest.raises(FingerprintError, match="cannot be read"):
+        fingerprint_checkpoint(tmp_path / "evil.bin")
+    assert not (tmp_path / "made").exists()
+
+
+_PEAK = """
+import resource, sys, torch
+from fsdp_doctor import fingerprint_checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(len(fingerprint_checkpoint(sys.argv[1]).tensors), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.processes
+def test_a_checkpoint_is_streamed(tmp_path: pathlib.Path) -> None:
+    """A tensor of 400 MiB is summed in less memory than that."""
+    tensor = torch.arange(100 << 20, dtype=torch.int32)
+    save_file({"large": tensor}, tmp_path / "model.safetensors")
+    del tensor
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _PEAK, str(tmp_path / "model.safetensors")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    count, kilobytes = map(int, done.stdout.split())
+    assert count == 1
+    assert kilobytes < 200 << 10
