@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class _Kept:
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _Kept]] = weakref.WeakKeyDictionary()
+# Plans know process groups, which are not to outlive the interpreter's modules.
+atexit.register(_kept.clear)
 
 
 @without_garbage_collection
