@@ -12,7 +12,9 @@ import fsdp_doctor
 
 _PACKAGE = pathlib.Path(fsdp_doctor.__file__).parent
 _HOME = _PACKAGE / "fsdp" / "private"
-_MODULES = [path for path in sorted(_PACKAGE.rglob("*.py")) if _HOME not in path.parents and "emulated" not in path.parts]
+_MODULES = [
+    path for path in sorted(_PACKAGE.rglob("*.py")) if _HOME not in path.parents and "emulated" not in path.parts
+]
 # Not torch's: documented for os, and how every model of transformers says what must not be split.
 _OF_OTHERS = {
     "os._exit",

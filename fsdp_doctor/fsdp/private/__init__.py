@@ -76,6 +76,9 @@ from fsdp_doctor.fsdp.private.flat_handles import (
     shard_padding as shard_padding,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
+    ITEM as ITEM,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
     WRAPPER_NAMES as WRAPPER_NAMES,
 )
 from fsdp_doctor.fsdp.private.of_torch import (

@@ -27,6 +27,10 @@ OperatorMode = TorchDispatchMode
 """``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
 
 
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""What ``Tensor.item`` calls; a dispatch mode sees it under this name alone."""
+
+
 # The modules of a model.
 
 
