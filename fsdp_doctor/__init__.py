@@ -117,6 +117,7 @@ __all__ = [
     "load_full_tensors",
     "load_optimizer_state",
     "local_shards",
+    "memory",
     "promises",
     "weights_info",
 ]
