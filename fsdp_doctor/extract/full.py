@@ -49,10 +49,11 @@ def full_tensors(
     Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
     torch.compile, peft). Tied parameters come under each of their names and share one tensor, gathered
     once. A yielded tensor belongs to the caller and may be kept; it never aliases the model. It is
-    ready on the stream that is current when it is asked for, as the result of any operation of torch.
+    ready on the caller's stream, as the result of any operation of torch; that is to be the same for a whole iteration.
 
     What does not change between two calls for a model is worked out in the first and kept; a model that has
-    changed is noticed. What it holds is what it holds when it is called.
+    changed is noticed. Which shards it has is looked up in the call, their values as they are read: a training
+    step waits until the iteration has ended.
 
     Device memory in use at once, with the tensor that the caller had last: two buckets, or one and the largest
     tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB. Where most of the model

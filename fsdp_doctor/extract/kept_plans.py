@@ -136,7 +136,7 @@ def _plan(
         buckets=list(buckets(sources, dtypes, arguments.bucket_bytes, _extra_bytes(merged, factors))),
         most_bytes=most_bytes(sources, dtypes, arguments.bucket_bytes),
         ready=ready_places(sources, shards, dtypes, device, merged),
-        compared=ComparedPlan(signature(sources, dtypes, settings)),
+        compared=ComparedPlan(signature(sources, dtypes, settings, merged)),
     )
 
 

@@ -89,11 +89,15 @@ class Loader:
         self._cast_buffer = cast_buffer
         self._copies = copies
         self._to_cast: list[Piece] = []
+        self._held: tuple[_Copies, ...] = ()
         self._submitted = 0
         self.is_reading = False
 
     def begin(self, transfers: Sequence[Loaded], merged: Collection[str]) -> None:
-        """Launches the copies that can be. Nothing waits for the device; pageable memory is being read by threads.
+        """Launches the copies that can be, after everything that the caller's stream holds.
+
+        Nothing waits for the device; pageable memory is being read by threads. What is copied is held as long as the
+        loader: of a shard that is not contiguous it is a copy, made on the caller's stream.
 
         merged: the tensors to which something is to be added.
         """
@@ -110,6 +114,8 @@ class Loader:
             else:
                 fewer = turns[1] if on_host and turns[1].nbytes < turns[0].nbytes else turns[0]
                 fewer.add([piece.target], [piece.source])
+        self._streams.begin_loading()
+        self._held = turns
         for turn, copies in enumerate(turns):
             if copies.targets:
                 with self._streams.loading(turn):

@@ -172,7 +172,9 @@ def factor_stream(request: ShardRequest) -> FactorStream | None:
         buckets=list(buckets(factors, dtypes, request.bucket_bytes, {})),
         most_bytes=most_bytes(factors, dtypes, request.bucket_bytes),
         ready=frozenset(),
-        compared=ComparedPlan(signature(factors, dtypes, f"factors bucket_bytes={request.bucket_bytes}")),
+        compared=ComparedPlan(
+            signature(factors, dtypes, f"factors bucket_bytes={request.bucket_bytes}", request.adapters)
+        ),
     )
     agreement = Agreement(plan.ranks)
     agreement.expect(lambda: gathering.compared)
@@ -244,10 +246,9 @@ class _ShardLoading:
                 pieces.append(Piece(target, local, spec.names[0], shard.place.offset or 0))
         if not pieces:
             return _LoadedBucket(results, None)
-        return _LoadedBucket(results, self._load(pieces, in_blocks), in_blocks)
+        return _LoadedBucket(results, self._load(pieces, in_blocks), (pieces, in_blocks))
 
     def _load(self, pieces: list[Piece], in_blocks: list[tuple[OwnShard, torch.Tensor, torch.Tensor]]) -> Any:
-        self._streams.begin_loading()
         try:
             loader = Loader(self._device, self._streams, self._cast_buffer, self._copies)
             loader.begin([_Pieces(pieces)], self._deltas.keys())

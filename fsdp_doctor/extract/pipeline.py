@@ -114,7 +114,6 @@ class Pipeline:
         transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
         self._pending.append(_PendingBucket(bucket, transfers, loader))
-        self._streams.begin_loading()
         loader.begin(transfers, self._wanted(bucket))
 
     def _launch_loaded(self) -> None:
@@ -162,11 +161,12 @@ class Pipeline:
         """At the end, or early: then memory is given back that is still being written to."""
         if self._pending:
             with self._streams.gathering():
-                self._streams.wait(self._streams.gathered())
+                all_of_it = self._streams.gathered()
+            self._streams.wait(all_of_it)
         self._pending.clear()
         # What it leaves with is to be known, not that it could not take part in the rest.
         with contextlib.suppress(Exception):
-            while self._promised and not self._has_begun:
+            while self._promised and not self._has_begun and len(self._plan.ranks) > 1:
                 self._load(self._plan.buckets[self._num_launched])
                 self._launch(self._pending[0])
                 self._streams.wait(self._pending.popleft().done)
@@ -204,7 +204,6 @@ class Pipeline:
         for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
             transfers = [transfer.begun(call) for transfer in part.transfers]
             loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
-            self._streams.begin_loading()
             loader.begin(transfers, ())
             loader.finish({})
             self._streams.wait(self._gather(transfers, {}))

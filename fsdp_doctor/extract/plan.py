@@ -44,13 +44,19 @@ class Plan:
     compared: ComparedPlan
 
 
-def signature(sources: Sequence[Source], dtypes: OutputDtypes, settings: str) -> list[str]:
-    """A line for each tensor and one for the settings: what all ranks must have alike."""
+def signature(
+    sources: Sequence[Source], dtypes: OutputDtypes, settings: str, merged: Mapping[str, Sequence[LoraAdapter]]
+) -> list[str]:
+    """A line for each tensor, for each adapter that is merged, and for the settings: what all ranks must have alike."""
     lines = [settings]
     for source in sources:
         layout = _layout(source)
         lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.of(s)} {layout}" for s in specs(source)]
-    return lines
+    return lines + [
+        f"{weight} += {one.scaling} * {one.b} @ {one.a}{', transposed' if one.transposed else ''}"
+        for weight, adapters in merged.items()
+        for one in adapters
+    ]
 
 
 def _layout(source: Source) -> str:

@@ -51,9 +51,10 @@ class Streams:
             target.copy_(source, non_blocking=True)
 
     def loaded(self) -> None:
-        """The host waits for everything that was loaded in turn 0."""
+        """The host waits for everything that was loaded."""
         if self._module:
             self._loading.synchronize()
+            self._other_loading.synchronize()
 
     def loading_event(self) -> Any:
         """An event after everything that was loaded in turn 0."""

@@ -74,7 +74,7 @@ def fingerprint(
 def agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
     """Yields what compares the ranks' models and waits for all of them; who raises tells the others instead."""
     agreement = Agreement(request.plan.ranks)
-    agreement.expect(lambda: ComparedPlan(signature(request.sources, request.dtypes, settings)))
+    agreement.expect(lambda: ComparedPlan(signature(request.sources, request.dtypes, settings, request.adapters)))
     try:
         yield agreement.proceed
         agreement.end()

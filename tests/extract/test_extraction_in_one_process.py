@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import full_state_dict, full_tensors, weights_info
+from fsdp_doctor.extract.transfers import LocalCopy
 
 
 def test_a_model_that_is_not_initialized_is_refused_before_any_collective() -> None:
@@ -42,6 +43,39 @@ def test_one_tensor_is_held_at_a_time() -> None:
     del tensor
     next(entries)
     assert held() is None
+
+
+def test_who_stops_early_alone_loads_no_more() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    loaded: list[str] = []
+    pieces = LocalCopy.pieces
+
+    def counted(transfer: LocalCopy) -> Any:
+        loaded.extend(transfer.names())
+        return pieces(transfer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalCopy, "pieces", counted)
+        entries = full_tensors(model, bucket_bytes=8 * 8 * 4)
+        next(entries)
+        before = len(loaded)
+        entries.close()  # type: ignore[attr-defined]
+    assert 0 < len(loaded) == before < 20
+
+
+def test_a_submodule_that_has_moved_comes_under_its_new_name() -> None:
+    model = nn.ModuleDict({"one": nn.ModuleDict({"x": nn.Linear(2, 2)}), "other": nn.ModuleDict()})
+    assert [name for name, _ in full_tensors(model)] == ["one.x.weight", "one.x.bias"]
+    model["other"]["x"] = model["one"].pop("x")  # type: ignore[operator, index]
+    assert [name for name, _ in full_tensors(model)] == ["other.x.weight", "other.x.bias"]
+
+
+def test_a_submodule_under_another_attribute_comes_under_its_new_name() -> None:
+    model = nn.Module()
+    model.one, model.other = nn.Linear(2, 2), None
+    assert [name for name, _ in full_tensors(model)] == ["one.weight", "one.bias"]
+    model.one, model.other = None, model.one
+    assert [name for name, _ in full_tensors(model)] == ["other.weight", "other.bias"]
 
 
 # Bad input, refused when the function is called

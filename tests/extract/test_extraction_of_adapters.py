@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from support.extraction import (
     adapted,
     assert_close,
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_doctor import PlanMismatch, full_tensors
+from fsdp_doctor import PlanMismatch, full_tensors, local_shards
 
 
 def _kinds() -> dict[str, Callable[[], Any]]:
@@ -194,3 +195,17 @@ def test_ranks_that_want_different_adapters_all_raise_plan_mismatch() -> None:
     with raises_soon(PlanMismatch, "lora=merged", "lora=base"):
         extracted(model, lora="base" if this_rank() == 0 else "merged")
     assert_same(extracted(model, lora="base"), tensors_of(qwen()))
+
+
+@everywhere
+def test_ranks_whose_adapters_are_not_scaled_alike_all_raise_plan_mismatch() -> None:
+    model = shard_qwen2(adapted())
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
+    usual = dict(layer.scaling)
+    if this_rank() == 1:
+        layer.scaling = {name: 2 * value for name, value in usual.items()}
+    for extraction in (full_tensors, local_shards):
+        with raises_soon(PlanMismatch, f" += {usual['default']} * "):
+            list(extraction(model))
+    layer.scaling = usual
+    assert_close(extracted(model), tensors_of(adapted().merge_and_unload()))

@@ -70,20 +70,23 @@ def own_tensors(model: nn.Module) -> list[OwnTensors]:
 
 
 def modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Every module, what it names in which order, and every tensor that it has: as above, with as little as can be."""
+    """Every module, what each names in which order, and every tensor that it has: as above, with as little as can be.
+
+    A name of a submodule that is None stands in a tuple of its own.
+    """
     modules: list[nn.Module] = [model]
     names: list[Any] = []
     tensors: list[torch.Tensor | None] = []
-    for module in modules:
+    for place, module in enumerate(modules):
         own = module.__dict__
         if children := own["_modules"]:
-            names.append((*children,))
+            names.append((place, *(name if child is not None else (name,) for name, child in children.items())))
             modules += [child for child in children.values() if child is not None]
         if parameters := own["_parameters"]:
-            names.append((*parameters, len(modules)))
+            names.append((place, *parameters))
             tensors += parameters.values()
         if buffers := own["_buffers"]:
-            names.append((*buffers, len(modules), *own["_non_persistent_buffers_set"]))
+            names.append((place, *buffers, *own["_non_persistent_buffers_set"]))
             tensors += buffers.values()
     return modules, names, tensors
 
