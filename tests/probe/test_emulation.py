@@ -78,6 +78,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
+def on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The evidence of what two ranks cannot be sharded as."""
+    cases = [entry.evidence for entry in _REPRODUCED if _of_four_ranks(entry)]
+    return _probe_cases(tmp_path_factory.mktemp("on_four_ranks"), *cases, options=("--nproc", "4"))
+
+
+@pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The evidence that shows on the CPU alone."""
     return _probe_cases(tmp_path_factory.mktemp("on_the_cpu"), *_evidence("cpu"), device="cpu")
@@ -85,7 +92,11 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _evidence(device: str) -> list[str]:
     entries = [entry for entry in _REPRODUCED if entry.shows_on(torch.__version__)]
-    return [entry.evidence for entry in entries if entry.evidence_device == device]
+    return [entry.evidence for entry in entries if entry.evidence_device == device and not _of_four_ranks(entry)]
+
+
+def _of_four_ranks(entry: KnownFailure) -> bool:
+    return "tp" in entry.evidence.split("/")
 
 
 def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = (), device: str = "emulated") -> Run:
@@ -129,7 +140,8 @@ def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: Kn
         context = RunContext(torch=torch.__version__, device=entry.evidence_device or "emulated")
         assert of_case(_case(entry.evidence), context)[:1] != [entry]
         return
-    shown: Run = request.getfixturevalue("on_the_cpu" if entry.evidence_device == "cpu" else "run")
+    run = "on_four_ranks" if _of_four_ranks(entry) else "on_the_cpu" if entry.evidence_device == "cpu" else "run"
+    shown: Run = request.getfixturevalue(run)
     result = shown.result(entry.evidence)
     assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
 

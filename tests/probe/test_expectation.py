@@ -179,6 +179,7 @@ def test_one_rank_of_fsdp1_is_foretold_with_every_offload(tmp_path: pathlib.Path
         "fsdp1-size1-ignores-offload-to-cpu",
         "fsdp1-size1-optimizer-state-on-cpu",
         "fsdp1-size1-policy-keeps-the-model",
+        "module-source-of-fsdp1",
     }
     assert all(result.verdict.kind == "ok" for result in done.report.results if result.case.path == "full_tensors")
 

@@ -13,7 +13,7 @@ from program import Run, Started, launched_probe, probe, run, torchrun
 from support import inside
 from support.places import ROOT
 
-from fsdp_doctor.matrix.paths import FIX
+from fsdp_doctor.matrix.paths import FIXES
 from fsdp_doctor.report.journal import read_report
 
 _TWO_CASES = (
@@ -135,7 +135,7 @@ def test_the_command_alone_starts_torchrun_on_two_ranks_and_writes_every_output(
     done = run(command, "probe", *_TWO_CASES, "--fix", *flags, "--format", "table")
     assert done.code == 0, done.stderr
     assert "on 2 ranks of cpu" in done.stderr
-    assert [result.id for result in read_report(files["json"]).results if result.case.path != FIX] == _IDS
+    assert [result.id for result in read_report(files["json"]).results if result.case.path not in FIXES] == _IDS
     assert "full_tensors" in done.stdout
     for name in ("markdown", "junit"):
         again = inside.doctor("report", str(files["json"]), "--format", name)
