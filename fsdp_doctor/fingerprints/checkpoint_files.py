@@ -105,8 +105,7 @@ def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {first_line}") from None
+        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {_first_line(error)}") from None
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
@@ -120,6 +119,10 @@ def _is_named(state: Any) -> bool:
     return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -131,12 +134,26 @@ def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dty
     if not tensors:
         raise FingerprintError(f"{path} holds no tensors")
     for batch in _batches({name: (one.size, one.properties.dtype) for name, one in tensors.items()}):
+        for name, tensor in _distributed_tensors(path, batch).items():
+            _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
+
+
+def _distributed_tensors(
+    path: pathlib.Path, batch: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    try:
         state = {name: torch.empty(shape, dtype=own) for name, (shape, own) in batch.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp.load(state, checkpoint_id=path, no_dist=True)
-        for name, tensor in state.items():
-            _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
+    except dcp.CheckpointException as error:  # no Exception; its message begins with a traceback
+        causes = [_first_line(cause) for cause, _ in error.failures.values()]
+        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else _first_line(error)}") from None
+    except Exception as error:  # the files are pickles: anything may come of damaged ones
+        raise FingerprintError(f"{path} cannot be read: {_first_line(error)}") from None
+    return state
 
 
 def _batches(

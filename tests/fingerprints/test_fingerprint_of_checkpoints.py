@@ -111,6 +111,23 @@ def test_what_is_no_checkpoint_is_a_usage_error(model: nn.Module, tmp_path: path
             fingerprint_command.run(checkpoint=forms["file"], dtype=dtype)
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_distributed_checkpoint_with_a_damaged_file_is_one_sentence(tmp_path: pathlib.Path, damage: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"weight": torch.arange(1000.0)}, checkpoint_id=tmp_path, no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "truncated":
+        file.write_bytes(data[:100])
+    expected = {"truncated": "failed reading zip archive", "missing": "No such file"}[damage]
+    with pytest.raises(UsageError, match=f"cannot be read: .*{expected}") as refused:
+        fingerprint_command.run(checkpoint=tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:
     done = doctor("fingerprint", str(tmp_path / "nowhere"))
     assert (done.code, done.stdout) == (2, "")
