@@ -13,7 +13,7 @@ import torch
 
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
 from fsdp_doctor.fingerprints.indexed_blocks import range_block
-from fsdp_doctor.fingerprints.summing import FingerprintSums, to_be_summed
+from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, to_be_summed
 from fsdp_doctor.load.safetensors_files import FileTensor, open_files
 
 _CHUNK_BYTES = 64 << 20
@@ -96,6 +96,7 @@ def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
 def _add_torch_files(sums: FingerprintSums, files: list[pathlib.Path], dtype: torch.dtype | None) -> None:
     for file in files:
         for name, tensor in _tensors_of(file):
+            require_dense(f"{file}: {name}", tensor)
             flat, step = tensor.detach().reshape(-1), max(_CHUNK_BYTES // tensor.element_size(), 1)
             for first in range(0, max(flat.numel(), 1), step):
                 _add(sums, name, flat[first : first + step], tensor.shape, first, dtype)

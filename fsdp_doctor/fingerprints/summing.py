@@ -68,8 +68,9 @@ class FingerprintSums:
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
         """A whole tensor, a DTensor's part on this rank, or a part. A name may come once for each part of it.
 
-        Raises FingerprintError for a part that does not lie in its tensor, LayoutError (RuntimeError) for a DTensor
-        that is not divided into shards.
+        Raises FingerprintError for a part that does not lie in its tensor and for a tensor whose values are not in
+        memory element by element (:func:`require_dense`), LayoutError (RuntimeError) for a DTensor that is not
+        divided into shards.
         """
         with torch.no_grad():
             part, blocks = _blocks_of(name, tensor)
@@ -163,6 +164,27 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises FingerprintError for what has no memory in which each element of its dtype has a place.
+
+    That is: sparse and nested tensors, quantized ones, those on the meta device, and subclasses that hold other
+    tensors (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        form = f"a {type(tensor).__name__}"
+    elif tensor.layout != torch.strided:
+        form = f"in the layout {str(tensor.layout).removeprefix('torch.')}"
+    elif tensor.is_quantized:
+        form = "quantized"
+    elif tensor.is_meta:
+        form = "on the meta device"
+    elif tensor.is_nested:
+        form = "nested"
+    else:
+        return
+    raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
+
+
 def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
     """Without sums."""
     held = [block for block in blocks if block.tensor.numel()]
@@ -174,12 +196,14 @@ def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[Inde
 
 def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
     if isinstance(tensor, TensorPart):
+        require_dense(name, tensor.tensor)
         tensor.check(name)
         offsets = tensor.offsets or (0,) * len(tensor.shape)
         blocks = [grid_block(0, tensor.tensor.detach().contiguous(), offsets, row_major(tensor.shape))]
         return to_be_summed(tensor.tensor.dtype, tensor.shape, blocks), blocks
+    local = private.local_tensor(tensor).detach()
+    require_dense(name, local)
     if isinstance(tensor, DTensor) and not all(isinstance(one, Replicate) for one in tensor.placements):
-        local = private.local_tensor(tensor).detach()
         place = ShardPlace(
             numel=local.numel(),
             offset=None,
@@ -189,7 +213,7 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
         )
         blocks = blocks_of_shard(local, tensor.shape, place)
         return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
-    blocks = [range_block(0, private.local_tensor(tensor).detach().contiguous(), 0)]
+    blocks = [range_block(0, local.contiguous(), 0)]
     return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
 
 

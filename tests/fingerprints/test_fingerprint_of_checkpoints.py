@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from program import ROOT, doctor
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdp_doctor import FingerprintError, Fingerprints, compare_fingerprints, fingerprint, fingerprint_checkpoint
+from fsdp_doctor import (
+    FingerprintError,
+    Fingerprints,
+    compare_fingerprints,
+    fingerprint,
+    fingerprint_checkpoint,
+    fingerprint_tensors,
+)
 from fsdp_doctor.cli import fingerprint_command
 from fsdp_doctor.errors import UsageError
 
@@ -126,6 +134,39 @@ def test_a_distributed_checkpoint_with_a_damaged_file_is_one_sentence(tmp_path: 
         fingerprint_command.run(checkpoint=tmp_path)
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are deprecated
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+_NOT_DENSE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "on the meta device": lambda: torch.empty(3, device="meta"),
+    "quantized": quantized,
+    "a NestedTensor": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("form", _NOT_DENSE)
+def test_a_tensor_that_is_not_dense_in_memory_is_refused_by_name(tmp_path: pathlib.Path, form: str) -> None:
+    tensors = {"plain": torch.ones(2), "odd": _NOT_DENSE[form]()}
+    with pytest.raises(FingerprintError, match=f"^odd is .*{form}"):
+        fingerprint_tensors(tensors)
+    torch.save(tensors, tmp_path / "odd.pt")
+    with pytest.raises(UsageError, match=f"odd.pt: odd is .*{form}"):
+        fingerprint_command.run(checkpoint=tmp_path / "odd.pt")
+
+
+def test_a_parameter_with_attributes_of_its_own_is_dense() -> None:
+    class Loaded(nn.Parameter):
+        loader = "of an engine"
+
+    tensor = torch.arange(6.0)
+    assert fingerprint_tensors({"a": Loaded(tensor)}).tensors == fingerprint_tensors({"a": tensor}).tensors
 
 
 def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:
