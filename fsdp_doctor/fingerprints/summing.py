@@ -138,7 +138,8 @@ def fingerprint_tensors(
 
     A rank that holds parts gets a part of the fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
     collective. An iterator's tensors are summed and let go of one by one; those of a mapping or a list are summed in
-    one launch a device, and names whose tensors are the same memory are noted as tied.
+    one launch a device, or one for each 64 MiB of what is not contiguous and is copied; names whose tensors are the
+    same memory are noted as tied.
 
     Raises as :meth:`FingerprintSums.add`.
     """
@@ -152,7 +153,7 @@ def fingerprint_tensors(
     with torch.no_grad():
         for name, tensor in pairs:
             one, blocks = _blocks_of(name, tensor)
-            sums.add_blocks(name, one, blocks)
+            sums.add_blocks(name, one, blocks, held=_copied_bytes(tensor, blocks))
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
                 key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
                 same_memory.setdefault(key, []).append(name)
@@ -215,6 +216,13 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
         return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
     blocks = [range_block(0, local.contiguous(), 0)]
     return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
+
+
+def _copied_bytes(tensor: torch.Tensor | TensorPart, blocks: Sequence[IndexedBlock]) -> int:
+    """Of the blocks that are copies of what the tensor holds on this rank."""
+    given = private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
+    memory = given.untyped_storage().data_ptr()
+    return sum(block.tensor.nbytes for block in blocks if block.tensor.untyped_storage().data_ptr() != memory)
 
 
 def blocks_of_shard(
