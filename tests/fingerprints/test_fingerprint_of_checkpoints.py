@@ -169,6 +169,49 @@ def test_a_parameter_with_attributes_of_its_own_is_dense() -> None:
     assert fingerprint_tensors({"a": Loaded(tensor)}).tensors == fingerprint_tensors({"a": tensor}).tensors
 
 
+def test_an_output_that_is_an_input_is_refused_and_left_as_it_is(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    for path in (before, after):
+        path.write_text(fingerprint(model).to_json())
+    for paths, output in (
+        ((before,), before),
+        ((before, after), before),
+        ((before, after), after),
+    ):
+        options = dict(zip(("checkpoint", "other"), paths, strict=False))
+        with pytest.raises(UsageError, match="checkpoint, --output name the same file"):
+            fingerprint_command.run(**options, output=output)
+        assert Fingerprints.from_json(output.read_text()).tensors == fingerprint(model).tensors
+    assert command(before, before) == 0
+
+
+def test_what_differs_between_two_checkpoints_is_said_with_their_paths(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both, left, right = torch.zeros(2), torch.ones(3), torch.ones(4)
+    save_file({"both": both, "a": left}, tmp_path / "left.safetensors")
+    save_file({"both": both, "b": right}, tmp_path / "right.safetensors")
+    save_file({"other": both}, tmp_path / "neither.safetensors")
+    assert command(tmp_path / "left.safetensors", tmp_path / "right.safetensors") == 1
+    assert capsys.readouterr().out == (
+        f"a: {tmp_path}/right.safetensors does not have it\nb: {tmp_path}/left.safetensors does not have it\n"
+    )
+    with pytest.raises(UsageError, match=r"left\.safetensors has a, both, .*neither\.safetensors other"):
+        fingerprint_command.run(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")
+
+
+def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "inside").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.bin")
+    index = tmp_path / "inside" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
+    with pytest.raises(UsageError, match=r"names files outside of its directory: \.\./x\.bin"):
+        fingerprint_command.run(checkpoint=tmp_path / "inside")
+    index.write_text(json.dumps({"weight_map": {"a": 1}}))
+    with pytest.raises(UsageError, match="is no index of a checkpoint"):
+        fingerprint_command.run(checkpoint=tmp_path / "inside")
+
+
 def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:
     done = doctor("fingerprint", str(tmp_path / "nowhere"))
     assert (done.code, done.stdout) == (2, "")
