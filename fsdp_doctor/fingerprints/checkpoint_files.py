@@ -108,7 +108,9 @@ def _add_torch_files(sums: FingerprintSums, files: list[pathlib.Path], dtype: to
 
 def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that quantized tensors are deprecated; they are refused
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise FingerprintError(f"{file} cannot be read as a file of torch.save: {_first_line(error)}") from None
     for key in _NESTED:
