@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_doctor.cli.files import check_writable, write
+from fsdp_doctor.cli.files import check_distinct, check_writable, write
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def run(
     Files are streamed; nothing is loaded as a whole. A JSON file is what this command, or Fingerprints.to_json, wrote.
     """
     if output is not None:
+        check_distinct({"the checkpoint": checkpoint, "--output": output})
+        if other is not None:
+            check_distinct({"the other checkpoint": other, "--output": output})
         check_writable(output)
     left = _read(checkpoint, dtype)
     if other is None:
@@ -50,7 +53,7 @@ def run(
     from fsdp_doctor.fingerprints import FingerprintError, compare_fingerprints
 
     try:
-        found = compare_fingerprints(left, _read(other, dtype))
+        found = compare_fingerprints(left, _read(other, dtype), called=(str(checkpoint), str(other)))
     except FingerprintError as error:
         raise UsageError(str(error)) from None
     if as_json:

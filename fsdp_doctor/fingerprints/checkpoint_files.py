@@ -13,7 +13,8 @@ import torch
 
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
 from fsdp_doctor.fingerprints.indexed_blocks import range_block
-from fsdp_doctor.fingerprints.summing import FingerprintSums, to_be_summed
+from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, to_be_summed
+from fsdp_doctor.load.outcome import some
 from fsdp_doctor.load.safetensors_files import FileTensor, open_files
 
 _CHUNK_BYTES = 64 << 20
@@ -85,10 +86,13 @@ def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
     indexes = sorted(path.glob("*.bin.index.json"))
     if len(indexes) == 1:
         try:
-            weight_map = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
-            return [path / name for name in sorted(set(weight_map.values()))]
+            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
+            outside = sorted(name for name in names if pathlib.PurePath(name).name != name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FingerprintError(f"{indexes[0]} is no index of a checkpoint: {error!r}") from None
+        if outside:
+            raise FingerprintError(f"{indexes[0]} names files outside of its directory: {some(outside)}")
+        return [path / name for name in sorted(names)]
     files = sorted(one for suffix in ("*.bin", "*.pt", "*.pth") for one in path.glob(suffix))
     return files or None
 
@@ -96,6 +100,7 @@ def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
 def _add_torch_files(sums: FingerprintSums, files: list[pathlib.Path], dtype: torch.dtype | None) -> None:
     for file in files:
         for name, tensor in _tensors_of(file):
+            require_dense(f"{file}: {name}", tensor)
             flat, step = tensor.detach().reshape(-1), max(_CHUNK_BYTES // tensor.element_size(), 1)
             for first in range(0, max(flat.numel(), 1), step):
                 _add(sums, name, flat[first : first + step], tensor.shape, first, dtype)
@@ -103,10 +108,11 @@ def _add_torch_files(sums: FingerprintSums, files: list[pathlib.Path], dtype: to
 
 def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that quantized tensors are deprecated; they are refused
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {first_line}") from None
+        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {_first_line(error)}") from None
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
@@ -120,6 +126,10 @@ def _is_named(state: Any) -> bool:
     return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -131,12 +141,26 @@ def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dty
     if not tensors:
         raise FingerprintError(f"{path} holds no tensors")
     for batch in _batches({name: (one.size, one.properties.dtype) for name, one in tensors.items()}):
+        for name, tensor in _distributed_tensors(path, batch).items():
+            _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
+
+
+def _distributed_tensors(
+    path: pathlib.Path, batch: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    try:
         state = {name: torch.empty(shape, dtype=own) for name, (shape, own) in batch.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp.load(state, checkpoint_id=path, no_dist=True)
-        for name, tensor in state.items():
-            _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
+    except dcp.CheckpointException as error:  # no Exception; its message begins with a traceback
+        causes = [_first_line(cause) for cause, _ in error.failures.values()]
+        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else _first_line(error)}") from None
+    except Exception as error:  # the files are pickles: anything may come of damaged ones
+        raise FingerprintError(f"{path} cannot be read: {_first_line(error)}") from None
+    return state
 
 
 def _batches(

@@ -54,6 +54,7 @@ def compare_fingerprints(
     history: Sequence[Fingerprints] = (),
     base: Fingerprints | None = None,
     variants: Mapping[str, Sequence[FingerprintVariant]] | None = None,
+    called: tuple[str, str] = ("the trainer", "the engine"),
 ) -> list[FingerprintDifference]:
     """Every tensor that differs, in the trainer's order, then what the engine has beside; empty if none does.
 
@@ -63,27 +64,29 @@ def compare_fingerprints(
     base: those of the model without its adapters (``fingerprint(model, lora="base")``).
     variants: of tensors that differ, what :func:`fingerprint_variants` finds on the trainer: which of them were
         transposed, had their halves swapped, or were cast twice.
+    called: how the two sides are named in what is said about them.
 
     Raises FingerprintError for fingerprints of versions that sum otherwise, of parts of tensors only, and of models
     that have nothing in common.
     """
-    for found, whose in ((trainer, "the trainer's fingerprints"), (engine, "the engine's fingerprints")):
-        found.require_whole(whose)
+    for found, name in zip((trainer, engine), called, strict=True):
+        found.require_whole(f"the fingerprints of {name}")
     for index, found in enumerate(history):
         found.require_whole(f"the fingerprints of {len(history) - index} steps before")
     if base is not None:
         base.require_whole("the fingerprints of the base")
-    _require_one_model(trainer, engine)
-    known = _Known(trainer, engine, history, base, variants or {})
+    known = _Known(trainer, engine, history, base, variants or {}, called)
+    _require_one_model(known)
     return [*_of_trainers_tensors(known), *_superfluous(known)]
 
 
-def _require_one_model(trainer: Fingerprints, engine: Fingerprints) -> None:
+def _require_one_model(known: _Known) -> None:
+    trainer, engine = known.trainer, known.engine
     common = [name for name in trainer.tensors if name in engine.tensors]
     if (trainer.tensors or engine.tensors) and not common:
         raise FingerprintError(
-            f"fingerprints of different models, or by different names: the trainer has {_some(trainer)}, "
-            f"the engine {_some(engine)}"
+            f"fingerprints of different models, or by different names: {known.trainers_name} has {_some(trainer)}, "
+            f"{known.engines_name} {_some(engine)}"
         )
     if common and all(trainer.tensors[name].numel != engine.tensors[name].numel for name in common):
         raise FingerprintError(
@@ -106,8 +109,10 @@ class _Known:
         history: Sequence[Fingerprints],
         base: Fingerprints | None,
         variants: Mapping[str, Sequence[FingerprintVariant]],
+        called: tuple[str, str],
     ) -> None:
         self.trainer, self.engine, self.history, self.base, self.variants = trainer, engine, history, base, variants
+        self.trainers_name, self.engines_name = called
         self.tied_to = {name: [one for one in names if one != name] for names in trainer.tied for name in names}
         self.by_values: dict[TensorFingerprint, list[str]] = {}
         for name, one in trainer.tensors.items():
@@ -119,7 +124,7 @@ def _of_trainers_tensors(known: _Known) -> Iterator[FingerprintDifference]:
         held = known.engine.tensors.get(name)
         if held is None:
             if not any(other in known.engine.tensors for other in known.tied_to.get(name, ())):
-                yield FingerprintDifference(name, "missing", "the engine does not have it")
+                yield FingerprintDifference(name, "missing", f"{known.engines_name} does not have it")
         elif held != wanted:
             kind, detail = _explanation(known, name, wanted, held)
             yield FingerprintDifference(name, kind, detail)
@@ -131,7 +136,8 @@ def _explanation(
     """The first that fits, the most telling ones first."""
     for steps, before in enumerate(reversed(known.history), start=1):
         if before.tensors.get(name) == held:
-            return "stale", f"stale: it is what the trainer had {steps} {'step' if steps == 1 else 'steps'} before"
+            when = f"{steps} {'step' if steps == 1 else 'steps'} before"
+            return "stale", f"stale: it is what {known.trainers_name} had {when}"
     if known.base is not None and known.base.tensors.get(name) == held:
         return "base", "it is the base weight, without the adapter"
     for variant in known.variants.get(name, ()):
@@ -151,13 +157,13 @@ def _other_tensor(known: _Known, name: str, held: TensorFingerprint) -> tuple[Di
     if others:
         tied = any(known.engine.tensors.get(other) == held for other in others)
         if tied and any(name in names and others[0] in names for names in known.engine.tied):
-            return "tied", f"the engine ties it to {others[0]}, and the trainer does not"
+            return "tied", f"{known.engines_name} ties it to {others[0]}, and {known.trainers_name} does not"
         return "swapped", f"it holds the values of {others[0]}"
     for other in known.tied_to.get(name, ()):
         if known.engine.tensors.get(other) == known.trainer.tensors[other]:
             return (
                 "untied",
-                f"the trainer ties it to {other}, which is right; this name has other values",
+                f"{known.trainers_name} ties it to {other}, which is right; this name has other values",
             )
     return None
 
@@ -176,4 +182,4 @@ def _superfluous(known: _Known) -> Iterator[FingerprintDifference]:
             continue
         same = known.by_values.get(held)
         beside = f"; it has the values of {same[0]}" if same else ""
-        yield FingerprintDifference(name, "superfluous", f"the trainer does not have it{beside}")
+        yield FingerprintDifference(name, "superfluous", f"{known.trainers_name} does not have it{beside}")

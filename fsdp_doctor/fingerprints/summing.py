@@ -68,8 +68,9 @@ class FingerprintSums:
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
         """A whole tensor, a DTensor's part on this rank, or a part. A name may come once for each part of it.
 
-        Raises FingerprintError for a part that does not lie in its tensor, LayoutError (RuntimeError) for a DTensor
-        that is not divided into shards.
+        Raises FingerprintError for a part that does not lie in its tensor and for a tensor whose values are not in
+        memory element by element (:func:`require_dense`), LayoutError (RuntimeError) for a DTensor that is not
+        divided into shards.
         """
         with torch.no_grad():
             part, blocks = _blocks_of(name, tensor)
@@ -137,7 +138,8 @@ def fingerprint_tensors(
 
     A rank that holds parts gets a part of the fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
     collective. An iterator's tensors are summed and let go of one by one; those of a mapping or a list are summed in
-    one launch a device, and names whose tensors are the same memory are noted as tied.
+    one launch a device, or one for each 64 MiB of what is not contiguous and is copied; names whose tensors are the
+    same memory are noted as tied.
 
     Raises as :meth:`FingerprintSums.add`.
     """
@@ -151,7 +153,7 @@ def fingerprint_tensors(
     with torch.no_grad():
         for name, tensor in pairs:
             one, blocks = _blocks_of(name, tensor)
-            sums.add_blocks(name, one, blocks)
+            sums.add_blocks(name, one, blocks, held=_copied_bytes(tensor, blocks))
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
                 key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
                 same_memory.setdefault(key, []).append(name)
@@ -161,6 +163,27 @@ def fingerprint_tensors(
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises FingerprintError for what has no memory in which each element of its dtype has a place.
+
+    That is: sparse and nested tensors, quantized ones, those on the meta device, and subclasses that hold other
+    tensors (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        form = f"a {type(tensor).__name__}"
+    elif tensor.layout != torch.strided:
+        form = f"in the layout {str(tensor.layout).removeprefix('torch.')}"
+    elif tensor.is_quantized:
+        form = "quantized"
+    elif tensor.is_meta:
+        form = "on the meta device"
+    elif tensor.is_nested:
+        form = "nested"
+    else:
+        return
+    raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
 
 
 def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
@@ -174,12 +197,14 @@ def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[Inde
 
 def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
     if isinstance(tensor, TensorPart):
+        require_dense(name, tensor.tensor)
         tensor.check(name)
         offsets = tensor.offsets or (0,) * len(tensor.shape)
         blocks = [grid_block(0, tensor.tensor.detach().contiguous(), offsets, row_major(tensor.shape))]
         return to_be_summed(tensor.tensor.dtype, tensor.shape, blocks), blocks
+    local = private.local_tensor(tensor).detach()
+    require_dense(name, local)
     if isinstance(tensor, DTensor) and not all(isinstance(one, Replicate) for one in tensor.placements):
-        local = private.local_tensor(tensor).detach()
         place = ShardPlace(
             numel=local.numel(),
             offset=None,
@@ -189,8 +214,15 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
         )
         blocks = blocks_of_shard(local, tensor.shape, place)
         return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
-    blocks = [range_block(0, private.local_tensor(tensor).detach().contiguous(), 0)]
+    blocks = [range_block(0, local.contiguous(), 0)]
     return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
+
+
+def _copied_bytes(tensor: torch.Tensor | TensorPart, blocks: Sequence[IndexedBlock]) -> int:
+    """Of the blocks that are copies of what the tensor holds on this rank."""
+    given = private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
+    memory = given.untyped_storage().data_ptr()
+    return sum(block.tensor.nbytes for block in blocks if block.tensor.untyped_storage().data_ptr() != memory)
 
 
 def blocks_of_shard(

@@ -20,10 +20,10 @@ def rollout_as_text(request: RolloutRequest, attempts: Sequence[Attempt]) -> str
     for attempt in attempts:
         lines += [*_of(attempt), ""]
     loaded = attempts[0]
-    if loaded.start.refusal:
+    if loaded.start.refusal and (found := remedies(request, loaded)):
         unit, size = unit_for(loaded.start.total)
         lines.append("What would free how much on this device:")
-        for remedy in remedies(request, loaded):
+        for remedy in found:
             suffices = "the engine starts" if remedy.suffices else "not enough"
             lines.append(f"  {remedy.frees / size:8.2f} {unit}  {suffices:17}  {remedy.setting}")
     return "\n".join(lines).rstrip() + "\n"

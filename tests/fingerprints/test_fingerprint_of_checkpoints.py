@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from program import ROOT, doctor
 from safetensors.torch import save_file
 from torch import nn
 
-from fsdp_doctor import FingerprintError, Fingerprints, compare_fingerprints, fingerprint, fingerprint_checkpoint
+from fsdp_doctor import (
+    FingerprintError,
+    Fingerprints,
+    compare_fingerprints,
+    fingerprint,
+    fingerprint_checkpoint,
+    fingerprint_tensors,
+)
 from fsdp_doctor.cli import fingerprint_command
 from fsdp_doctor.errors import UsageError
 
@@ -109,6 +117,100 @@ def test_what_is_no_checkpoint_is_a_usage_error(model: nn.Module, tmp_path: path
     for dtype in ("int8", "other"):
         with pytest.raises(UsageError, match="floating-point"):
             fingerprint_command.run(checkpoint=forms["file"], dtype=dtype)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_distributed_checkpoint_with_a_damaged_file_is_one_sentence(tmp_path: pathlib.Path, damage: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save({"weight": torch.arange(1000.0)}, checkpoint_id=tmp_path, no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "truncated":
+        file.write_bytes(data[:100])
+    expected = {"truncated": "failed reading zip archive", "missing": "No such file"}[damage]
+    with pytest.raises(UsageError, match=f"cannot be read: .*{expected}") as refused:
+        fingerprint_command.run(checkpoint=tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are deprecated
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+_NOT_DENSE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "on the meta device": lambda: torch.empty(3, device="meta"),
+    "quantized": quantized,
+    "a NestedTensor": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("form", _NOT_DENSE)
+def test_a_tensor_that_is_not_dense_in_memory_is_refused_by_name(tmp_path: pathlib.Path, form: str) -> None:
+    tensors = {"plain": torch.ones(2), "odd": _NOT_DENSE[form]()}
+    with pytest.raises(FingerprintError, match=f"^odd is .*{form}"):
+        fingerprint_tensors(tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the storage of quantized ones is deprecated
+        torch.save(tensors, tmp_path / "odd.pt")
+    with pytest.raises(UsageError, match=f"odd.pt: odd is .*{form}"):
+        fingerprint_command.run(checkpoint=tmp_path / "odd.pt")
+
+
+def test_a_parameter_with_attributes_of_its_own_is_dense() -> None:
+    class Loaded(nn.Parameter):
+        loader = "of an engine"
+
+    tensor = torch.arange(6.0)
+    assert fingerprint_tensors({"a": Loaded(tensor)}).tensors == fingerprint_tensors({"a": tensor}).tensors
+
+
+def test_an_output_that_is_an_input_is_refused_and_left_as_it_is(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    for path in (before, after):
+        path.write_text(fingerprint(model).to_json())
+    for paths, output in (
+        ((before,), before),
+        ((before, after), before),
+        ((before, after), after),
+    ):
+        options = dict(zip(("checkpoint", "other"), paths, strict=False))
+        with pytest.raises(UsageError, match="checkpoint, --output name the same file"):
+            fingerprint_command.run(**options, output=output)
+        assert Fingerprints.from_json(output.read_text()).tensors == fingerprint(model).tensors
+    assert command(before, before) == 0
+
+
+def test_what_differs_between_two_checkpoints_is_said_with_their_paths(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both, left, right = torch.zeros(2), torch.ones(3), torch.ones(4)
+    save_file({"both": both, "a": left}, tmp_path / "left.safetensors")
+    save_file({"both": both, "b": right}, tmp_path / "right.safetensors")
+    save_file({"other": both}, tmp_path / "neither.safetensors")
+    assert command(tmp_path / "left.safetensors", tmp_path / "right.safetensors") == 1
+    assert capsys.readouterr().out == (
+        f"a: {tmp_path}/right.safetensors does not have it\nb: {tmp_path}/left.safetensors does not have it\n"
+    )
+    with pytest.raises(UsageError, match=r"left\.safetensors has a, both, .*neither\.safetensors other"):
+        fingerprint_command.run(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")
+
+
+def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "inside").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.bin")
+    index = tmp_path / "inside" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
+    with pytest.raises(UsageError, match=r"names files outside of its directory: \.\./x\.bin"):
+        fingerprint_command.run(checkpoint=tmp_path / "inside")
+    index.write_text(json.dumps({"weight_map": {"a": 1}}))
+    with pytest.raises(UsageError, match="is no index of a checkpoint"):
+        fingerprint_command.run(checkpoint=tmp_path / "inside")
 
 
 def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:

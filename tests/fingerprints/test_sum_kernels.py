@@ -10,12 +10,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
 from program import ROOT
 
+from fsdp_doctor.fingerprints import summing
 from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, add_sums, grid_block, range_block
+from fsdp_doctor.fingerprints.summing import TensorPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool)
 
@@ -76,6 +79,28 @@ def test_many_dims_are_summed_as_few() -> None:
     sums = torch.zeros(1, 2, dtype=torch.int64)
     add_sums(blocks, sums)
     assert sums[0].tolist() == defined(tensor)
+
+
+@pytest.mark.parametrize("form", ["tensors", "parts"])
+def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
+    monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    launches: list[int] = []
+
+    def counted(blocks: Sequence[IndexedBlock], into: torch.Tensor) -> None:
+        launches.append(sum(block.tensor.nbytes for block in blocks))
+        add_sums(blocks, into)
+
+    whole = torch.zeros(16, 128)
+    columns = {str(at): whole[:, at::2] for at in (0, 1)} | {"2": whole[:, 1:]}
+    given = {name: TensorPart(one, one.shape) if form == "parts" else one for name, one in columns.items()}
+    monkeypatch.setattr(summing, "add_sums", counted)
+    monkeypatch.setattr(summing, "_MOST_HELD", 4096)
+    summing.fingerprint_tensors(given)
+    assert launches == [one.nbytes for one in columns.values()]
+    launches.clear()
+    summing.fingerprint_tensors({str(row): one for row, one in enumerate(whole.chunk(4))})
+    assert launches == [whole.nbytes]
 
 
 _INTERPRETED = """

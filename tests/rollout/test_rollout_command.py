@@ -13,8 +13,11 @@ from support.emulation import needs_emulation
 
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, total
+from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, HostLedger, StageLedger, total
 from fsdp_doctor.rollout.beside import RunningProcess
+from fsdp_doctor.rollout.remedies import remedies
+from fsdp_doctor.rollout.rollout_request import Attempt, EngineStart, RolloutRequest
+from fsdp_doctor.rollout.rollout_text import rollout_as_text
 
 _MIB = 1 << 20
 # The model has 8 MiB in bfloat16.
@@ -68,6 +71,60 @@ def test_every_remedy_says_what_it_frees_and_whether_it_is_enough(sharded: Run) 
     for line in remedies.splitlines():
         assert " MiB  " in line
         assert "the engine starts" in line or "not enough" in line
+
+
+def _attempt(*, share: float, weights: int, free: int) -> Attempt:
+    """On a device of 24 MiB, of which a trainer has reserved what is not free."""
+    reserved = 24 * _MIB - free
+    held: Bytes = {"parameters": reserved}
+    device = DeviceLedger(
+        held=held, at_peak=held, allocated=reserved, peak=reserved, reserved=reserved, peak_reserved=reserved
+    )
+    ledger = StageLedger(
+        job="trainer",
+        stage="built",
+        rank=0,
+        host=HostLedger(held={}, pinned=0, pinned_reserved=0, pageable=0),
+        device=device,
+    )
+    start = EngineStart(
+        free=free, total=24 * _MIB, requested=int(24 * _MIB * share), weights=weights, refusal="refused"
+    )
+    return Attempt(beside="loaded", trainer=ledger, engine=ledger, start=start)
+
+
+_REQUEST = RolloutRequest(
+    model="small",
+    layers=None,
+    strategy="fsdp2",
+    cut="size1",
+    dtype="bf16",
+    utilization=0.1,
+    device="emulated",
+    memory=24 * _MIB,
+    ranks=1,
+)
+
+
+@pytest.mark.parametrize(("free", "suffices"), [(16, True), (8, False)])
+def test_a_share_smaller_than_the_weights_has_one_remedy_a_larger_share(free: int, suffices: bool) -> None:
+    loaded = _attempt(share=0.1, weights=8 * _MIB, free=free * _MIB)
+    (remedy,) = remedies(_REQUEST, loaded)
+    assert (remedy.frees, remedy.suffices) == (0, suffices)
+    assert remedy.setting.startswith("gpu_memory_utilization=0.34: ")
+
+
+def test_weights_larger_than_the_device_have_no_remedy_and_no_heading_for_one() -> None:
+    loaded = _attempt(share=0.9, weights=32 * _MIB, free=16 * _MIB)
+    assert remedies(_REQUEST, loaded) == []
+    assert "What would free" not in rollout_as_text(_REQUEST, [loaded])
+
+
+def test_a_share_that_is_not_free_is_remedied_by_what_frees_as_much_and_by_a_smaller_one() -> None:
+    *freeing, smaller = remedies(_REQUEST, _attempt(share=0.9, weights=8 * _MIB, free=16 * _MIB))
+    assert freeing
+    assert all(remedy.frees > 0 for remedy in freeing)
+    assert smaller.setting.startswith("gpu_memory_utilization=0.66: ")
 
 
 def test_no_process_outlives_the_command(sharded: Run) -> None:
