@@ -164,9 +164,48 @@ def test_a_size_of_nothing_is_refused(option: str) -> None:
     _fails(_plan("--model", "small", option, "0"), 2, option, "more than 0")
 
 
-def test_a_micro_batch_of_nothing_in_the_configuration_is_refused() -> None:
-    setting = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0"
-    _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least one sequence")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=-3",
+        "data.max_response_length=-1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=-2",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes=-4",
+        "trainer.n_gpus_per_node=-8",
+        "trainer.nnodes=0",
+    ],
+)
+def test_a_number_below_1_in_the_configuration_is_refused(setting: str) -> None:
+    _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least 1")
+
+
+def test_a_shard_group_that_does_not_divide_the_ranks_is_refused() -> None:
+    setting = "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"
+    _fails(_plan(*_SMALL, "--gpus", "8", config=(*_VERL, setting)), 2, "3 ranks", "8 ranks")
+
+
+def test_more_tokens_than_torch_can_count_the_bytes_of_are_refused() -> None:
+    _fails(_plan("--model", "small", "--micro-batch", "99999999999999999999"), 2, "1,000,000,000 at once")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=4"), (), (8, 4)),
+        (("trainer.n_gpus_per_node=4", "trainer.nnodes=4"), (), (4, 4)),
+        (("trainer.n_gpus_per_node=4", "trainer.nnodes=4"), ("--gpus", "8"), (8, 4)),
+        (("trainer.n_gpus_per_node=8",), ("--nodes", "2"), (8, 2)),
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=4"), ("--gpus", "2", "--nodes", "1"), (2, 1)),
+    ],
+)
+def test_devices_and_nodes_are_as_configured_and_an_option_replaces_its_own_number_alone(
+    settings: tuple[str, ...], options: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    done = _plan(*_SMALL, *options, config=(*_VERL, *settings))
+    gpus, nodes = expected
+    assert f"verl: {nodes} node{'s' if nodes > 1 else ''} with {gpus} devices" in done.stdout
+    assert f"in {gpus * nodes} shard(s)" in done.stdout
 
 
 def test_more_ranks_than_any_parameter_has_rows_are_refused() -> None:
