@@ -51,6 +51,10 @@ def _changes(job: JobSetup) -> Iterator[Change]:
             smaller = dataclasses.replace(engine, utilization=percent / 100)
             cost = "a smaller cache: fewer sequences are generated at once"
             yield Change(f"gpu_memory_utilization={percent / 100:g}", cost, dataclasses.replace(job, engine=smaller))
+        if not engine.sleeps and not engine.is_apart:
+            asleep = dataclasses.replace(engine, sleeps=True)
+            cost = "the engine's cache is made anew for each generation"
+            yield Change("free_cache_engine=true", cost, dataclasses.replace(job, engine=asleep))
         if engine.loads_model:
             alone = dataclasses.replace(engine, loads_model=False)
             setting = "no FSDP model in a worker that only generates (verl since v0.8)"

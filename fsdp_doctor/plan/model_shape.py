@@ -76,14 +76,15 @@ def on_meta(model: str, layers: int | None = None) -> nn.Module:
     config = _config(model)
     if layers is not None:
         config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        for name in ("layer_types", "mlp_layer_types"):
+            if kinds := getattr(config, name, None):
+                setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
     import transformers
 
     try:
         with torch.device("meta"):
             built = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="sdpa"
+                config, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
             )
     except Exception as error:
         raise UsageError(f"--model {model}: transformers cannot build it: {_first_line(error)}") from None
@@ -125,7 +126,7 @@ def _config(model: str) -> Any:
             raise UsageError(f"--model {model}: transformers {transformers.__version__} has no {kind}")
         return getattr(transformers, kind)(**sizes)
     try:
-        return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser())
+        return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser(), trust_remote_code=False)
     except Exception as error:
         raise UsageError(f"--model {model}: transformers cannot read its config.json: {_first_line(error)}") from None
 

@@ -94,7 +94,8 @@ def _last_rank(role: RolePlan) -> Iterator[str]:
 
 
 def _of_engine(engine: EngineSetup) -> str:
-    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB"
+    awake = "" if engine.sleeps or engine.is_apart else ", awake while the trainer works"
+    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB{awake}"
 
 
 def _described(setup: RoleSetup) -> str:

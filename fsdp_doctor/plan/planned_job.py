@@ -168,12 +168,14 @@ def _engine(result: CheckResult) -> EngineSetup | None:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a number") from None
     if not 0 < utilization <= 1:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a share of the device: more than 0, at most 1")
-    is_apart = any(settings.below(section) for section in keys.apart)
+    is_colocated = settings.flag(*keys.colocated, default=True)
+    is_apart = not is_colocated or any(settings.below(section) for section in keys.apart)
     version = result.version.version
     is_old = bool(version and keys.loads_model_before and version < Version(keys.loads_model_before))
     actor = next(use for use in result.uses if use.role == "actor")
     return EngineSetup(
         is_apart=is_apart,
+        sleeps=settings.flag(*keys.sleeps, default=True),
         loads_model=is_apart and is_old and bool(actor.scenario and not actor.scenario.param_offload),
         utilization=utilization,
         tensor_parallel=at_least_one(settings, *keys.tensor_parallel) or keys.default_tensor_parallel,

@@ -151,6 +151,35 @@ def test_a_configuration_that_transformers_cannot_build_is_refused(tmp_path: pat
     _fails(_plan("--model", str(tmp_path)), 2, str(tmp_path), "transformers")
 
 
+def test_code_that_a_model_brings_along_is_not_run(tmp_path: pathlib.Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    auto_map = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": auto_map}))
+    _fails(_plan("--model", str(tmp_path)), 2, "transformers cannot read its config.json")
+    assert not ran.exists()
+
+
+def test_a_model_whose_layers_are_given_their_input_by_name_is_planned(tmp_path: pathlib.Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = {"model_type": "bert", "is_decoder": True, "vocab_size": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    done = _plan("--model", str(tmp_path), "--seq-len", "64", "--micro-batch", "1")
+    assert done.code == 0, done.stderr
+    assert "actor: trains" in done.stdout
+
+
+def test_more_layers_than_the_model_has_repeat_their_kinds() -> None:
+    more, fewer = (_plan(*_SMALL, "--layers", layers).stdout for layers in ("6", "2"))
+    assert "actor: trains" in more
+    assert more != fewer
+    _fails(_plan(*_SMALL, "--layers", "99999999999999999999"), 2, "--layers", "at most 1000")
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    _fails(_plan("--model", ""), 2, "--model: give a name or a directory")
+
+
 def test_an_unknown_shape_is_refused() -> None:
     _fails(_plan("--model", "qwen9-1t"), 2, "qwen9-1t", "qwen3-4b")
 
@@ -210,6 +239,30 @@ def test_devices_and_nodes_are_as_configured_and_an_option_replaces_its_own_numb
 
 def test_more_ranks_than_any_parameter_has_rows_are_refused() -> None:
     _fails(_plan(*_SMALL, "--gpus", "8", "--nodes", "1024"), 2, "8192 ranks", "4096 rows")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("skyrl.sh", "trainer.placement.colocate_all=false"),
+        ("nemo_rl.yaml", "policy.generation.colocated.enabled=false"),
+    ],
+)
+def test_an_engine_that_is_not_colocated_is_on_devices_of_its_own(name: str, setting: str) -> None:
+    engine = "policy.generation.backend=vllm" if name == "nemo_rl.yaml" else "generator.backend=vllm"
+    together, apart = (_plan(*_SMALL, config=(str(_CONFIGS / name), engine, *more)).stdout for more in ((), (setting,)))
+    assert "engine: generates" in together
+    assert "engine, on devices of its own" in apart
+    assert "engine: generates" not in apart
+    assert "engine, asleep" not in apart
+
+
+def test_an_engine_whose_cache_is_not_freed_keeps_its_share_while_the_trainer_works() -> None:
+    setting = "actor_rollout_ref.rollout.free_cache_engine=false"
+    done = _plan(*_SMALL, "--gpu-memory", "5GiB", config=(*_VERL, setting))
+    trains = done.stdout.partition("actor: trains")[2].partition("actor: weights")[0]
+    assert "engine, its share 2.5" in trains
+    assert "engine, asleep" not in done.stdout
 
 
 def test_a_share_of_the_device_that_is_none_is_refused() -> None:
