@@ -76,6 +76,17 @@ def test_more_activations_than_the_device_has_are_brought_down_by_a_smaller_batc
     assert "actor: a micro batch of" in done.stdout
 
 
+def test_each_offload_that_makes_it_fit_is_told() -> None:
+    setting = "actor_rollout_ref.rollout.gpu_memory_utilization=0.57"
+    done = _plan(
+        "--model", "qwen3-4b", "--layers", "8", *_SMALL[2:], "--gpu-memory", "16.5GiB", config=(*_VERL, setting)
+    )
+    for setting in ("param_offload=true:", "optimizer_offload=true:", "param_offload=true and optimizer_offload=true:"):
+        assert f"  actor: {setting}" in done.stdout
+    assert "gpu_memory_utilization=0.52:" in done.stdout
+    assert done.stdout.count("  gpu_memory_utilization=") == 1
+
+
 def test_a_limit_smaller_than_the_model_is_said_and_no_setting_is_promised() -> None:
     done = _plan(*_SMALL, "--gpu-memory", "1MiB")
     assert done.code == 1
@@ -174,6 +185,13 @@ def test_more_layers_than_the_model_has_repeat_their_kinds() -> None:
     assert "actor: trains" in more
     assert more != fewer
     _fails(_plan(*_SMALL, "--layers", "99999999999999999999"), 2, "--layers", "at most 1000")
+
+
+def test_an_unreadable_model_of_the_configuration_is_not_called_an_option(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = _plan(config=(*_VERL, f"actor_rollout_ref.model.path={tmp_path}"))
+    _fails(done, 2, f"the model {tmp_path}", "config.json")
+    assert "--model" not in done.stderr
 
 
 def test_a_model_without_a_name_is_refused() -> None:
