@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdp_doctor.cli import files, starting, values
-from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ EXIT_CODES = (
     "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
     "4 the doctor's own fault."
 )
+# Each is made, and its forward followed.
+_MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,10 @@ class JobSizeOptions:
         for option, number in numbers.items():
             if number is not None:
                 values.positive(option, number)
+        if self.layers is not None and self.layers > _MOST_LAYERS:
+            raise UsageError(f"--layers {self.layers}: at most {_MOST_LAYERS}")
+        if self.model is not None and not self.model.strip():
+            raise UsageError("--model: give a name or a directory")
         if self.model is not None and self.model not in MODEL_SHAPES:
             values.model_directory(self.model, MODEL_SHAPES)
         return PlanOptions(

@@ -75,7 +75,7 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         recorder.close("forward", "after")
         loss.backward()
-        recorder.close("backward", "before")
+        recorder.close_backward()
     return tuple(recorder.segments)
 
 
@@ -97,7 +97,9 @@ class _Recorder:
     def __enter__(self) -> None:
         for at, layer in enumerate(self._layers):
             self._hooks += [
-                layer.register_forward_pre_hook(lambda _module, inputs, at=at: self._begins(at, inputs)),
+                layer.register_forward_pre_hook(
+                    lambda _module, inputs, named, at=at: self._begins(at, inputs, named), with_kwargs=True
+                ),
                 layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._ends(at, output)),
             ]
         self._hooks += self._live.hooks()
@@ -112,11 +114,22 @@ class _Recorder:
         self.segments.append(Segment(of, place, self._live.highest, self._live.now))
         self._live.forget_highest()
 
-    def _begins(self, at: int, inputs: tuple[Tensor, ...]) -> None:
+    def close_backward(self) -> None:
+        """A first unit that is given tokens, as BERT's embeddings, has no gradient of its input: its end is the end."""
+        reached = {segment.place for segment in self.segments if segment.of == "backward"}
+        if missing := set(range(len(self._layers))) - reached - {0}:
+            raise ValueError(f"its backward does not go through layer {min(missing)}")
+        if 0 not in reached:
+            self.close("backward", 0)
+        self.close("backward", "before")
+
+    def _begins(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not self._in_backward and at == 0:
             self.close("forward", "before")
-            if inputs[0].requires_grad:
-                inputs[0].register_hook(lambda _gradient: self._backward_reached(-1))
+            given = [tensor for tensor in (*inputs, *named.values()) if isinstance(tensor, Tensor)]
+            hidden = next((tensor for tensor in given if tensor.requires_grad), None)
+            if hidden is not None:
+                hidden.register_hook(lambda _gradient: self._backward_reached(-1))
 
     def _ends(self, at: int, output: Any) -> None:
         if self._in_backward:  # a checkpointed layer, once more

@@ -20,6 +20,11 @@ class Change:
     cost: str
     job: JobSetup
 
+    @property
+    def name(self) -> str:
+        """The role and the setting without its number."""
+        return self.setting.rstrip("0123456789.")
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -47,10 +52,14 @@ def _changes(job: JobSetup) -> Iterator[Change]:
     """In the order of what they cost."""
     if job.engine is not None:
         engine = job.engine
-        for percent in range(int(engine.utilization * 100) - 5, 5, -5):
+        for percent in range(round(engine.utilization * 100) - 5, 5, -5):
             smaller = dataclasses.replace(engine, utilization=percent / 100)
             cost = "a smaller cache: fewer sequences are generated at once"
             yield Change(f"gpu_memory_utilization={percent / 100:g}", cost, dataclasses.replace(job, engine=smaller))
+        if not engine.sleeps and not engine.is_apart:
+            asleep = dataclasses.replace(engine, sleeps=True)
+            cost = "the engine's cache is made anew for each generation"
+            yield Change("free_cache_engine=true", cost, dataclasses.replace(job, engine=asleep))
         if engine.loads_model:
             alone = dataclasses.replace(engine, loads_model=False)
             setting = "no FSDP model in a worker that only generates (verl since v0.8)"

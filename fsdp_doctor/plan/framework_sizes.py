@@ -35,10 +35,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-    """The keys of a rollout engine on the trainer's devices.
+    """The keys of a rollout engine.
 
     asked: keys of which one is set where there is such an engine; empty where the framework always has one.
-    apart: sections that say, when there, that the engine has devices of its own. bucket_mib: of the weights' transfer.
+    apart: sections that say, when there, that the engine has devices of its own. colocated: flags that say so when
+    they are false. sleeps: flags that say, when false, that it keeps its share while the trainer works.
+    bucket_mib: of the weights' transfer.
     loads_model_before: the version before which a worker of such an engine loads the FSDP model, too.
     """
 
@@ -50,6 +52,8 @@ class EngineSizes:
     default_bucket_mib: int = 512
     asked: Keys = ()
     apart: Keys = ()
+    colocated: Keys = ()
+    sleeps: Keys = ()
     loads_model_before: str = ""
 
 
@@ -156,18 +160,21 @@ ENGINES: Mapping[str, EngineSizes] = {
         default_bucket_mib=2048,
         asked=("actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.gpu_memory_utilization"),
         apart=("async_training", "rollout"),
+        sleeps=("actor_rollout_ref.rollout.free_cache_engine",),
         loads_model_before="0.8",
     ),
     "SkyRL": EngineSizes(
         utilization=("generator.gpu_memory_utilization",),
         default_utilization=0.8,
         tensor_parallel=("generator.inference_engine_tensor_parallel_size",),
+        colocated=("trainer.placement.colocate_all",),
     ),
     "NeMo-RL": EngineSizes(
         utilization=("policy.generation.vllm_cfg.gpu_memory_utilization",),
         default_utilization=0.6,
         tensor_parallel=("policy.generation.vllm_cfg.tensor_parallel_size",),
         asked=("policy.generation.backend", "policy.generation.vllm_cfg.gpu_memory_utilization"),
+        colocated=("policy.generation.colocated.enabled",),
     ),
 }
 

@@ -19,7 +19,8 @@ ASLEEP_BYTES = 1200 << 20
 class EngineSetup:
     """A rollout engine, bfloat16. bucket_bytes: in which it is given its weights.
 
-    is_apart: whether it is on devices of its own, and not on the trainer's. loads_model: whether the worker that it
+    is_apart: whether it is on devices of its own, and not on the trainer's. sleeps: whether it gives its share back
+    while the trainer works. loads_model: whether the worker that it
     belongs to there loads the FSDP model, too, which it never uses (verl issue 4229).
     """
 
@@ -27,6 +28,7 @@ class EngineSetup:
     tensor_parallel: int = 1
     bucket_bytes: int = 512 << 20
     is_apart: bool = False
+    sleeps: bool = True
     loads_model: bool = False
 
 

@@ -76,17 +76,18 @@ def on_meta(model: str, layers: int | None = None) -> nn.Module:
     config = _config(model)
     if layers is not None:
         config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        for name in ("layer_types", "mlp_layer_types"):
+            if kinds := getattr(config, name, None):
+                setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
     import transformers
 
     try:
         with torch.device("meta"):
             built = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="sdpa"
+                config, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
             )
     except Exception as error:
-        raise UsageError(f"--model {model}: transformers cannot build it: {_first_line(error)}") from None
+        raise UsageError(f"the model {model}: transformers cannot build it: {_first_line(error)}") from None
     assert isinstance(built, nn.Module)
     return built.train()
 
@@ -95,7 +96,7 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
     """As :func:`fsdp_doctor.case.sharding` shards it."""
     layers = models.decoder_layers(model)
     if not layers:
-        raise UsageError(f"--model {name}: it does not say which of its modules are its decoder layers")
+        raise UsageError(f"the model {name}: it does not say which of its modules are its decoder layers")
     embedding = models.input_embedding(model)
     taken: set[int] = set()
     units = [_unit(f"layer {at}", layer, taken) for at, layer in enumerate(layers)]
@@ -122,12 +123,12 @@ def _config(model: str) -> Any:
     if model in MODEL_SHAPES:
         kind, sizes = MODEL_SHAPES[model]
         if not hasattr(transformers, kind):
-            raise UsageError(f"--model {model}: transformers {transformers.__version__} has no {kind}")
+            raise UsageError(f"the model {model}: transformers {transformers.__version__} has no {kind}")
         return getattr(transformers, kind)(**sizes)
     try:
-        return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser())
+        return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser(), trust_remote_code=False)
     except Exception as error:
-        raise UsageError(f"--model {model}: transformers cannot read its config.json: {_first_line(error)}") from None
+        raise UsageError(f"the model {model}: transformers cannot read its config.json: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -108,28 +108,36 @@ def _moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> list[JobMoment]:
 
 def _of_role(job: JobSetup, role: RolePlan, roles: tuple[RolePlan, ...]) -> list[JobMoment]:
     setup = job.setup_of(role.role)
-    has_engine = job.engine is not None and not job.engine.is_apart
+    is_beside_engine = job.engine is not None and not job.engine.is_apart
     beside = _context() | {f"{one.role}, offloaded": one.held("offloaded") for one in roles if one is not role}
-    asleep = {"engine, asleep": CONTEXT_BYTES + ASLEEP_BYTES} if has_engine else {}
+    engine = _while_it_trains(job) if is_beside_engine else {}
     steps = max(role.peak(stage) for stage in ("first step", "trained", "trained again"))
     found = [
-        _moment(job, f"{role.role}: built", {**beside, **asleep, role.role: role.peak("built")}),
+        _moment(job, f"{role.role}: built", {**beside, **engine, role.role: role.peak("built")}),
         _moment(
             job,
             f"{role.role}: {'trains' if setup.trains else 'computes log-probabilities'}",
-            {**beside, **asleep, role.role: steps},
+            {**beside, **engine, role.role: steps},
         ),
     ]
     if taken_out := role.peak("extracted"):
-        awake = _awake(job, role) if has_engine and role is roles[0] else asleep
-        parts = {**beside, **awake, role.role: taken_out}
+        receiving = _receiving(job, role) if is_beside_engine and role is roles[0] else engine
+        parts = {**beside, **receiving, role.role: taken_out}
         found.append(_moment(job, f"{role.role}: weights taken out ({setup.path})", parts))
     return found
 
 
-def _awake(job: JobSetup, role: RolePlan) -> dict[str, int]:
-    """The engine while it is given its weights: they and a bucket, but no cache."""
+def _while_it_trains(job: JobSetup) -> dict[str, int]:
+    """What the engine keeps of a device while the trainer works there."""
     assert job.engine is not None
+    return {"engine, asleep": CONTEXT_BYTES + ASLEEP_BYTES} if job.engine.sleeps else _share(job)
+
+
+def _receiving(job: JobSetup, role: RolePlan) -> dict[str, int]:
+    """The engine while it is given its weights: they and a bucket, and its cache only if it never sleeps."""
+    assert job.engine is not None
+    if not job.engine.sleeps:
+        return {**_share(job), "engine, bucket": job.engine.bucket_bytes}
     return {
         "engine, weights": role.numel * _BF16 // job.engine.tensor_parallel,
         "engine, bucket": job.engine.bucket_bytes,

@@ -34,6 +34,7 @@ NOT_MODELLED = (
     "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
     "fused losses and offloaded activations, which take less",
     "an engine's own peak, which is within its share",
+    "the value head of a critic: it is planned as a language model, with logits of the vocabulary, which take more",
     "tokens that are padded or distributed unevenly among the ranks",
 )
 
@@ -94,7 +95,8 @@ def _last_rank(role: RolePlan) -> Iterator[str]:
 
 
 def _of_engine(engine: EngineSetup) -> str:
-    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB"
+    awake = "" if engine.sleeps or engine.is_apart else ", awake while the trainer works"
+    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB{awake}"
 
 
 def _described(setup: RoleSetup) -> str:
@@ -144,7 +146,7 @@ def _shown(advices: Sequence[Advice]) -> list[Advice]:
     """Of several values of one setting the first, which is nearest to what is set."""
     found: dict[str, Advice] = {}
     for one in advices:
-        found.setdefault(one.change.cost, one)
+        found.setdefault(one.change.name, one)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +10,19 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from fsdp_doctor.check import CheckResult, check
+from fsdp_doctor.check.frameworks import FRAMEWORKS
+from fsdp_doctor.check.frameworks.framework import Given
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.plan.configured_machines import at_least_one, configured_machines
 from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
 from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
 
-_DEFAULT_GPUS = 8
+# Tokens of one forward: beyond, the bytes of a tensor are no number that torch has.
+_MOST_TOKENS = 1_000_000_000
 _FORWARD_ONLY = ("ref",)
 _BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
 
@@ -42,14 +47,15 @@ class PlanOptions:
 
 def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     """Raises UsageError for what cannot be read, CannotRun for a job that no FSDP trains."""
-    given = options.gpus * (options.nodes or 1) if options.gpus else None
-    result = check(arguments, framework_version=options.framework_version, world_size=given)
+    result = check(arguments, framework_version=options.framework_version)
     uses = _one_for_each_role(result)
     if not uses:
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
-    machines = _machines(result, options)
     try:
+        machines = _machines(result, options)
+        result = _read_for(machines.ranks, result)
+        uses = _one_for_each_role(result)
         roles = tuple(_role(use, result, machines, options) for use in uses)
         engine = _engine(result)
     except Unreadable as error:
@@ -73,13 +79,29 @@ def _one_for_each_role(result: CheckResult) -> list[Use]:
 
 
 def _machines(result: CheckResult, options: PlanOptions) -> Machines:
-    if options.gpus is not None:
-        gpus, nodes = options.gpus, options.nodes or 1
-    else:
-        ranks = result.world_size or _DEFAULT_GPUS
-        nodes = options.nodes or max(1, -(-ranks // _DEFAULT_GPUS))
-        gpus = -(-ranks // nodes)
-    return Machines(gpus=gpus, nodes=nodes, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
+    """As configured; an option replaces the one number that it is of."""
+    gpus, nodes = configured_machines(result.framework, result.settings, result.world_size)
+    return Machines(
+        gpus=options.gpus or gpus,
+        nodes=options.nodes or nodes,
+        gpu_memory=options.gpu_memory,
+        host_memory=options.host_memory,
+    )
+
+
+def _read_for(ranks: int, result: CheckResult) -> CheckResult:
+    """The same configuration where the options give another number of ranks than it does."""
+    if ranks == result.world_size:
+        return result
+    framework = next(one for one in FRAMEWORKS if one.name == result.framework)
+    given = Given(framework_version=result.version.version, world_size=ranks)
+    readings = {model.role: model.read() for model in framework.models(result.settings, given)}
+    return dataclasses.replace(
+        result,
+        world_size=ranks,
+        uses=tuple(use for reading in readings.values() for use in reading.uses),
+        models={role: reading.model for role, reading in readings.items()},
+    )
 
 
 def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOptions) -> RoleSetup:
@@ -89,13 +111,17 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
     sequences = options.sequences or _sequences(sizes, settings, length)
     named = result.models.get(use.role)
     shard_ranks = min(named.ranks if named and named.ranks else machines.ranks, machines.ranks)
+    if machines.ranks % shard_ranks:
+        raise UsageError(f"{use.role}: a shard group of {shard_ranks} ranks does not divide the {machines.ranks} ranks")
+    if sequences * length > _MOST_TOKENS:
+        raise UsageError(f"{use.role}: {sequences} sequences of {length} tokens are more than {_MOST_TOKENS:,} at once")
     path = next((point.case.path for point in use.extractions if point.case.scenario.phase == "trained"), "")
     staged = next((p.case.scenario.staging for p in use.extractions if p.case.path == path), "unstaged")
     return RoleSetup(
         role=use.role,
         scenario=use.scenario.changed(staging=staged),
         shard_ranks=shard_ranks,
-        replicas=max(1, machines.ranks // shard_ranks),
+        replicas=machines.ranks // shard_ranks,
         trains=use.role not in _FORWARD_ONLY,
         sequences=sequences,
         length=length,
@@ -106,7 +132,7 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
 
 
 def _length(sizes: Sizes, settings: Settings) -> int:
-    found = [settings.number(*keys) for keys in sizes.lengths]
+    found = [at_least_one(settings, *keys) for keys in sizes.lengths]
     if not any(found):
         return sizes.default_length
     return sum(number or sizes.default_length // len(found) for number in found)
@@ -114,13 +140,11 @@ def _length(sizes: Sizes, settings: Settings) -> int:
 
 def _sequences(sizes: Sizes, settings: Settings, length: int) -> int:
     """Of a micro batch that is filled up to a number of tokens, as many as come to that."""
-    row = settings.first(*sizes.sequences)
-    if row is not None and settings.number(*sizes.sequences) == 0:
-        raise UsageError(f"{row}: a micro batch has at least one sequence")
+    sequences = at_least_one(settings, *sizes.sequences) or sizes.default_sequences
     if settings.flag(*sizes.dynamic):
-        budget = settings.number(*sizes.token_budget) or sizes.default_budget
-        return max(1, -(-budget // length))
-    return settings.number(*sizes.sequences) or sizes.default_sequences
+        budget = at_least_one(settings, *sizes.token_budget) or sizes.default_budget
+        return -(-budget // length)
+    return sequences
 
 
 def _checkpointing(sizes: Sizes, settings: Settings) -> bool:
@@ -144,16 +168,18 @@ def _engine(result: CheckResult) -> EngineSetup | None:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a number") from None
     if not 0 < utilization <= 1:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a share of the device: more than 0, at most 1")
-    is_apart = any(settings.below(section) for section in keys.apart)
+    is_colocated = settings.flag(*keys.colocated, default=True)
+    is_apart = not is_colocated or any(settings.below(section) for section in keys.apart)
     version = result.version.version
     is_old = bool(version and keys.loads_model_before and version < Version(keys.loads_model_before))
     actor = next(use for use in result.uses if use.role == "actor")
     return EngineSetup(
         is_apart=is_apart,
+        sleeps=settings.flag(*keys.sleeps, default=True),
         loads_model=is_apart and is_old and bool(actor.scenario and not actor.scenario.param_offload),
         utilization=utilization,
-        tensor_parallel=settings.number(*keys.tensor_parallel) or keys.default_tensor_parallel,
-        bucket_bytes=(settings.number(*keys.bucket_mib) or keys.default_bucket_mib) << 20,
+        tensor_parallel=at_least_one(settings, *keys.tensor_parallel) or keys.default_tensor_parallel,
+        bucket_bytes=(at_least_one(settings, *keys.bucket_mib) or keys.default_bucket_mib) << 20,
     )
 
 

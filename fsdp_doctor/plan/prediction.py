@@ -14,6 +14,9 @@ from fsdp_doctor.plan.model_shape import ModelShape
 from fsdp_doctor.plan.rank_shards import shards_of
 from fsdp_doctor.plan.role_setup import RoleSetup
 
+# What a forward raises that asks for values of tensors without them, or of its inputs for what it is not given.
+_NOT_FOLLOWED = (RuntimeError, TypeError, AttributeError, LookupError, ValueError, AssertionError)
+
 
 class Predictor:
     """Of one model, by name or directory; what was counted once is kept.
@@ -48,7 +51,7 @@ class Predictor:
         if batch not in self._traced:
             try:
                 self._traced[batch] = trace(self._make(), batch)
-            except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            except _NOT_FOLLOWED as error:
                 first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise CannotRun(
                     f"{setup.role}: the forward of {self.shape.name} cannot be followed without weights: {first_line}"

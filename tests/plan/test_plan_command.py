@@ -76,6 +76,17 @@ def test_more_activations_than_the_device_has_are_brought_down_by_a_smaller_batc
     assert "actor: a micro batch of" in done.stdout
 
 
+def test_each_offload_that_makes_it_fit_is_told() -> None:
+    setting = "actor_rollout_ref.rollout.gpu_memory_utilization=0.57"
+    done = _plan(
+        "--model", "qwen3-4b", "--layers", "8", *_SMALL[2:], "--gpu-memory", "16.5GiB", config=(*_VERL, setting)
+    )
+    for setting in ("param_offload=true:", "optimizer_offload=true:", "param_offload=true and optimizer_offload=true:"):
+        assert f"  actor: {setting}" in done.stdout
+    assert "gpu_memory_utilization=0.52:" in done.stdout
+    assert done.stdout.count("  gpu_memory_utilization=") == 1
+
+
 def test_a_limit_smaller_than_the_model_is_said_and_no_setting_is_promised() -> None:
     done = _plan(*_SMALL, "--gpu-memory", "1MiB")
     assert done.code == 1
@@ -151,6 +162,42 @@ def test_a_configuration_that_transformers_cannot_build_is_refused(tmp_path: pat
     _fails(_plan("--model", str(tmp_path)), 2, str(tmp_path), "transformers")
 
 
+def test_code_that_a_model_brings_along_is_not_run(tmp_path: pathlib.Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    auto_map = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": auto_map}))
+    _fails(_plan("--model", str(tmp_path)), 2, "transformers cannot read its config.json")
+    assert not ran.exists()
+
+
+def test_a_model_whose_layers_are_given_their_input_by_name_is_planned(tmp_path: pathlib.Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = {"model_type": "bert", "is_decoder": True, "vocab_size": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+    done = _plan("--model", str(tmp_path), "--seq-len", "64", "--micro-batch", "1")
+    assert done.code == 0, done.stderr
+    assert "actor: trains" in done.stdout
+
+
+def test_more_layers_than_the_model_has_repeat_their_kinds() -> None:
+    more, fewer = (_plan(*_SMALL, "--layers", layers).stdout for layers in ("6", "2"))
+    assert "actor: trains" in more
+    assert more != fewer
+    _fails(_plan(*_SMALL, "--layers", "99999999999999999999"), 2, "--layers", "at most 1000")
+
+
+def test_an_unreadable_model_of_the_configuration_is_not_called_an_option(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = _plan(config=(*_VERL, f"actor_rollout_ref.model.path={tmp_path}"))
+    _fails(done, 2, f"the model {tmp_path}", "config.json")
+    assert "--model" not in done.stderr
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    _fails(_plan("--model", ""), 2, "--model: give a name or a directory")
+
+
 def test_an_unknown_shape_is_refused() -> None:
     _fails(_plan("--model", "qwen9-1t"), 2, "qwen9-1t", "qwen3-4b")
 
@@ -164,13 +211,76 @@ def test_a_size_of_nothing_is_refused(option: str) -> None:
     _fails(_plan("--model", "small", option, "0"), 2, option, "more than 0")
 
 
-def test_a_micro_batch_of_nothing_in_the_configuration_is_refused() -> None:
-    setting = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0"
-    _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least one sequence")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=-3",
+        "data.max_response_length=-1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=-2",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes=-4",
+        "trainer.n_gpus_per_node=-8",
+        "trainer.nnodes=0",
+    ],
+)
+def test_a_number_below_1_in_the_configuration_is_refused(setting: str) -> None:
+    _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least 1")
+
+
+def test_a_shard_group_that_does_not_divide_the_ranks_is_refused() -> None:
+    setting = "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"
+    _fails(_plan(*_SMALL, "--gpus", "8", config=(*_VERL, setting)), 2, "3 ranks", "8 ranks")
+
+
+def test_more_tokens_than_torch_can_count_the_bytes_of_are_refused() -> None:
+    _fails(_plan("--model", "small", "--micro-batch", "99999999999999999999"), 2, "1,000,000,000 at once")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=4"), (), (8, 4)),
+        (("trainer.n_gpus_per_node=4", "trainer.nnodes=4"), (), (4, 4)),
+        (("trainer.n_gpus_per_node=4", "trainer.nnodes=4"), ("--gpus", "8"), (8, 4)),
+        (("trainer.n_gpus_per_node=8",), ("--nodes", "2"), (8, 2)),
+        (("trainer.n_gpus_per_node=8", "trainer.nnodes=4"), ("--gpus", "2", "--nodes", "1"), (2, 1)),
+    ],
+)
+def test_devices_and_nodes_are_as_configured_and_an_option_replaces_its_own_number_alone(
+    settings: tuple[str, ...], options: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    done = _plan(*_SMALL, *options, config=(*_VERL, *settings))
+    gpus, nodes = expected
+    assert f"verl: {nodes} node{'s' if nodes > 1 else ''} with {gpus} devices" in done.stdout
+    assert f"in {gpus * nodes} shard(s)" in done.stdout
 
 
 def test_more_ranks_than_any_parameter_has_rows_are_refused() -> None:
     _fails(_plan(*_SMALL, "--gpus", "8", "--nodes", "1024"), 2, "8192 ranks", "4096 rows")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("skyrl.sh", "trainer.placement.colocate_all=false"),
+        ("nemo_rl.yaml", "policy.generation.colocated.enabled=false"),
+    ],
+)
+def test_an_engine_that_is_not_colocated_is_on_devices_of_its_own(name: str, setting: str) -> None:
+    engine = "policy.generation.backend=vllm" if name == "nemo_rl.yaml" else "generator.backend=vllm"
+    together, apart = (_plan(*_SMALL, config=(str(_CONFIGS / name), engine, *more)).stdout for more in ((), (setting,)))
+    assert "engine: generates" in together
+    assert "engine, on devices of its own" in apart
+    assert "engine: generates" not in apart
+    assert "engine, asleep" not in apart
+
+
+def test_an_engine_whose_cache_is_not_freed_keeps_its_share_while_the_trainer_works() -> None:
+    setting = "actor_rollout_ref.rollout.free_cache_engine=false"
+    done = _plan(*_SMALL, "--gpu-memory", "5GiB", config=(*_VERL, setting))
+    trains = done.stdout.partition("actor: trains")[2].partition("actor: weights")[0]
+    assert "engine, its share 2.5" in trains
+    assert "engine, asleep" not in done.stdout
 
 
 def test_a_share_of_the_device_that_is_none_is_refused() -> None:
