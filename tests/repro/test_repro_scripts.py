@@ -116,12 +116,12 @@ def test_a_script_runs_under_torchrun_as_its_docstring_says(tmp_path: pathlib.Pa
     assert (done.code, "wrong: 25 entries: model.embed_tokens.weight" in done.stdout) == (0, True), done.stderr
 
 
-def test_the_scripts_of_bad_extractions_are_under_130_lines_and_have_versions_and_command(
+def test_the_scripts_of_bad_extractions_are_under_140_lines_and_have_versions_and_command(
     bad: tuple[CaseResult, ...],
 ) -> None:
     for result in bad:
         text = script(result.case, reported(result.case, default_matrix()))
-        assert len(text.splitlines()) < 130, result.id
+        assert len(text.splitlines()) < 140, result.id
         head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
         assert f"torch {torch.__version__}" in head
         assert "torchrun --nproc-per-node" in head
