@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.finding import Finding, counted, few
-from fsdp_doctor.memory.storages import pinned_block_bytes
+from fsdp_doctor.ledgers.allocators import power_of_two
 from fsdp_doctor.report.layout import bytes_text
 
 # Less than this is not worth a word.
@@ -59,7 +59,7 @@ def pinned_twice(facts: Facts) -> Iterator[Finding]:
         for row in rows
         if state.pinned and not row.tied_to
     ]
-    pinned, taken = sum(sizes), sum(map(pinned_block_bytes, sizes))
+    pinned, taken = sum(sizes), sum(map(power_of_two, sizes))
     if taken - pinned >= max(_LEAST_BYTES, pinned // 2):
         yield Finding(
             kind="pinned-twice",

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
+from fsdp_doctor.ledgers.allocators import power_of_two
 from fsdp_doctor.ledgers.stage_ledger import Bytes, HostLedger, MemoryClass
-from fsdp_doctor.memory.storages import pinned_block_bytes, storages
+from fsdp_doctor.memory.storages import storages
 
 
 def host_ledger(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostLedger:
@@ -27,7 +28,7 @@ def host_ledger(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int 
             held[memory_class] = held.get(memory_class, 0) + nbytes
             if storage.is_pinned():
                 pinned += nbytes
-                pinned_reserved += pinned_block_bytes(nbytes)
+                pinned_reserved += power_of_two(nbytes)
             else:
                 pageable += nbytes
     return HostLedger(held=held, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)

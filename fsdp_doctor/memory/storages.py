@@ -9,9 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.fsdp import private
-
-# What the caching allocators of CUDA and of the emulated device round a tensor's memory up to.
-_BLOCK = 512
+from fsdp_doctor.ledgers.allocators import rounded
 
 
 def is_wrapper(kind: type) -> bool:
@@ -48,9 +46,4 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def device_bytes(storage: torch.UntypedStorage) -> int:
     """What the device's allocator counts for it."""
-    return -(-storage.nbytes() // _BLOCK) * _BLOCK
-
-
-def pinned_block_bytes(nbytes: int) -> int:
-    """What CUDA's allocator of pinned memory takes for a tensor: the next power of two."""
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+    return rounded(storage.nbytes())

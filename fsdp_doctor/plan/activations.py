@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.plan.timeline import rounded
+from fsdp_doctor.ledgers.allocators import rounded
 
 Pass: TypeAlias = Literal["forward", "backward"]
 # Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.

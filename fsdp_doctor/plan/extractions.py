@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from fsdp_doctor.ledgers.allocators import rounded, rounded_sum
 from fsdp_doctor.plan.rank_shards import RankShards
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.timeline import Timeline, rounded, rounded_sum
+from fsdp_doctor.plan.timeline import Timeline
 
 # Below it full_tensors gathers several tensors at once.
 _SMALL_BYTES = 1 << 20

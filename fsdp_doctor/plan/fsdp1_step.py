@@ -6,9 +6,10 @@ gradients of a unit's parameters are joined to that of its flat parameter, which
 
 from __future__ import annotations
 
+from fsdp_doctor.ledgers.allocators import rounded, rounded_sum
 from fsdp_doctor.plan.rank_shards import UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.timeline import Timeline, rounded, rounded_sum
+from fsdp_doctor.plan.timeline import Timeline
 
 
 class Fsdp1Replay:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp_doctor.ledgers.allocators import power_of_two, rounded, rounded_sum
 from fsdp_doctor.ledgers.stage_ledger import HostLedger, JobStage, MemoryClass, StageLedger
 from fsdp_doctor.plan.activations import Segment
 from fsdp_doctor.plan.extractions import replay_extraction
@@ -11,7 +12,7 @@ from fsdp_doctor.plan.fsdp1_step import Fsdp1Replay
 from fsdp_doctor.plan.fsdp2_step import Fsdp2Replay
 from fsdp_doctor.plan.rank_shards import RankShards, UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.timeline import Timeline, power_of_two, rounded, rounded_sum
+from fsdp_doctor.plan.timeline import Timeline
 from fsdp_doctor.plan.training_step import UnitReplay, replay_forward_and_backward
 
 # Paths of our own, which take shards as they are.

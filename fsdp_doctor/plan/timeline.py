@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, MemoryClass
-
-# CUDA's allocator gives tensors multiples of it.
-_GRANULE = 512
-
-
-def rounded(nbytes: int) -> int:
-    """As CUDA's allocator counts a tensor of so many bytes."""
-    return -(-nbytes // _GRANULE) * _GRANULE
-
-
-def power_of_two(nbytes: int) -> int:
-    """As CUDA's allocator takes pinned memory for a tensor of so many bytes."""
-    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
 class Timeline:
@@ -69,7 +56,3 @@ class Timeline:
         )
         self._peak, self._at_peak = allocated, held
         return ledger
-
-
-def rounded_sum(sizes: Iterable[int]) -> int:
-    return sum(map(rounded, sizes))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from fsdp_doctor.ledgers.allocators import rounded_sum
 from fsdp_doctor.plan.activations import Moment, Pass, Segment, SegmentPlace
 from fsdp_doctor.plan.rank_shards import RankShards, UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.timeline import Timeline, rounded_sum
+from fsdp_doctor.plan.timeline import Timeline
 
 
 class UnitReplay(Protocol):

@@ -39,7 +39,7 @@ def test_every_verdict_of_a_committed_report_is_foretold(file: pathlib.Path) -> 
     report = read_report(file)
     context = context_of(report)
     results = tuple(recognized(result, context) for result in report.results if result.id not in _SINCE_THEN)
-    assert results
+    assert len(results) > (0 if file.parent.name == "frameworks" else 250)
     assert baseline.surprises(dataclasses.replace(report, results=results), "known", context) == []
 
 

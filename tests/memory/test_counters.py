@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.ledgers.allocators import power_of_two
 from fsdp_doctor.memory.counters import DeviceCounters, check_counted
-from fsdp_doctor.memory.storages import pinned_block_bytes
 
 _COUNTING = dict.fromkeys(
     ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda device: 0
@@ -36,4 +36,4 @@ def test_a_driver_that_does_not_answer_is_refused_in_its_own_words(monkeypatch: 
 
 def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     sizes = [0, 1, 2, 3, 1 << 20, (1 << 20) + 1]
-    assert list(map(pinned_block_bytes, sizes)) == [0, 1, 2, 4, 1 << 20, 1 << 21]
+    assert list(map(power_of_two, sizes)) == [0, 1, 2, 4, 1 << 20, 1 << 21]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_doctor.ledgers.allocators import power_of_two, rounded
 from fsdp_doctor.plan.model_shape import ModelShape, ShapedParameter, ShapedUnit
 from fsdp_doctor.plan.rank_shards import shards_of
-from fsdp_doctor.plan.timeline import Timeline, power_of_two, rounded
+from fsdp_doctor.plan.timeline import Timeline
 
 LAYER = ShapedUnit("layer 0", (ShapedParameter("weight", (5, 4)), ShapedParameter("bias", (3,))))
 SHAPE = ModelShape(

@@ -23,6 +23,8 @@ from fsdp_doctor.repro import Expectation, expected, reported, script
 _OK = Expectation(kind="ok")
 # Values of the optimizer's state, which a script has nothing to compare with.
 _UNSEEN = "nonblocking-offload-optimizer-state-unsharded"
+# What moves FSDP1's units and what compares names and values meet in one script.
+_MOST_LINES = {(1, "parameters.module_source"): 133}
 # Cases beyond the default matrix, of other axes and other ways to fail; a hang would cost its minute.
 _BEYOND = tuple(
     entry.evidence
@@ -116,12 +118,13 @@ def test_a_script_runs_under_torchrun_as_its_docstring_says(tmp_path: pathlib.Pa
     assert (done.code, "wrong: 25 entries: model.embed_tokens.weight" in done.stdout) == (0, True), done.stderr
 
 
-def test_the_scripts_of_bad_extractions_are_under_140_lines_and_have_versions_and_command(
+def test_the_scripts_of_bad_extractions_are_under_120_lines_and_have_versions_and_command(
     bad: tuple[CaseResult, ...],
 ) -> None:
     for result in bad:
         text = script(result.case, reported(result.case, default_matrix()))
-        assert len(text.splitlines()) < 140, result.id
+        most = _MOST_LINES.get((result.case.scenario.version, result.case.path), 120)
+        assert len(text.splitlines()) < most, result.id
         head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
         assert f"torch {torch.__version__}" in head
         assert "torchrun --nproc-per-node" in head
