@@ -9,6 +9,7 @@ import torch
 
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, with_unexplained
 
 _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
@@ -26,6 +27,19 @@ class Counters:
     peak_reserved: int
     capacity: int
     elsewhere: int
+
+    def ledger(self, held: Bytes, at_peak: Bytes) -> DeviceLedger:
+        """Of what is held now and was held at the peak, as far as it is known whose it is."""
+        return DeviceLedger(
+            held=with_unexplained(held, self.allocated),
+            at_peak=with_unexplained(at_peak, self.peak),
+            allocated=self.allocated,
+            peak=self.peak,
+            reserved=self.reserved,
+            peak_reserved=self.peak_reserved,
+            capacity=self.capacity,
+            elsewhere=self.elsewhere,
+        )
 
 
 def check_counted(device_type: str) -> None:

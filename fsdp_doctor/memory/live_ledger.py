@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, JobStage, MemoryClass, StageLedger, with_unexplained
+from fsdp_doctor.ledgers.stage_ledger import Bytes, JobStage, MemoryClass, StageLedger
 from fsdp_doctor.memory.census import owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.memory.host_census import host_ledger
@@ -40,17 +40,7 @@ def ledger(
     if device.type == "cpu":
         return StageLedger(job=job, stage=stage, rank=rank, host=host_ledger(owned))
     counters = DeviceCounters(device)
-    counted = counters.read()
-    on_device = DeviceLedger(
-        held=with_unexplained(_held(owned, device), counted.allocated),
-        at_peak={"unexplained": counted.peak},
-        allocated=counted.allocated,
-        peak=counted.peak,
-        reserved=counted.reserved,
-        peak_reserved=counted.peak_reserved,
-        capacity=counted.capacity,
-        elsewhere=counted.elsewhere,
-    )
+    on_device = counters.read().ledger(_held(owned, device), at_peak={})
     host = host_ledger(owned, counters.pinned_reserved())
     return StageLedger(job=job, stage=stage, rank=rank, device=on_device, host=host)
 

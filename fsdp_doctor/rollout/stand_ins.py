@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_doctor.bench.sharded_model import DTYPE, sharded
 from fsdp_doctor.case import runtime
 from fsdp_doctor.ledgers.jobs import unit_for
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, HostLedger, StageLedger, total
+from fsdp_doctor.ledgers.stage_ledger import Bytes, HostLedger, StageLedger
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
@@ -127,18 +127,6 @@ def _held(model: nn.Module) -> Bytes:
 
 
 def _ledger(job: str, rank: int, device: torch.device, held: Bytes) -> StageLedger:
-    counted = DeviceCounters(device).read()
-    if rest := counted.allocated - total(held):
-        held = {**held, "unexplained": rest}
-    on_device = DeviceLedger(
-        held=held,
-        at_peak=held,
-        allocated=counted.allocated,
-        peak=counted.peak,
-        reserved=counted.reserved,
-        peak_reserved=counted.peak_reserved,
-        capacity=counted.capacity,
-        elsewhere=counted.elsewhere,
-    )
+    on_device = DeviceCounters(device).read().ledger(held, at_peak=held)
     host = HostLedger(held={}, pinned=0, pinned_reserved=0, pageable=0)
     return StageLedger(job=job, stage="built", rank=rank, host=host, device=on_device)
