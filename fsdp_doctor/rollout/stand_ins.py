@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from fsdp_doctor.ledgers.stage_ledger import Bytes, HostLedger, StageLedger
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.memory.census import owned_tensors
+from fsdp_doctor.memory.census import held_on, owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.plan.model_shape import on_meta
 from fsdp_doctor.rollout.rollout_request import Beside, EngineStart, RolloutRequest
@@ -52,7 +51,8 @@ def trainer(pipe: Connection, request: RolloutRequest, beside: Beside, rank: int
             pipe.send(str(error).splitlines()[0])
             return
     here.synchronize()
-    pipe.send(_ledger(f"trainer, FSDP model {beside}", here.rank, here.device, _held(model)))
+    held = held_on(here.device, owned_tensors(model, None))
+    pipe.send(_ledger(f"trainer, FSDP model {beside}", here.rank, here.device, held))
     pipe.recv()
 
 
@@ -115,15 +115,6 @@ def _cache(start: EngineStart, device: torch.device) -> list[torch.Tensor]:
     rest = start.requested - start.weights
     pieces = [_PIECE] * (rest // _PIECE) + [rest % _PIECE]
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in pieces if nbytes]
-
-
-def _held(model: nn.Module) -> Bytes:
-    held: dict[Any, int] = {}
-    for name, tensor in owned_tensors(model, None):
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.device.type != "cpu":
-            held[name] = held.get(name, 0) + local.untyped_storage().nbytes()
-    return held
 
 
 def _ledger(job: str, rank: int, device: torch.device, held: Bytes) -> StageLedger:
