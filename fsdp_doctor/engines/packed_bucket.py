@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-BUCKET_BYTES = 512 << 20
+from fsdp_doctor.extract.full import BUCKET_BYTES
 
 # Every dtype can be viewed where it begins at a multiple of this, and so can what a kernel reads at once.
 _ALIGNMENT = 16
