@@ -17,6 +17,11 @@ EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
 
 
+def first_line(error: BaseException) -> str:
+    """Of another program's message, for a sentence of ours; the exception's type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class FsdpDoctorError(Exception):
     """The command ends here; ``exit_code`` says which kind of end it is."""
 

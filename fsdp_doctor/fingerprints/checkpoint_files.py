@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp_doctor.errors import first_line
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
 from fsdp_doctor.fingerprints.indexed_blocks import range_block
 from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, to_be_summed
@@ -112,7 +113,7 @@ def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
             warnings.simplefilter("ignore")  # that quantized tensors are deprecated; they are refused
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
-        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {_first_line(error)}") from None
+        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {first_line(error)}") from None
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
@@ -124,10 +125,6 @@ def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_named(state: Any) -> bool:
     return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
@@ -156,10 +153,10 @@ def _distributed_tensors(
             warnings.simplefilter("ignore")  # that there is one process
             dcp.load(state, checkpoint_id=path, no_dist=True)
     except dcp.CheckpointException as error:  # no Exception; its message begins with a traceback
-        causes = [_first_line(cause) for cause, _ in error.failures.values()]
-        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else _first_line(error)}") from None
+        causes = [first_line(cause) for cause, _ in error.failures.values()]
+        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else first_line(error)}") from None
     except Exception as error:  # the files are pickles: anything may come of damaged ones
-        raise FingerprintError(f"{path} cannot be read: {_first_line(error)}") from None
+        raise FingerprintError(f"{path} cannot be read: {first_line(error)}") from None
     return state
 
 

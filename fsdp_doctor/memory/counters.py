@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.errors import CannotRun, first_line
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, with_unexplained
 
@@ -72,7 +72,7 @@ class DeviceCounters:
         try:
             free, total = self._module.mem_get_info(self._device)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise CannotRun(f"the driver of {self._device} does not say how much memory is free: {reason}") from None
         reserved = int(self._module.memory_reserved(self._device))
         return Counters(

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_doctor.bench.sharded_model import DTYPE, sharded
 from fsdp_doctor.case import runtime
+from fsdp_doctor.errors import first_line
 from fsdp_doctor.ledgers.jobs import unit_for
 from fsdp_doctor.ledgers.stage_ledger import Bytes, HostLedger, StageLedger
 from fsdp_doctor.machine import devices
@@ -48,7 +49,7 @@ def trainer(pipe: Connection, request: RolloutRequest, beside: Beside, rank: int
         try:
             model = sharded(whole, request.strategy, "none", here.mesh(request.cut))
         except torch.OutOfMemoryError as error:
-            pipe.send(str(error).splitlines()[0])
+            pipe.send(first_line(error))
             return
     here.synchronize()
     held = held_on(here.device, owned_tensors(model, None))
@@ -74,7 +75,7 @@ def engine(pipe: Connection, request: RolloutRequest, beside: Beside, scratch: p
             held = [torch.empty_like(shape, device=device) for shape in weights]
             cache = _cache(start, device)
         except torch.OutOfMemoryError as error:
-            start = dataclasses.replace(start, refusal=str(error).splitlines()[0])
+            start = dataclasses.replace(start, refusal=first_line(error))
     classes: Bytes = {"parameters": sum(t.nbytes for t in held), "buffers": sum(t.nbytes for t in cache)}
     pipe.send((start, _ledger(f"engine beside FSDP model {beside}", 0, device, classes)))
     pipe.recv()
