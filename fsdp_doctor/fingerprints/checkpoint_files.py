@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import pickle
 import warnings
@@ -15,7 +14,8 @@ from fsdp_doctor.errors import first_line
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
 from fsdp_doctor.fingerprints.indexed_blocks import range_block
 from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, to_be_summed
-from fsdp_doctor.load.outcome import some
+from fsdp_doctor.load.checkpoint_index import read_index
+from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.safetensors_files import FileTensor, open_files
 
 _CHUNK_BYTES = 64 << 20
@@ -84,16 +84,12 @@ def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
         return None if path.suffix == ".safetensors" else [path]
     if any(path.glob("*.safetensors")):
         return None
-    indexes = sorted(path.glob("*.bin.index.json"))
-    if len(indexes) == 1:
-        try:
-            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-            outside = sorted(name for name in names if pathlib.PurePath(name).name != name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FingerprintError(f"{indexes[0]} is no index of a checkpoint: {error!r}") from None
-        if outside:
-            raise FingerprintError(f"{indexes[0]} names files outside of its directory: {some(outside)}")
-        return [path / name for name in sorted(names)]
+    try:
+        index = read_index(path, "bin")
+    except LoadError as error:
+        raise FingerprintError(str(error)) from None
+    if index:
+        return [path / name for name in sorted(set(index.values()))]
     files = sorted(one for suffix in ("*.bin", "*.pt", "*.pth") for one in path.glob(suffix))
     return files or None
 
