@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 
-from fsdp_doctor.load.outcome import LoadError, some
+from fsdp_doctor.errors import some
+from fsdp_doctor.load.outcome import LoadError
 
 
 def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:

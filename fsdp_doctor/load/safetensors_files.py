@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.load.checkpoint_index import read_index
-from fsdp_doctor.load.outcome import LoadError, some
+from fsdp_doctor.load.outcome import LoadError
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
