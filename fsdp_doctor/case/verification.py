@@ -15,7 +15,8 @@ from fsdp_doctor.case.lora_reference import Merged
 from fsdp_doctor.case.problem_notes import Findings
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.shard_reference import OwnPart
-from fsdp_doctor.case.yielded_entries import YieldedEntry, short
+from fsdp_doctor.case.yielded_entries import YieldedEntry
+from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem
@@ -123,7 +124,9 @@ class Verifier:
     def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)
         if entry.dtype != dtype:
-            self._found.note("misplaced", f"dtype {short(entry.dtype)} where {short(dtype)} was promised", entry.name)
+            self._found.note(
+                "misplaced", f"dtype {dtype_name(entry.dtype)} where {dtype_name(dtype)} was promised", entry.name
+            )
         # The step counter of Adam is a host scalar wherever its parameter lies.
         host_scalar = self._contract.form == "optimizer" and expected.ndim == 0
         if entry.form == "info" or self._contract.device == "any" or host_scalar:
