@@ -13,8 +13,22 @@ sentence or two for the user: what is wrong, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
+
+
+def some(names: Collection[str], most: int = 5) -> str:
+    """For a sentence of ours: the first names, and how many more there are."""
+    first = ", ".join(list(names)[:most])
+    more = len(names) - most
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def first_line(error: BaseException) -> str:
+    """Of another program's message, for a sentence of ours; the exception's type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class FsdpDoctorError(Exception):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import training_state, verification, yielded_entries
+from fsdp_doctor.case.problem_notes import first_names
 from fsdp_doctor.case.recorded_run import RecordedRun
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.runtime import Runtime
@@ -75,7 +76,7 @@ class DrainingRun(RecordedRun):
         self._runtime.synchronize()
         lost = training_state.lost_weights(model, truth)
         if lost:
-            self._add(problems=(Problem(kind="poisoned", detail=f"{what}: {verification.first_names(lost)}"),))
+            self._add(problems=(Problem(kind="poisoned", detail=f"{what}: {first_names(lost)}"),))
 
     def _drain(self, extraction: ExtractionCall, verifier: verification.Verifier) -> None:
         """Runs the path, reads and checks each entry, then looks at what is left behind."""

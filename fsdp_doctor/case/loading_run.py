@@ -18,9 +18,9 @@ from fsdp_doctor.case.checkpoint_forms import CheckpointForms
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, Checkpoint, Saved, right_weights, start_of
 from fsdp_doctor.case.loaded_state import LoadedState, held_by, optimizer_problems
 from fsdp_doctor.case.paths.arguments import PathArguments
+from fsdp_doctor.case.problem_notes import first_names
 from fsdp_doctor.case.step_outcome import differences, outcome_of_step
 from fsdp_doctor.case.trainer import Trainer
-from fsdp_doctor.case.verification import first_names
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 from fsdp_doctor.verdict.tracebacks import failure_from
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import UsageError, first_line
 from fsdp_doctor.matrix.axes import Dims, Model
 
 _SMALL: dict[str, Any] = {
@@ -99,8 +99,7 @@ def check_directory(directory: pathlib.Path) -> None:
     try:
         _template("custom", "even", directory, "own")
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--model {directory}: transformers cannot build it: {first_line}") from None
+        raise UsageError(f"--model {directory}: transformers cannot build it: {first_line(error)}") from None
 
 
 def _as_module(model: Any) -> nn.Module:

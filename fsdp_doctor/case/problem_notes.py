@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from fsdp_doctor.case.verification import first_names
+from collections.abc import Collection
+
+from fsdp_doctor.errors import some
 from fsdp_doctor.verdict.records import Problem, ProblemKind
+
+_SHOWN = 3
 
 
 class Findings:
@@ -20,3 +24,7 @@ class Findings:
             Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
             for kind, findings in self._found.items()
         )
+
+
+def first_names(names: Collection[str]) -> str:
+    return some(names, _SHOWN)

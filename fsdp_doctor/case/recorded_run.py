@@ -50,7 +50,7 @@ class RecordedRun:
             self._enter("agree")
         try:
             same = self._same_everywhere(failed)
-            works = same and self._group_works()
+            works = same and self._runtime.group_works()
             self._add(healthy=self.record.healthy and works, stage=stage)
         except Exception as error:
             if not failed:
@@ -72,12 +72,6 @@ class RecordedRun:
         # All ranks build the scenario anew, or none does.
         self._changed_somewhere = any(bool(other[1]) for other in everyone)
         return all(int(other[0]) == int(failed) for other in everyone)
-
-    def _group_works(self) -> bool:
-        ones = torch.ones(4, device=self._runtime.device)
-        dist.all_reduce(ones)
-        self._runtime.synchronize()
-        return bool((ones == self._runtime.world_size).all())
 
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:

@@ -61,6 +61,13 @@ class Runtime:
         if self.has_accelerator:
             torch.get_device_module(self.device).synchronize()
 
+    def group_works(self) -> bool:
+        """Whether a collective over the group that the model uses gives what it should. Every rank must call it."""
+        ones = torch.ones(4, device=self.device)
+        dist.all_reduce(ones)
+        self.synchronize()
+        return bool((ones == self.world_size).all())
+
     def allocated_bytes(self) -> int | None:
         """Device memory in tensors now; None where nobody counts it."""
         if not self.has_accelerator:

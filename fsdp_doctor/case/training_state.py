@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.bitwise import bits
+from fsdp_doctor.case.problem_notes import first_names
 from fsdp_doctor.case.reference import Reference, batches
-from fsdp_doctor.case.verification import first_names
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 

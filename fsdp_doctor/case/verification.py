@@ -12,14 +12,14 @@ from typing_extensions import assert_never
 from fsdp_doctor.case import lora_reference
 from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.lora_reference import Merged
+from fsdp_doctor.case.problem_notes import Findings
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.shard_reference import OwnPart
-from fsdp_doctor.case.yielded_entries import YieldedEntry, short
+from fsdp_doctor.case.yielded_entries import YieldedEntry
+from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm
-from fsdp_doctor.verdict.records import Problem, ProblemKind
-
-_SHOWN = 3
+from fsdp_doctor.verdict.records import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class Verifier:
         self._merged = expectation.merged_weights if self._contract.weights == "merged" else {}
         self._expected = self._expected_tensors()
         self._seen: set[str] = set()
-        self._found: dict[ProblemKind, dict[str, list[str]]] = {}
+        self._found = Findings()
 
     def check(self, entry: YieldedEntry) -> None:
         """Compares one entry. Nothing here touches the device."""
         if entry.name in self._seen:
-            self._note("wrong", "came twice", entry.name)
+            self._found.note("wrong", "came twice", entry.name)
             return
         self._seen.add(entry.name)
         expected = self._expected.get(entry.name)
@@ -73,10 +73,7 @@ class Verifier:
     def problems(self) -> tuple[Problem, ...]:
         """What was found: one problem for each kind, with the first few names of each finding."""
         self._check_names()
-        return tuple(
-            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
-            for kind, findings in self._found.items()
-        )
+        return self._found.problems()
 
     def _expected_tensors(self) -> dict[str, torch.Tensor]:
         if self._contract.form == "flat":
@@ -99,9 +96,6 @@ class Verifier:
             case _:
                 assert_never(self._contract.weights)
 
-    def _note(self, kind: ProblemKind, what: str, name: str) -> None:
-        self._found.setdefault(kind, {}).setdefault(what, []).append(name)
-
     def _has_right_form(self, entry: YieldedEntry) -> bool:
         promised = self._contract.form
         match promised:
@@ -118,7 +112,9 @@ class Verifier:
             case _:
                 assert_never(promised)
         if not fits:
-            self._note("wrong", f"{entry.form_in_words} where {_FORM_IN_WORDS[promised]} was promised", entry.name)
+            self._found.note(
+                "wrong", f"{entry.form_in_words} where {_FORM_IN_WORDS[promised]} was promised", entry.name
+            )
         return fits
 
     def _is_plain(self, name: str) -> bool:
@@ -128,17 +124,19 @@ class Verifier:
     def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         dtype = self._promised_dtype(entry, expected)
         if entry.dtype != dtype:
-            self._note("misplaced", f"dtype {short(entry.dtype)} where {short(dtype)} was promised", entry.name)
+            self._found.note(
+                "misplaced", f"dtype {dtype_name(entry.dtype)} where {dtype_name(dtype)} was promised", entry.name
+            )
         # The step counter of Adam is a host scalar wherever its parameter lies.
         host_scalar = self._contract.form == "optimizer" and expected.ndim == 0
         if entry.form == "info" or self._contract.device == "any" or host_scalar:
             return
         device = self._promised_device(entry.name)
         if entry.device != device:
-            self._note("misplaced", f"on {entry.device} where {device} was promised", entry.name)
+            self._found.note("misplaced", f"on {entry.device} where {device} was promised", entry.name)
         elif entry.local_device is not None and entry.local_device != entry.device:
             split = f"half-moved, says {entry.device} and has its local shard on {entry.local_device}"
-            self._note("misplaced", split, entry.name)
+            self._found.note("misplaced", split, entry.name)
 
     def _promised_dtype(self, entry: YieldedEntry, expected: torch.Tensor) -> torch.dtype:
         match self._contract.dtype:
@@ -164,14 +162,14 @@ class Verifier:
 
     def _check_value(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
-            self._note("wrong", f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}", entry.name)
+            self._found.note("wrong", f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}", entry.name)
             return
         if entry.data is None:
             return
         if entry.is_sharded and self._contract.form == "sharded":
             why_not = entry.why_no_shard(self._asked.shard_group_of_one)
             if why_not:
-                self._note("wrong", why_not, entry.name)
+                self._found.note("wrong", why_not, entry.name)
                 return
             expected = entry.part(self._asked.rank).read(expected)
         if entry.place is not None:
@@ -181,7 +179,7 @@ class Verifier:
         else:
             difference = compare(entry.data, expected.to(entry.data.dtype))
         if difference:
-            self._note("wrong", difference, entry.name)
+            self._found.note("wrong", difference, entry.name)
 
     def _came_otherwise(self, name: str) -> bool:
         """Whether a tied parameter came under another of its names, where that is enough: they share one tensor."""
@@ -195,12 +193,12 @@ class Verifier:
             return
         missing = [name for name in self._expected if name not in self._seen and not self._came_otherwise(name)]
         if missing and not self._seen:
-            self._found["incomplete"] = {"no data on this rank, of": [f"{len(missing)} promised entries"]}
+            self._found.note("incomplete", "no data on this rank, of", f"{len(missing)} promised entries")
             return
         for name in missing:
-            self._note("incomplete", f"missing of {len(self._expected)} names", name)
+            self._found.note("incomplete", f"missing of {len(self._expected)} names", name)
         for name in sorted(self._seen - set(self._expected)):
-            self._note("incomplete", "not a name of the model", name)
+            self._found.note("incomplete", "not a name of the model", name)
 
 
 _FORM_IN_WORDS: dict[PromisedForm, str] = {
@@ -221,8 +219,3 @@ def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
         devices[unit.flat_name] = unit.flat_parameter.device
         devices |= {name: shown.device for name, shown in unit.shown.items()}
     return devices
-
-
-def first_names(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from fsdp_doctor.extract import LocalShard, ShardPlace
+from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.shards import HeldPart, held_part
 
@@ -56,7 +57,7 @@ class YieldedEntry:
         place = self.device.type
         if self.local_device is not None and self.local_device.type != place:
             place += f" with its local part on {self.local_device.type}"
-        return f"{self.form_in_words} {short(self.dtype)} {place}"
+        return f"{self.form_in_words} {dtype_name(self.dtype)} {place}"
 
     def why_no_shard(self, shard_group_of_one: bool = False) -> str:
         """Why the parts of a sharded entry are not those of one tensor; empty if they are.
@@ -173,7 +174,3 @@ def _pair(item: Any) -> tuple[str, Any]:
 
 def _in_words(placements: tuple[Placement, ...]) -> str:
     return ", ".join(map(repr, placements))
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fsdp_doctor.check.settings import Setting
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import UsageError, first_line
 
 # libyaml where PyYAML has it: ten times as fast.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -36,7 +36,7 @@ def settings_of_yaml(text: str, name: str) -> Iterator[Setting]:
         mark = error.problem_mark or error.context_mark
         raise UsageError(f"{name}{f':{mark.line + 1}' if mark else ''}: invalid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{name}: invalid YAML: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{name}: invalid YAML: {first_line(error)}") from None
     except ValueError as error:
         raise UsageError(f"{name}: invalid YAML: {error}") from None
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fsdp_doctor.engines.packed_bucket import BUCKET_BYTES, PackedBucket, packed_buckets
+from fsdp_doctor.engines.packed_bucket import PackedBucket, packed_buckets
+from fsdp_doctor.extract.full import BUCKET_BYTES
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-BUCKET_BYTES = 512 << 20
+from fsdp_doctor.extract.dtypes import dtype_name
+from fsdp_doctor.extract.full import BUCKET_BYTES
 
 # Every dtype can be viewed where it begins at a multiple of this, and so can what a kernel reads at once.
 _ALIGNMENT = 16
@@ -54,7 +55,7 @@ def packed_buckets(
             buffer = torch.empty(max(bucket_bytes, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
         if tensor.device != buffer.device:
             raise ValueError(f"{name} is on {tensor.device}, and its bucket on {buffer.device}")
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         index.append(PackedTensor(name, dtype, tuple(tensor.shape), start, start + tensor.nbytes))
         ((_, view),) = read_bucket(buffer, index[-1:])
         view.copy_(tensor.detach())

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fsdp_doctor.examination.facts import Facts, FsdpUnit, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.finding import Finding
+from fsdp_doctor.extract.dtypes import dtype_name
 
 _WIDTH = 120
 _STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}
@@ -62,7 +63,7 @@ def _cells(state: TensorState, rows: list[TensorFacts]) -> tuple[str, ...]:
         str(state.wrapper_device),
         str(state.device),
         _word(state.pinned),
-        str(state.dtype).removeprefix("torch."),
+        dtype_name(state.dtype),
         " ".join(map(str, state.placements)),
         _mesh(state),
         _word(state.even),

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from fsdp_doctor.errors import first_line
 from fsdp_doctor.fsdp import private
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
@@ -238,9 +239,8 @@ class Agreement:
             yield
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             self._end()
-            first_line = str(error).strip().splitlines()[0]
             raise RankLeft(
-                f"the process that has the process group's store has ended, or cannot be reached: {first_line}"
+                f"the process that has the process group's store has ended, or cannot be reached: {first_line(error)}"
             ) from error
 
     def _answer_with(self, answer: str) -> str:

@@ -11,6 +11,11 @@ import torch
 from fsdp_doctor.extract.sources import Source, TensorSpec, specs
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch names it, without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class OutputDtypes:
     """The dtype in which each tensor is gathered and yielded.

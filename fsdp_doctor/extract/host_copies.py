@@ -239,3 +239,8 @@ def _read(batch: _Batch) -> None:
     for piece in batch.pieces:
         into = piece.target if chunk is None else chunk.memory[piece.place : piece.place + piece.target.numel()]
         piece.portion.fill(into, piece.start)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, 1-D: a view."""
+    return tensor.view(-1).view(torch.uint8)

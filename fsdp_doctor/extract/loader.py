@@ -14,6 +14,7 @@ from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
 
 _HALF_BYTES = 12 << 20
+CAST_BYTES = 2 * _HALF_BYTES
 _ALIGNMENT = 64
 
 

@@ -101,7 +101,7 @@ def local_shards(
     needed, unless adapters are merged: their factors are gathered before the first shard, for which every rank
     must call, as for :func:`full_tensors`, and who stops or raises makes the others raise RankLeft.
 
-    Device memory in use at once, beside what the caller keeps: two buckets, or one and the largest shard; 128 MiB where
+    Device memory in use at once, beside what the caller keeps: two buckets, or one and the largest shard; 24 MiB where
     shards are cast or merged; the factors of all adapters.
 
     Raises as :func:`full_tensors`; LayoutError (RuntimeError) for placements that are no division into shards.

@@ -17,7 +17,7 @@ from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGrou
 from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
 # Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
-_SMALL_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
 _PACK_BYTES = 32 << 20
 
 
@@ -224,7 +224,7 @@ def _packs(
         if isinstance(source, Rows):
             dtype = dtypes.of(source.spec)
             nbytes = 2 * _nbytes(source, dtype) + extra_bytes.get(source.spec.names[0], 0)
-            if nbytes <= min(2 * _SMALL_BYTES, longest):
+            if nbytes <= min(2 * SMALL_BYTES, longest):
                 key = source.shard_group.ranks, dtype
                 orders, rows, held = open_packs.get(key, ([], [], 0))
                 if held + nbytes > longest:

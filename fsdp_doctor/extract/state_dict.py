@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.full import BUCKET_BYTES, extract
+from fsdp_doctor.extract.host_copies import flat_bytes
 from fsdp_doctor.extract.kept_plans import Arguments
 from fsdp_doctor.extract.lora import Lora
 
@@ -84,7 +85,7 @@ class _HostCopies:
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        parts = zip(_bytes(tensor).split(_CHUNK_BYTES), _bytes(host).split(_CHUNK_BYTES), strict=True)
+        parts = zip(flat_bytes(tensor).split(_CHUNK_BYTES), flat_bytes(host).split(_CHUNK_BYTES), strict=True)
         for source, target in parts:
             chunk = self._chunk()
             pinned = chunk[: source.numel()]
@@ -105,7 +106,3 @@ class _HostCopies:
             target.copy_(pinned)
         finally:
             self._free.put(chunk)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import pickle
 import warnings
@@ -11,10 +10,12 @@ from typing import Any
 
 import torch
 
+from fsdp_doctor.errors import first_line
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
 from fsdp_doctor.fingerprints.indexed_blocks import range_block
 from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, to_be_summed
-from fsdp_doctor.load.outcome import some
+from fsdp_doctor.load.checkpoint_index import read_index
+from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.safetensors_files import FileTensor, open_files
 
 _CHUNK_BYTES = 64 << 20
@@ -83,16 +84,12 @@ def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
         return None if path.suffix == ".safetensors" else [path]
     if any(path.glob("*.safetensors")):
         return None
-    indexes = sorted(path.glob("*.bin.index.json"))
-    if len(indexes) == 1:
-        try:
-            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-            outside = sorted(name for name in names if pathlib.PurePath(name).name != name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FingerprintError(f"{indexes[0]} is no index of a checkpoint: {error!r}") from None
-        if outside:
-            raise FingerprintError(f"{indexes[0]} names files outside of its directory: {some(outside)}")
-        return [path / name for name in sorted(names)]
+    try:
+        index = read_index(path, "bin")
+    except LoadError as error:
+        raise FingerprintError(str(error)) from None
+    if index:
+        return [path / name for name in sorted(set(index.values()))]
     files = sorted(one for suffix in ("*.bin", "*.pt", "*.pth") for one in path.glob(suffix))
     return files or None
 
@@ -112,7 +109,7 @@ def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
             warnings.simplefilter("ignore")  # that quantized tensors are deprecated; they are refused
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
-        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {_first_line(error)}") from None
+        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {first_line(error)}") from None
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
@@ -124,10 +121,6 @@ def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_named(state: Any) -> bool:
     return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
@@ -156,10 +149,10 @@ def _distributed_tensors(
             warnings.simplefilter("ignore")  # that there is one process
             dcp.load(state, checkpoint_id=path, no_dist=True)
     except dcp.CheckpointException as error:  # no Exception; its message begins with a traceback
-        causes = [_first_line(cause) for cause, _ in error.failures.values()]
-        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else _first_line(error)}") from None
+        causes = [first_line(cause) for cause, _ in error.failures.values()]
+        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else first_line(error)}") from None
     except Exception as error:  # the files are pickles: anything may come of damaged ones
-        raise FingerprintError(f"{path} cannot be read: {_first_line(error)}") from None
+        raise FingerprintError(f"{path} cannot be read: {first_line(error)}") from None
     return state
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, Lanes, TensorFingerprint
 
 DifferenceKind: TypeAlias = Literal[
@@ -85,18 +86,13 @@ def _require_one_model(known: _Known) -> None:
     common = [name for name in trainer.tensors if name in engine.tensors]
     if (trainer.tensors or engine.tensors) and not common:
         raise FingerprintError(
-            f"fingerprints of different models, or by different names: {known.trainers_name} has {_some(trainer)}, "
-            f"{known.engines_name} {_some(engine)}"
+            f"fingerprints of different models, or by different names: {known.trainers_name} has "
+            f"{some(trainer.tensors, 2)}, {known.engines_name} {some(engine.tensors, 2)}"
         )
     if common and all(trainer.tensors[name].numel != engine.tensors[name].numel for name in common):
         raise FingerprintError(
             f"fingerprints of different models: none of the {len(common)} tensors that both have is of the same size"
         )
-
-
-def _some(found: Fingerprints) -> str:
-    names = list(found.tensors)[:2]
-    return ", ".join(names) + (f" and {len(found.tensors) - 2} more" if len(found.tensors) > 2 else "")
 
 
 class _Known:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.extract.own_shards import ShardPlace, row_major
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
@@ -159,10 +160,6 @@ def fingerprint_tensors(
                 same_memory.setdefault(key, []).append(name)
     found = sums.fingerprints()
     return Fingerprints(found.tensors, tuple(tuple(names) for names in same_memory.values() if len(names) > 1))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.dtypes import OutputDtypes, dtype_name
 from fsdp_doctor.extract.full import BUCKET_BYTES, announced
 from fsdp_doctor.extract.local import (
     LoadedShard,
@@ -28,7 +28,7 @@ from fsdp_doctor.fingerprints.differences import FingerprintVariant, VariantKind
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Lanes, TensorFingerprint
 from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, grid_block
 from fsdp_doctor.fingerprints.model_fingerprint import added_over_groups, agreed
-from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, dtype_name, parts_of_shard, to_be_summed
+from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, to_be_summed
 
 _INTERMEDIATE = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -16,9 +16,8 @@ from fsdp_doctor.case import held_pieces, models, reference
 from fsdp_doctor.case.bitwise import compare
 from fsdp_doctor.case.held_pieces import Full
 from fsdp_doctor.case.loaded_state import optimizer_problems, options_of
-from fsdp_doctor.case.problem_notes import Findings
+from fsdp_doctor.case.problem_notes import Findings, first_names
 from fsdp_doctor.case.step_outcome import StepOutcome, deterministic, differences, outcome_of
-from fsdp_doctor.case.verification import first_names
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession
 from fsdp_doctor.frameworks.framework_run import FrameworkRun
 from fsdp_doctor.verdict.records import Problem

@@ -28,7 +28,6 @@ JobStage: TypeAlias = Literal[
     "trained again",
 ]
 CLASSES: tuple[MemoryClass, ...] = get_args(MemoryClass)
-STAGES: tuple[JobStage, ...] = get_args(JobStage)
 Bytes: TypeAlias = dict[MemoryClass, int]
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.load.given import Value
-from fsdp_doctor.load.outcome import LoadError, some
+from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.targets import Target
 
 DtypeRule = Literal["keep", "cast"]

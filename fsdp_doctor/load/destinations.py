@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_doctor.load.portions import flat_bytes
+from fsdp_doctor.extract.host_copies import flat_bytes
 from fsdp_doctor.load.targets import Target
 
 

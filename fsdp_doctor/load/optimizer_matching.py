@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from typing_extensions import assert_never
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name
 from fsdp_doctor.load.optimizer_parameters import Optimized, Stretch
-from fsdp_doctor.load.outcome import LoadError, some
+from fsdp_doctor.load.outcome import LoadError
 
 StateDtypeRule = Literal["keep", "cast", "source"]
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-
-_MOST_NAMES = 5
 
 
 class LoadError(RuntimeError):
@@ -25,10 +22,3 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     superfluous: tuple[str, ...] = ()
     without_state: tuple[str, ...] = ()
-
-
-def some(names: Collection[str]) -> str:
-    """The first names, and how many more there are."""
-    first = ", ".join(list(names)[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{first} and {more} more" if more > 0 else first

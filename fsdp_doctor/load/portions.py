@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fsdp_doctor.extract.host_copies import InMemory, Portion
+from fsdp_doctor.extract.host_copies import InMemory, Portion, flat_bytes
 from fsdp_doctor.fsdp.shards import HeldPart
 from fsdp_doctor.load.given import Value
 from fsdp_doctor.load.layouts import Layout
@@ -50,11 +50,6 @@ def portion(value: Value, layout: Layout, part: HeldPart, dtype: torch.dtype) ->
     if value.dtype == dtype:
         return in_file
     return InMemory(_flat_bytes(read_whole(in_file).view(value.dtype).to(dtype)))
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, 1-D: a view."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from fsdp_doctor.load.outcome import LoadError, some
+from fsdp_doctor.errors import some
+from fsdp_doctor.load.checkpoint_index import read_index
+from fsdp_doctor.load.outcome import LoadError
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -125,7 +127,7 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
     index: dict[str, str] = {}
     paths: Iterable[pathlib.Path] = [path]
     if path.is_dir():
-        index = _index(path)
+        index = read_index(path, "safetensors")
         paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
         if not paths:
             raise LoadError(f"{path} holds no safetensors file")
@@ -157,22 +159,6 @@ def _all_tensors(path: pathlib.Path, files: list[SafetensorsFile], index: dict[s
                 raise LoadError(f"{name} is in {found[name].file.path} and in {file.path}")
             found[name] = tensor
     return found
-
-
-def _index(directory: pathlib.Path) -> dict[str, str]:
-    """Which tensor is in which file; empty without an index."""
-    indexes = sorted(directory.glob("*.safetensors.index.json"))
-    if len(indexes) != 1:
-        return {}
-    try:
-        weight_map = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{indexes[0]} is no index of safetensors files: {error!r}") from None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise LoadError(f"{indexes[0]} is no index of safetensors files: its weight_map maps no names to files")
-    if outside := [name for name in weight_map.values() if pathlib.PurePath(name).name != name]:
-        raise LoadError(f"{indexes[0]} names files outside of its directory: {some(outside)}")
-    return weight_map
 
 
 def _are_counts(value: Any) -> bool:

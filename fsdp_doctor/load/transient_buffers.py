@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.fsdp.reader import HeldTensor
 from fsdp_doctor.load.given import check_value
 from fsdp_doctor.load.materialization import become
-from fsdp_doctor.load.outcome import LoadError, some
+from fsdp_doctor.load.outcome import LoadError
 
 
 class TransientBuffers:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.ledgers.stage_ledger import MemoryClass
-from fsdp_doctor.memory.storages import tensors_in
+from fsdp_doctor.ledgers.stage_ledger import Bytes, MemoryClass
+from fsdp_doctor.memory.storages import device_bytes, storages, tensors_in
 
 
 def owned_tensors(
@@ -28,6 +28,18 @@ def owned_tensors(
         # Not `optimizer.state_dict()`, which a framework may have wrapped with a gather.
         yield from (("optimizer state", tensor) for tensor in tensors_in(list(optimizer.state.values())))
     yield from (("unsharded parameters", tensor) for tensor in _unsharded(held))
+
+
+def held_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
+    """Of those of the tensors that are on the device, as its allocator counts; memory of several is of the first."""
+    held: Bytes = {}
+    seen: set[int] = set()
+    for memory_class, tensor in tensors:
+        for storage in storages(tensor):
+            if storage.device == device and storage.nbytes() and id(storage) not in seen:
+                seen.add(id(storage))
+                held[memory_class] = held.get(memory_class, 0) + device_bytes(storage)
+    return held
 
 
 def _parameters(held: HeldModel) -> Iterator[torch.Tensor]:

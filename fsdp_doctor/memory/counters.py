@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.errors import CannotRun, first_line
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, with_unexplained
 
 _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
 
@@ -26,6 +27,19 @@ class Counters:
     peak_reserved: int
     capacity: int
     elsewhere: int
+
+    def ledger(self, held: Bytes, at_peak: Bytes) -> DeviceLedger:
+        """Of what is held now and was held at the peak, as far as it is known whose it is."""
+        return DeviceLedger(
+            held=with_unexplained(held, self.allocated),
+            at_peak=with_unexplained(at_peak, self.peak),
+            allocated=self.allocated,
+            peak=self.peak,
+            reserved=self.reserved,
+            peak_reserved=self.peak_reserved,
+            capacity=self.capacity,
+            elsewhere=self.elsewhere,
+        )
 
 
 def check_counted(device_type: str) -> None:
@@ -58,7 +72,7 @@ class DeviceCounters:
         try:
             free, total = self._module.mem_get_info(self._device)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise CannotRun(f"the driver of {self._device} does not say how much memory is free: {reason}") from None
         reserved = int(self._module.memory_reserved(self._device))
         return Counters(

@@ -8,11 +8,10 @@ from torch import nn
 
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, JobStage, MemoryClass, StageLedger, with_unexplained
-from fsdp_doctor.memory.census import owned_tensors
+from fsdp_doctor.ledgers.stage_ledger import JobStage, StageLedger
+from fsdp_doctor.memory.census import held_on, owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.memory.host_census import host_ledger
-from fsdp_doctor.memory.storages import device_bytes, storages
 
 
 @without_garbage_collection
@@ -40,17 +39,7 @@ def ledger(
     if device.type == "cpu":
         return StageLedger(job=job, stage=stage, rank=rank, host=host_ledger(owned))
     counters = DeviceCounters(device)
-    counted = counters.read()
-    on_device = DeviceLedger(
-        held=with_unexplained(_held(owned, device), counted.allocated),
-        at_peak={"unexplained": counted.peak},
-        allocated=counted.allocated,
-        peak=counted.peak,
-        reserved=counted.reserved,
-        peak_reserved=counted.peak_reserved,
-        capacity=counted.capacity,
-        elsewhere=counted.elsewhere,
-    )
+    on_device = counters.read().ledger(held_on(device, owned), at_peak={})
     host = host_ledger(owned, counters.pinned_reserved())
     return StageLedger(job=job, stage=stage, rank=rank, device=on_device, host=host)
 
@@ -68,14 +57,3 @@ def compute_device(model: nn.Module) -> torch.device:
     if device.type in ("cpu", "meta") or device.index is not None:
         return torch.device("cpu") if device.type == "meta" else device
     return torch.device(device.type, torch.get_device_module(device).current_device())
-
-
-def _held(owned: list[tuple[MemoryClass, torch.Tensor]], device: torch.device) -> Bytes:
-    held: Bytes = {}
-    seen: set[int] = set()
-    for memory_class, tensor in owned:
-        for storage in storages(tensor):
-            if storage.device == device and storage.nbytes() and id(storage) not in seen:
-                seen.add(id(storage))
-                held[memory_class] = held.get(memory_class, 0) + device_bytes(storage)
-    return held

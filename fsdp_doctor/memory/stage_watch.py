@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, JobStage, MemoryClass, StageLedger, with_unexplained
+from fsdp_doctor.ledgers.stage_ledger import Bytes, JobStage, MemoryClass, StageLedger
 from fsdp_doctor.memory.census import owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.memory.host_census import host_ledger
@@ -97,15 +97,8 @@ class StageWatch(Unwatched):
         owned = list(self._owned())
         self._tracker.own(owned)
         workspaces = self._counters.give_back_workspaces()
-        device = DeviceLedger(
-            held=with_unexplained(_with(workspaces, self._tracker.held()), counted.allocated),
-            at_peak=with_unexplained(_with(workspaces, self._tracker.at_peak()), counted.peak),
-            allocated=counted.allocated,
-            peak=counted.peak,
-            reserved=counted.reserved,
-            peak_reserved=counted.peak_reserved,
-            capacity=counted.capacity,
-            elsewhere=counted.elsewhere,
+        device = counted.ledger(
+            held=_with(workspaces, self._tracker.held()), at_peak=_with(workspaces, self._tracker.at_peak())
         )
         host = host_ledger(owned, self._counters.pinned_reserved())
         return StageLedger(job=self._job, stage=stage, path=path, rank=self._rank, device=device, host=host)

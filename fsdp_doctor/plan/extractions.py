@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from fsdp_doctor.extract.full import BUCKET_BYTES
+from fsdp_doctor.extract.loader import CAST_BYTES
+from fsdp_doctor.extract.plan import SMALL_BYTES
 from fsdp_doctor.ledgers.allocators import rounded, rounded_sum
 from fsdp_doctor.plan.rank_shards import RankShards
 from fsdp_doctor.plan.role_setup import RoleSetup
 from fsdp_doctor.plan.timeline import Timeline
-
-# Below it full_tensors gathers several tensors at once.
-_SMALL_BYTES = 1 << 20
-# Its buffer for shards that are cast.
-_CAST_BYTES = 128 << 20
 
 
 def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, path: str) -> None:
@@ -27,12 +25,12 @@ def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, 
 def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """full_tensors: as many buckets at once as fit into two, or into one and the largest tensor."""
     is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
-    cast = _CAST_BYTES if is_cast and setup.shards_on_host else 0
-    most = setup.bucket_bytes + max(setup.bucket_bytes, _largest(shards, setup))
+    cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
+    most = BUCKET_BYTES + max(BUCKET_BYTES, _largest(shards, setup))
     buckets: list[tuple[int, int]] = [(0, 0)]
     for gathered, buffered in _gathers(shards, setup):
         outputs, buffers = buckets[-1]
-        if outputs + buffers and outputs + buffers + gathered + buffered > setup.bucket_bytes:
+        if outputs + buffers and outputs + buffers + gathered + buffered > BUCKET_BYTES:
             buckets.append((0, 0))
             outputs, buffers = 0, 0
         buckets[-1] = outputs + gathered, buffers + buffered
@@ -58,7 +56,7 @@ def _gathers(shards: RankShards, setup: RoleSetup) -> list[tuple[int, int]]:
     for unit in shards.units:
         for numel in unit.full:
             nbytes = rounded(numel * itemsize)
-            found.append((nbytes, nbytes if nbytes <= _SMALL_BYTES else 0))
+            found.append((nbytes, nbytes if nbytes <= SMALL_BYTES else 0))
     return found
 
 

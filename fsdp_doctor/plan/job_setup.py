@@ -25,8 +25,8 @@ class EngineSetup:
     """
 
     utilization: float
+    bucket_bytes: int
     tensor_parallel: int = 1
-    bucket_bytes: int = 512 << 20
     is_apart: bool = False
     sleeps: bool = True
     loads_model: bool = False

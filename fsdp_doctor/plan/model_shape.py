@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import models
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.errors import UsageError, first_line
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 
 
@@ -87,7 +87,7 @@ def on_meta(model: str, layers: int | None = None) -> nn.Module:
                 config, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
             )
     except Exception as error:
-        raise UsageError(f"the model {model}: transformers cannot build it: {_first_line(error)}") from None
+        raise UsageError(f"the model {model}: transformers cannot build it: {first_line(error)}") from None
     assert isinstance(built, nn.Module)
     return built.train()
 
@@ -128,8 +128,4 @@ def _config(model: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser(), trust_remote_code=False)
     except Exception as error:
-        raise UsageError(f"the model {model}: transformers cannot read its config.json: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"the model {model}: transformers cannot read its config.json: {first_line(error)}") from None

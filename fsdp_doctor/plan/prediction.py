@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.errors import CannotRun, UsageError, first_line
 from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.plan import model_shape
 from fsdp_doctor.plan.activations import Batch, Segment, trace
@@ -52,8 +52,8 @@ class Predictor:
             try:
                 self._traced[batch] = trace(self._make(), batch)
             except _NOT_FOLLOWED as error:
-                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                why = first_line(error)
                 raise CannotRun(
-                    f"{setup.role}: the forward of {self.shape.name} cannot be followed without weights: {first_line}"
+                    f"{setup.role}: the forward of {self.shape.name} cannot be followed without weights: {why}"
                 ) from None
         return self._traced[batch]

@@ -26,7 +26,7 @@ class RoleSetup:
     replicas: how many shard groups there are. trains: else it only runs forward.
     sequences, length: what one forward gets. checkpointing: of activations.
     moments: how many tensors of its parameters' size the optimizer keeps. path: by which its weights are taken out;
-    none is for a model of which nobody takes them. bucket_bytes: of such a path that has buckets.
+    none is for a model of which nobody takes them.
     extracted_bytes: of an element as the path yields it, None for that of the shards.
     """
 
@@ -41,7 +41,6 @@ class RoleSetup:
     dtypes: Dtypes = Dtypes()
     moments: int = 2
     path: str = "full_tensors"
-    bucket_bytes: int = 512 << 20
     extracted_bytes: int | None = None
 
     @property

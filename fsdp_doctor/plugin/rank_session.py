@@ -163,17 +163,8 @@ class RankSession:
     def _tear_down(self, item: pytest.Item) -> None:
         stays = [node for node in item.listchain()[:-1] if node.nodeid in self._command.next_nodes]
         item.ihook.pytest_runtest_teardown(item=item, nextitem=stays[-1] if stays else None)
-        if self._command.still_whole and not self._retire and not self._group_works():
+        if self._command.still_whole and not self._retire and not self._runtime.group_works():
             pytest.fail("a collective after the test gives a wrong sum: the ranks' own did not match", pytrace=False)
-
-    def _group_works(self) -> bool:
-        import torch
-        import torch.distributed as dist
-
-        ones = torch.ones(4, device=self._runtime.device)
-        dist.all_reduce(ones)
-        self._runtime.synchronize()
-        return bool((ones == self._runtime.world_size).all())
 
     def _phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
         """Runs a phase of a test, and says how it ended. ``undo`` says what the phase left that cannot be undone."""

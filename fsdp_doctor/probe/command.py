@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError
+from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, first_line
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, launch
 from fsdp_doctor.matrix.paths import is_user_path
@@ -122,8 +122,9 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
         store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS)))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).strip().splitlines()[0]
-        raise CannotRun(f"rank {place.rank} cannot connect to the other ranks at {address}: {reason}") from None
+        raise CannotRun(
+            f"rank {place.rank} cannot connect to the other ranks at {address}: {first_line(error)}"
+        ) from None
     return place, dist.PrefixStore("fsdp-doctor", store), Interruption()
 
 

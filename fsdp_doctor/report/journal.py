@@ -8,10 +8,8 @@ Reading FILE takes a journal beside it into account.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import pathlib
-import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -26,6 +24,7 @@ from fsdp_doctor.report.document import (
     result_from_dict,
     result_to_dict,
 )
+from fsdp_doctor.report.stored_document import read_document
 from fsdp_doctor.report.whole_file import replace_file
 
 
@@ -82,20 +81,7 @@ def read_report(path: pathlib.Path) -> Report:
 
     Raises UsageError for anything else.
     """
-    try:
-        content = path.read_bytes()
-        data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the report {path}: {_reason(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a report of fsdp-doctor: it is not JSON ({error})") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise UsageError(f"{path} is not a report of fsdp-doctor: its 'schema' is not {SCHEMA!r}")
-    version = data.get("schema_version")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise UsageError(
-            f"{path} has schema version {version}, this fsdp-doctor reads up to {SCHEMA_VERSION}: upgrade it"
-        )
+    data = read_document(path, "report", SCHEMA, SCHEMA_VERSION)
     try:
         if not data["complete"]:
             data["results"] = _with_journal(data["results"], journal_of(path))
@@ -122,8 +108,4 @@ def _writing(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DoctorFault(f"cannot write {path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,13 @@ from torch import nn
 
 from fsdp_doctor.bench.sharded_model import DTYPE, sharded
 from fsdp_doctor.case import runtime
+from fsdp_doctor.errors import first_line
 from fsdp_doctor.ledgers.jobs import unit_for
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, HostLedger, StageLedger, total
+from fsdp_doctor.ledgers.stage_ledger import Bytes, HostLedger, StageLedger
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.memory.census import owned_tensors
+from fsdp_doctor.memory.census import held_on, owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
 from fsdp_doctor.plan.model_shape import on_meta
 from fsdp_doctor.rollout.rollout_request import Beside, EngineStart, RolloutRequest
@@ -49,10 +49,11 @@ def trainer(pipe: Connection, request: RolloutRequest, beside: Beside, rank: int
         try:
             model = sharded(whole, request.strategy, "none", here.mesh(request.cut))
         except torch.OutOfMemoryError as error:
-            pipe.send(str(error).splitlines()[0])
+            pipe.send(first_line(error))
             return
     here.synchronize()
-    pipe.send(_ledger(f"trainer, FSDP model {beside}", here.rank, here.device, _held(model)))
+    held = held_on(here.device, owned_tensors(model, None))
+    pipe.send(_ledger(f"trainer, FSDP model {beside}", here.rank, here.device, held))
     pipe.recv()
 
 
@@ -74,7 +75,7 @@ def engine(pipe: Connection, request: RolloutRequest, beside: Beside, scratch: p
             held = [torch.empty_like(shape, device=device) for shape in weights]
             cache = _cache(start, device)
         except torch.OutOfMemoryError as error:
-            start = dataclasses.replace(start, refusal=str(error).splitlines()[0])
+            start = dataclasses.replace(start, refusal=first_line(error))
     classes: Bytes = {"parameters": sum(t.nbytes for t in held), "buffers": sum(t.nbytes for t in cache)}
     pipe.send((start, _ledger(f"engine beside FSDP model {beside}", 0, device, classes)))
     pipe.recv()
@@ -117,28 +118,7 @@ def _cache(start: EngineStart, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in pieces if nbytes]
 
 
-def _held(model: nn.Module) -> Bytes:
-    held: dict[Any, int] = {}
-    for name, tensor in owned_tensors(model, None):
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.device.type != "cpu":
-            held[name] = held.get(name, 0) + local.untyped_storage().nbytes()
-    return held
-
-
 def _ledger(job: str, rank: int, device: torch.device, held: Bytes) -> StageLedger:
-    counted = DeviceCounters(device).read()
-    if rest := counted.allocated - total(held):
-        held = {**held, "unexplained": rest}
-    on_device = DeviceLedger(
-        held=held,
-        at_peak=held,
-        allocated=counted.allocated,
-        peak=counted.peak,
-        reserved=counted.reserved,
-        peak_reserved=counted.peak_reserved,
-        capacity=counted.capacity,
-        elsewhere=counted.elsewhere,
-    )
+    on_device = DeviceCounters(device).read().ledger(held, at_peak=held)
     host = HostLedger(held={}, pinned=0, pinned_reserved=0, pageable=0)
     return StageLedger(job=job, stage="built", rank=rank, host=host, device=on_device)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.report.stored_document import read_document, read_json
 from fsdp_doctor.report.whole_file import replace_file
 from fsdp_doctor.versions.merged import (
     MERGED_SCHEMA,
@@ -64,7 +65,7 @@ def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
 def read_either(path: pathlib.Path) -> Report | MergedReport:
     """Reads a merged report or that of one run, whichever it is. Raises UsageError for anything else."""
     with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
-        data = _loaded(path)
+        data = read_json(path)
         if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
             return read_merged(path)
     return read_report(path)
@@ -72,29 +73,11 @@ def read_either(path: pathlib.Path) -> Report | MergedReport:
 
 def read_merged(path: pathlib.Path) -> MergedReport:
     """Raises UsageError for anything but a merged report of this version of the schema or an older one."""
-    try:
-        data = _loaded(path)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise UsageError(f"cannot read the merged report {path}: {reason or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a merged report of fsdp-doctor: it is not JSON ({error})") from None
-    if not isinstance(data, dict) or data.get("schema") != MERGED_SCHEMA:
-        raise UsageError(f"{path} is not a merged report of fsdp-doctor: its 'schema' is not {MERGED_SCHEMA!r}")
-    version = data.get("schema_version")
-    if type(version) is not int or not 1 <= version <= MERGED_SCHEMA_VERSION:
-        raise UsageError(
-            f"{path} has schema version {version}, this fsdp-doctor reads up to {MERGED_SCHEMA_VERSION}: upgrade it"
-        )
+    data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
         return merged_from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
-
-
-def _loaded(path: pathlib.Path) -> Any:
-    content = path.read_bytes()
-    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
 def _case(data: dict[str, Any]) -> MergedCase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import get_args
 from xml.etree import ElementTree
 
 import jsonschema
@@ -14,11 +15,12 @@ from program import Run, forked_doctor, probe
 from support.emulation import needs_emulation
 
 from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import STAGES, DeviceLedger, StageLedger, total
+from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, JobStage, StageLedger, total
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.report.schema import schema
 
+STAGES = get_args(JobStage)
 _MOST_UNEXPLAINED = 0.01
 
 
