@@ -24,6 +24,10 @@ def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
         raise LoadError(f"{indexes[0]} is no index of a checkpoint: {error!r}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise LoadError(f"{indexes[0]} is no index of a checkpoint: its weight_map maps no names to files")
-    if outside := sorted({name for name in weight_map.values() if pathlib.PurePath(name).name != name}):
+    if outside := sorted({name or '""' for name in weight_map.values() if not _is_file_here(name)}):
         raise LoadError(f"{indexes[0]} names files outside of its directory: {some(outside)}")
     return weight_map
+
+
+def _is_file_here(name: str) -> bool:
+    return name not in ("", "..") and pathlib.PurePath(name).name == name
