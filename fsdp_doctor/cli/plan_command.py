@@ -90,8 +90,8 @@ def run(
 ) -> None:
     """Predict what a training job will hold on each device and host, without a GPU and without weights.
 
-    Prints each stage of each model, what shares a device at once, and where it does not fit, the one setting that
-    makes it fit.
+    Prints each stage of each model, what shares a device at once, and where it does not fit, each setting that
+    alone makes it fit.
     """
     given = {name: file for name, file in (("--json", json_file), ("--svg", svg)) if file is not None}
     files.check_distinct(given)

@@ -86,7 +86,11 @@ class SelectionOptions:
     ] = None
     full: Annotated[bool, _option("--full", help="The same as --level full.")] = False
     fix: Annotated[
-        bool, _option("--fix", help="Also run our own path in each scenario: full_tensors, load_full_tensors.")
+        bool,
+        _option(
+            "--fix",
+            help="Also run our own paths: full_tensors, local_shards, load_full_tensors, load_optimizer_state.",
+        ),
     ] = False
     last_failed: Annotated[
         pathlib.Path | None,

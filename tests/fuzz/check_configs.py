@@ -1,7 +1,7 @@
 """Feeds `fsdp-doctor check` with texts of every kind, guided by coverage.
 
-    python -m venv /tmp/fuzz && /tmp/fuzz/bin/pip install atheris pyyaml packaging typing_extensions
-    PYTHONPATH=. /tmp/fuzz/bin/python tests/fuzz/check_configs.py CORPUS -max_total_time=1800 -rss_limit_mb=300
+    python -m venv ../fuzz && ../fuzz/bin/pip install atheris pyyaml packaging typing_extensions
+    PYTHONPATH=. ../fuzz/bin/python tests/fuzz/check_configs.py CORPUS -max_total_time=1800 -rss_limit_mb=300
 
 CORPUS is a folder of inputs, which grows; with no files in it, it is begun with those of tests/check/configs. The first
 byte of an input chooses the suffix of the file that it would be. A find is any exception but UsageError, more than two

@@ -1,8 +1,8 @@
 """Fuzzes ``fsdp-doctor explain`` with a coverage-guided fuzzer: no traceback, at most 2 seconds for each MB.
 
-    python3.11 -m venv /tmp/fuzz
-    /tmp/fuzz/bin/pip install atheris==3.0.0 packaging typer pyyaml typing-extensions
-    PYTHONPATH=. /tmp/fuzz/bin/python tests/fuzz/explain_fuzz.py /tmp/inputs -max_total_time=1800 -rss_limit_mb=500
+    python3.11 -m venv ../fuzz
+    ../fuzz/bin/pip install atheris==3.0.0 packaging typer pyyaml typing-extensions
+    PYTHONPATH=. ../fuzz/bin/python tests/fuzz/explain_fuzz.py ../inputs -max_total_time=1800 -rss_limit_mb=500
 
 The folder is filled from the logs of ``tests/corpus`` where it is empty. A find is written as ``crash-*`` or ``slow-*``
 and becomes a test of ``tests/explain/test_explain_bounds.py``. The limit of memory is that of this process, 300 MB of
