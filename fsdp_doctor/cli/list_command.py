@@ -19,6 +19,7 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkAxis, Framew
 from fsdp_doctor.matrix.frameworks.framework_scenarios import frameworks_named
 from fsdp_doctor.matrix.path import Path
 from fsdp_doctor.matrix.paths import PATHS
+from fsdp_doctor.report.layout import counted
 
 NAME = "list"
 EXIT_CODES = "Exit codes: 0 printed; 2 usage; 3 no case is selected; 4 the doctor's own fault."
@@ -45,7 +46,8 @@ def run(
         cases = selection.select().cases
         rows = [_row(case) for case in cases]
         print(json.dumps(rows, indent=1) if as_json else "\n".join(case.id for case in cases))
-        print(f"{len(cases)} cases in {len({case.scenario for case in cases})} scenarios", file=sys.stderr)
+        scenarios = {case.scenario for case in cases}
+        print(f"{counted(len(cases), 'case')} in {counted(len(scenarios), 'scenario')}", file=sys.stderr)
 
 
 def _row(case: AnyCase) -> dict[str, str]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fsdp_doctor.report.layout import counted
+
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
 
@@ -32,7 +34,3 @@ class Finding:
 def few(names: Sequence[str], noun: str = "parameter") -> str:
     shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
     return f"{counted(len(names), noun)} ({shown})"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

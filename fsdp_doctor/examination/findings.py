@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, left_by_copy, same_device
-from fsdp_doctor.examination.finding import Finding, counted, few
+from fsdp_doctor.examination.finding import Finding, few
 from fsdp_doctor.examination.load_findings import LOAD_FINDINGS
 from fsdp_doctor.examination.memory_findings import MEMORY_FINDINGS
+from fsdp_doctor.report.layout import counted
 
 _FLAT = "flat parameter"
 _UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module as it is.'

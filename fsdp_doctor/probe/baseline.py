@@ -14,6 +14,7 @@ from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expected_failures import ExpectedFailures, unexpected
+from fsdp_doctor.report.layout import counted
 from fsdp_doctor.verdict.classification import NEUTRAL
 
 Baseline: TypeAlias = Report | ExpectedFailures | Literal["known"] | None
@@ -70,7 +71,7 @@ def conclusion(report: Report, surprises: Sequence[str], context: RunContext) ->
     parts = [f"{num_ok} ok", f"{len(as_foretold) - num_ok} as torch {_short(context.torch)} is known to fail"]
     num_not_run = len(report.results) - len(ran)
     parts += [f"{num_not_run} not run"] if num_not_run else []
-    return f"{len(report.results)} cases: {', '.join(parts)}, {len(surprises)} unforeseen"
+    return f"{counted(len(report.results), 'case')}: {', '.join(parts)}, {len(surprises)} unforeseen"
 
 
 def exit_code(report: Report, baseline: Baseline, surprises: Sequence[str]) -> int:
@@ -79,7 +80,7 @@ def exit_code(report: Report, baseline: Baseline, surprises: Sequence[str]) -> i
     Raises DoctorFault where a case has no result, CannotRun where nothing could be run, unless a report expected that.
     """
     if lost := report.of_kind("lost"):
-        raise DoctorFault(f"{lost} cases have no result, which is the doctor's own fault")
+        raise DoctorFault(f"{counted(lost, 'case')} without a result, which is the doctor's own fault")
     if surprises or (baseline is None and report.bad):
         return EXIT_BAD_VERDICT
     if not isinstance(baseline, Report) and not report.of_kind("ok") and not report.bad:

@@ -29,7 +29,7 @@ from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats, measured_ledgers
 from fsdp_doctor.report.document import Report, context_of, recognized
 from fsdp_doctor.report.github import write_step_summary
-from fsdp_doctor.report.layout import summary
+from fsdp_doctor.report.layout import counted, summary
 from fsdp_doctor.report.progress import Progress
 from fsdp_doctor.report.writer import ReportWriter
 from fsdp_doctor.versions.merging import merge
@@ -231,4 +231,4 @@ def _not_selected(report: Report, expected: Baseline) -> list[str]:
     if not isinstance(expected, Report):
         return []
     count = len({result.id for result in expected.results} - {result.id for result in report.results})
-    return [f"{count} cases of the expected report were not selected"] if count else []
+    return [f"not selected: {counted(count, 'case')} of the expected report"] if count else []

@@ -18,6 +18,7 @@ from fsdp_doctor.matrix.cases import Case, frameworks_of
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report.document import AppliedShim, Report, context_of
+from fsdp_doctor.report.layout import counted
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
@@ -94,7 +95,8 @@ def _conditions(report: Report) -> str:
     """Under which all results of a report were made. The device is the one that there was, however it was asked for."""
     asked = f"--device {report.device}"
     options = " ".join(report.rerun_options.replace(asked, "").split())
-    return f"{report.world_size} ranks of {report.device} with torch {context_of(report).torch} and options {options!r}"
+    ranks = f"{counted(report.world_size, 'rank')} of {report.device}"
+    return f"{ranks} with torch {context_of(report).torch} and options {options!r}"
 
 
 def _notes(device: RunDevice) -> tuple[str, ...]:

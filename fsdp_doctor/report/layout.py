@@ -71,15 +71,18 @@ def summary(report: Report) -> str:
     partial = (
         "" if report.complete else f" of {report.num_selected} selected (incomplete: {report.ended or 'still running'})"
     )
-    return (
-        f"{len(report.results)} cases{partial} on {report.world_size} ranks of {report.device}: {counts or 'no result'}"
-    )
+    cases, ranks = counted(len(report.results), "case"), counted(report.world_size, "rank")
+    return f"{cases}{partial} on {ranks} of {report.device}: {counts or 'no result'}"
 
 
 def rerun_command(report: Report, result: CaseResult) -> str:
     """The command that runs one case alone."""
     options = f" {report.rerun_options}" if report.rerun_options else ""
     return f"fsdp-doctor probe{options} --case '{result.id}'"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def seconds_text(seconds: float | None) -> str:

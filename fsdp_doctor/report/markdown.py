@@ -10,6 +10,7 @@ from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures, n
 from fsdp_doctor.report.layout import (
     Grid,
     bytes_text,
+    counted,
     fixes,
     grids,
     main_thread,
@@ -120,7 +121,7 @@ def _comparison(report: Report) -> list[str]:
 
 def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]:
     count = len(failure.results)
-    lines = ["", f"### [{failure.number}] {failure.kind}: {count} {'case' if count == 1 else 'cases'}", ""]
+    lines = ["", f"### [{failure.number}] {failure.kind}: {counted(count, 'case')}", ""]
     lines += _fenced("\n".join([failure.reason, *failure.also])[:_REASON_CHARACTERS])
     known = failure.known
     if known is not None:

@@ -15,6 +15,7 @@ from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures, n
 from fsdp_doctor.report.layout import (
     Grid,
     bytes_text,
+    counted,
     fixes,
     grids,
     main_thread,
@@ -178,9 +179,5 @@ def _failures(report: Report, failures: list[FailureGroup]) -> RenderableType:
 
 
 def _line(failure: FailureGroup) -> Text:
-    head = f"{failure.number}  {failure.kind}, {_count(len(failure.results))}: "
+    head = f"{failure.number}  {failure.kind}, {counted(len(failure.results), 'case')}: "
     return Text(head, style=_STYLE.get(failure.kind, _BAD_STYLE)).append(printable(failure.reason), style="default")
-
-
-def _count(cases: int) -> str:
-    return "1 case" if cases == 1 else f"{cases} cases"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from fsdp_doctor.report.layout import counted
 from fsdp_doctor.versions.merged import NOT_RUN, MergedCase, MergedReport, Shown
 
 
@@ -42,8 +43,8 @@ def merged_summary(merged: MergedReport) -> str:
     parts = [f"{passing} ok in all", f"{elsewhere} only where they ran", f"{failing} bad in one or more"]
     parts += [f"{missing} without a result in one or more"]
     return (
-        f"{len(merged.cases)} cases in {len(merged.environments)} environments: {', '.join(parts)}; "
-        f"{changed} changed between two versions"
+        f"{counted(len(merged.cases), 'case')} in {counted(len(merged.environments), 'environment')}: "
+        f"{', '.join(parts)}; {changed} changed between two versions"
     )
 
 

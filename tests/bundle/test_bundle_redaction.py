@@ -219,7 +219,7 @@ def test_the_host_of_a_report_is_not_in_the_bundle() -> None:
 
 
 def test_a_report_without_what_is_private_is_still_a_report(planted: Bundle) -> None:
-    assert summary(report_from_dict(json.loads(planted.files["report.json"]))).startswith("1 cases")
+    assert summary(report_from_dict(json.loads(planted.files["report.json"]))).startswith("1 case")
 
 
 @pytest.mark.parametrize("line", READABLE.splitlines())

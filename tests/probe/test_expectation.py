@@ -110,7 +110,7 @@ def test_a_run_of_which_nothing_could_run_cannot_be_judged(expected: baseline.Ba
 
 @pytest.mark.parametrize("expected", [None, "known", _report()])
 def test_a_lost_result_is_the_doctors_fault_whatever_is_expected(expected: baseline.Baseline) -> None:
-    with pytest.raises(DoctorFault, match="1 cases have no result"):
+    with pytest.raises(DoctorFault, match="1 case without a result"):
         baseline.exit_code(_report(_result(_FINE, "lost")), expected, [])
 
 

@@ -53,7 +53,7 @@ def test_the_device_is_the_one_that_the_report_had_however_it_was_asked_for(
 @pytest.mark.parametrize(
     ("changed", "arguments", "said"),
     [
-        ({}, ("--nproc", "1"), "this run is of 1 ranks of cpu"),
+        ({}, ("--nproc", "1"), "this run is of 1 rank of cpu"),
         ({}, ("--host-memory", "64GiB"), "and options '--nproc 2 --host-memory"),
         ({"torch": "2.6.0"}, (), "the report is of 2 ranks of cpu with torch 2.6.0 and"),
     ],

@@ -278,7 +278,7 @@ def test_a_report_is_merged_whether_it_is_compressed_or_not(
     merge_command.run(reports=[plain, compressed], json_file=tmp_path / "all.json.gz")
     printed = capsys.readouterr()
     assert f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11\n" in printed.out
-    assert "1 cases in 2 environments" in printed.err
+    assert "1 case in 2 environments" in printed.err
     assert len(read_merged(tmp_path / "all.json.gz").environments) == 2
 
 
