@@ -34,9 +34,9 @@ def test_pageable_shards_are_read_by_eight_threads_at_most_through_little_pinned
     pinned: list[int] = []
     read, empty = host_copies._read, torch.empty
 
-    def noted_read(batch: Any) -> None:
+    def noted_read(batch: Any, chunks: Any) -> None:
         threads.add(threading.get_ident())
-        read(batch)
+        read(batch, chunks)
 
     def noted_empty(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor = empty(*arguments, **options)
@@ -102,7 +102,7 @@ def test_a_policy_that_does_not_pin_is_read_by_threads_too() -> None:
 def test_a_reader_that_fails_is_the_error_of_the_call() -> None:
     model, expected = _offloaded()
 
-    def failing(batch: Any) -> Iterator[None]:
+    def failing(batch: Any, chunks: Any) -> Iterator[None]:
         raise OSError("the memory is gone")
 
     with raises_soon(OSError, "the memory is gone"), mock.patch.object(host_copies, "_read", failing):
