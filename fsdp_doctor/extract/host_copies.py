@@ -29,9 +29,14 @@ _CHUNKS_OF_A_THREAD = 2
 
 
 class Portion(ABC):
-    """A part of a tensor, in bytes. nbytes: how long it is. memory: its bytes, 1-D, where they are in memory."""
+    """A part of a tensor, in bytes.
+
+    nbytes: how long it is. extra_bytes: of memory that was taken for it alone. memory: its bytes, 1-D, where they are
+    in memory.
+    """
 
     nbytes: int
+    extra_bytes: int = 0
     memory: torch.Tensor | None = None
 
     @abstractmethod
@@ -40,9 +45,9 @@ class Portion(ABC):
 
 
 class InMemory(Portion):
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, extra_bytes: int = 0) -> None:
         self.memory: torch.Tensor = memory
-        self.nbytes = memory.numel()
+        self.nbytes, self.extra_bytes = memory.numel(), extra_bytes
 
     def fill(self, target: torch.Tensor, start: int) -> None:
         target.copy_(self.memory[start : start + target.numel()])

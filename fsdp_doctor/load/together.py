@@ -72,7 +72,7 @@ class Together:
             raise
 
     def _extent(self, who: str) -> str:
-        return f"{who} had written {self.written} tensors" if self.written else f"{who} had written nothing"
+        return f"{who} had begun to write {self.written} tensors" if self.written else f"{who} had written nothing"
 
 
 _ARTICLE: dict[Kind, str] = {"mapping": "a mapping", "iterator": "an iterable", "files": "files"}

@@ -15,6 +15,7 @@ from fsdp_doctor.load.from_first_rank import FromFirstRank
 from fsdp_doctor.load.given import GivenSource, Value
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.own_parts import OwnParts
+from fsdp_doctor.load.safetensors_files import FileTensor
 from fsdp_doctor.load.targets import LoadedModel, Target
 from fsdp_doctor.load.ties import Ties
 from fsdp_doctor.load.together import Holders, Together
@@ -58,8 +59,9 @@ class Load:
     ) -> Iterator[tuple[int, Value]]:
         """(place of a target, full tensor), each target once."""
         if have.kind != "iterator":
-            for place in sorted(matching.found):
-                yield place, have.tensors[matching.found[place][0]]
+            values = {place: have.tensors[names[0]] for place, names in matching.found.items()}
+            for place in sorted(values, key=lambda place: (_place_in_files(values[place]), place)):
+                yield place, values[place]
                 self._together.written += 1
             return
         for name, value in have.values():
@@ -75,7 +77,7 @@ class Load:
         own = OwnParts(copies, streams)
         for place, value in items:
             own.write(self._targets[place], value)
-        copies.finish()
+        own.finish()
 
     def _from_first(
         self, items: Iterator[tuple[int, Value]], matching: Matching, copies: HostCopies, streams: Streams
@@ -98,6 +100,11 @@ class Load:
 
     def _wrote(self, number: int) -> None:
         self._together.written += number
+
+
+def _place_in_files(value: Value) -> tuple[str, int]:
+    """In the order of which files are read from their beginnings to their ends."""
+    return (str(value.file.path), value.begin) if isinstance(value, FileTensor) else ("", 0)
 
 
 def _report(matching: Matching, loaded: int) -> LoadReport:
