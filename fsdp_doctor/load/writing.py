@@ -43,16 +43,16 @@ class Load:
             matching.add_all(have.tensors)
         ties = Ties(self._targets, holders)
         ties.check(matching.found, have.tensors)
-        self._together.agree()
-        begin()
         streams = Streams(self._place.device)
         with contextlib.closing(HostCopies(streams)) as copies:
             items = self._items(have, matching, ties, copies)
-            if holders == "all":
-                self._write_own(items, copies, streams)
-                self._together.agree()
-                return _report(matching, self._together.written)
-            return self._from_first(items, matching, copies, streams)
+            if holders == "first":
+                return self._from_first(items, matching, copies, streams, begin)
+            self._together.agree()
+            begin()
+            self._write_own(items, copies, streams)
+            self._together.agree()
+            return _report(matching, self._together.written)
 
     def _items(
         self, have: GivenSource, matching: Matching, ties: Ties, copies: HostCopies
@@ -80,9 +80,17 @@ class Load:
         own.finish()
 
     def _from_first(
-        self, items: Iterator[tuple[int, Value]], matching: Matching, copies: HostCopies, streams: Streams
+        self,
+        items: Iterator[tuple[int, Value]],
+        matching: Matching,
+        copies: HostCopies,
+        streams: Streams,
+        begin: Callable[[], None],
     ) -> LoadReport:
         way = FromFirstRank(self._place, self._targets, self._bucket_bytes, self._together.agree, copies, streams)
+        way.prepare()
+        self._together.agree()
+        begin()
         try:
             if dist.get_rank() == self._place.first:
                 way.send(items)
