@@ -230,12 +230,12 @@ class _Chunks:
         """One that the device is through with."""
         if len(self._free) < self._most:
             try:
-                return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError:
                 # There is no more of it.
                 self._most = max(len(self._free), 1)
                 if not self._free:
-                    return torch.empty(self._nbytes, dtype=torch.uint8)
+                    return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         memory, taken = self._free.popleft()
         if taken is not None:
             taken.synchronize()

@@ -16,7 +16,7 @@ from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
-from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
 def load_full_tensors(
@@ -64,7 +64,11 @@ def load_full_tensors(
     no sense.
     """
     with refused(model):
-        _check_arguments(dtype, bucket_bytes)
+        if dtype not in get_args(DtypeRule):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
+        if buffers is not None and not isinstance(buffers, Mapping):
+            raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
+        check_arguments(model, bucket_bytes)
         held = reader.read(model)
         place = loaded_model(held)
     together = Together(place.ranks)
@@ -81,10 +85,3 @@ def load_full_tensors(
             transient.fill()
 
         return Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
-
-
-def _check_arguments(dtype: DtypeRule, bucket_bytes: int) -> None:
-    if dtype not in get_args(DtypeRule):
-        raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")

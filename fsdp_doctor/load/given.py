@@ -72,5 +72,11 @@ def check_value(name: Any, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if isinstance(value, DTensor):
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
+    if value.layout != torch.strided or value.is_quantized:
+        raise LoadError(f"{name} is {_kind(value)} in the source: only dense tensors can be loaded")
     if value.is_meta:
         raise LoadError(f"{name} is on the meta device in the source")
+
+
+def _kind(value: torch.Tensor) -> str:
+    return "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")

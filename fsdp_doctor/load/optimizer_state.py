@@ -17,7 +17,7 @@ from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import Target, loaded_model, settle
 from fsdp_doctor.load.together import Together, refused
-from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
 def load_optimizer_state(
@@ -63,6 +63,9 @@ def load_optimizer_state(
     with refused(model):
         if dtype not in get_args(StateDtypeRule):
             raise ValueError(f"dtype must be one of {', '.join(get_args(StateDtypeRule))}, not {dtype!r}")
+        check_arguments(model, bucket_bytes)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         held = reader.read(model)
         place = loaded_model(held)
     together = Together(place.ranks)
@@ -154,7 +157,7 @@ class NewState:
         state = self._state.get(one.parameter, {}).get(key)
 
         def shard() -> torch.Tensor:
-            return torch.empty(0, dtype=entry.dtype) if state is None else stretch.part_of(state).detach()
+            return torch.empty(0, dtype=entry.dtype, device="cpu") if state is None else stretch.part_of(state).detach()
 
         return Target(
             names=tuple(entry_name(key, name) for name in stretch.names),

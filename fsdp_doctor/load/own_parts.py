@@ -23,7 +23,6 @@ class OwnParts:
         self._streams = streams
         self._extra_bytes = 0
 
-    @torch.no_grad()
     def write(self, target: Target, value: Value) -> None:
         """Begins to; it is done after ``finish``. What is read from files is only noted down until then."""
         part = target.layout.part(target.shape, self._rank)

@@ -83,7 +83,7 @@ def _some_of(source: Portion, start: int = 0, nbytes: int | None = None) -> torc
     length = source.nbytes - start if nbytes is None else nbytes
     if source.memory is not None:
         return source.memory[start : start + length]
-    memory = torch.empty(length, dtype=torch.uint8)
+    memory = torch.empty(length, dtype=torch.uint8, device="cpu")
     source.fill(memory, start)
     return memory
 
@@ -92,7 +92,7 @@ def _some_of(source: Portion, start: int = 0, nbytes: int | None = None) -> torc
 def fingerprint(source: Portion) -> int:
     """A number that two portions share if their bytes are the same, and else by an accident of one in 2 ** 64."""
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator) | 1
+    weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator, device="cpu") | 1
     total = source.nbytes
     for part in _chunks(source):
         words = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.uint8, device=part.device)

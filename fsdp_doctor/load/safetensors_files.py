@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,11 @@ class SafetensorsFile:
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
+        # What is no file, such as a pipe, might never be opened.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise LoadError(f"{path} is no file")
             self.tensors = self._read_header()
         except BaseException:
             self.close()
@@ -127,6 +131,8 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
     if path.is_dir():
         index = _index(path)
         paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
+        if absent := [str(file) for file in paths if index and not file.exists()]:
+            raise LoadError(f"the index of {path} names files that are not there: {some(absent)}")
         if not paths:
             raise LoadError(f"{path} holds no safetensors file")
     files: list[SafetensorsFile] = []
@@ -166,7 +172,7 @@ def _index(directory: pathlib.Path) -> dict[str, str]:
         return {}
     try:
         weight_map = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LoadError(f"{indexes[0]} is no index of safetensors files: {error!r}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise LoadError(f"{indexes[0]} is no index of safetensors files: its weight_map maps no names to files")
@@ -176,4 +182,4 @@ def _index(directory: pathlib.Path) -> dict[str, str]:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and {int}.issuperset(map(type, value)) and min(value, default=0) >= 0

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
@@ -23,6 +24,16 @@ from fsdp_doctor.load.together import Holders, Together
 # Of a small model's bucket, which is divided among all ranks.
 LOAD_BUCKET_BYTES = 512 << 20
 _LEAST_BUCKET_BYTES = 1 << 20
+
+
+def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
+    """Raises TypeError, ValueError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes must be a whole number, not {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
 
 
 class Load:
