@@ -98,7 +98,7 @@ class SafetensorsFile:
 
     def _tensor(self, name: str, about: Any, begin: int, size: int) -> FileTensor:
         about = about if isinstance(about, dict) else {}
-        dtype, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
+        dtype, shape, offsets = about.get("dtype"), about.get("shape"), about.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise LoadError(f"{self.path}: {name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
         if not _are_counts(shape):
