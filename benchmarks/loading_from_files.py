@@ -4,7 +4,8 @@ torchrun --nproc-per-node 2 benchmarks/loading_from_files.py [--device cuda --hi
 
 Of a model of Qwen3-4B's shape. ``plain``: as many threads read as many bytes of the file into memory that is there,
 each a part of its own. ``bare``: the same into pinned chunks, which each thread sends to the device. Times are medians
-of the slowest rank, in milliseconds; ``before reading`` and ``in all`` are what rank 0's main thread computes.
+of the slowest rank, in milliseconds; ``processor`` is rank 0's, of all threads, and ``before reading`` and ``in all``
+what its main thread computes. Where programs share the processors, only these can be compared.
 """
 
 from __future__ import annotations
@@ -76,23 +77,17 @@ def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -
     threads = threads_of_a_rank()
     say(f"{len(shards)} tensors, {nbytes / 1e6:.0f} MB a rank, {dist.get_world_size()} ranks, {threads} threads each")
     memory = torch.zeros(nbytes, dtype=torch.uint8)
-    plain = milliseconds(lambda: in_threads(threads, nbytes, functools.partial(read, path, memory)), options)
+    plain = taken(lambda: in_threads(threads, nbytes, functools.partial(read, path, memory)), options)
     say(row("plain", plain, nbytes, plain))
     for mib in map(int, options.chunk_mib.split(",")):
         if options.device != "cpu":
             carry = functools.partial(read_and_send, path, mib * _MIB, options.device)
-            say(
-                row(
-                    f"bare, {mib} MiB",
-                    milliseconds(lambda c=carry: in_threads(threads, nbytes, c), options),
-                    nbytes,
-                    plain,
-                )
-            )
+            bare = taken(lambda c=carry: in_threads(threads, nbytes, c), options)
+            say(row(f"bare, {mib} MiB", bare, nbytes, plain))
         used: list[tuple[float, float]] = []
-        took = milliseconds(lambda m=mib, u=used: u.append(load(model, path, m * _MIB)), options)
+        took = taken(lambda m=mib, u=used: u.append(load(model, path, m * _MIB)), options)
         before, in_all = (statistics.median(times) * 1e3 for times in zip(*used, strict=True))
-        say(f"{row(f'load, {mib} MiB', took, nbytes, plain)}  before reading {before:.1f} ms, in all {in_all:.1f} ms")
+        say(f"{row(f'load, {mib} MiB', took, nbytes, plain)}, before reading {before:.1f}, in all {in_all:.1f}")
 
 
 def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
@@ -151,23 +146,26 @@ def view(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
-def milliseconds(run: Callable[[], object], options: argparse.Namespace) -> float:
-    """The median over the runs of what the slowest rank took; the first run, which warms up, does not count."""
+def taken(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
+    """Medians of (the slowest rank's time, this rank's processor's), in milliseconds; the first run does not count."""
     times = []
     for _ in range(options.repeat + 1):
         dist.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         run()
         if options.device != "cpu":
             torch.get_device_module(options.device).synchronize()
-        took: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(took, time.perf_counter() - start)
-        times.append(max(took))
-    return statistics.median(times[1:]) * 1e3
+        took, used = time.perf_counter() - start, time.process_time() - used
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, took)
+        times.append((max(everyone), used))
+    took, used = (statistics.median(some) * 1e3 for some in zip(*times[1:], strict=True))
+    return took, used
 
 
-def row(what: str, took: float, nbytes: int, plain: float) -> str:
-    return f"{what:14} {took:8.1f} ms  {nbytes / took / 1e6:5.1f} GB/s a rank  {plain / took:.2f} of plain"
+def row(what: str, took: tuple[float, float], nbytes: int, plain: tuple[float, float]) -> str:
+    rate, share = nbytes / took[0] / 1e6, plain[0] / took[0]
+    return f"{what:14} {took[0]:8.1f} ms {rate:6.1f} GB/s a rank, {share:.2f} of plain; processor {took[1]:7.1f} ms"
 
 
 def say(line: str) -> None:

@@ -5,8 +5,9 @@ that is longer than what is left of the lanes goes on in the next bucket. Rank 0
 once. Ranks that hold the same part get it from one another.
 
 Between the ranks' agreement to a bucket and its collectives nothing may fail on one rank alone, so all memory that
-these take is taken before: rank 0 says how long a lane is, and each rank has room for what it gets of two buckets
-before the first comes. What fails on one rank after its collectives is told at the next agreement.
+these take is taken before: rank 0 says how long a lane is, and each rank has room for what it gets of two buckets,
+or of one if there are no more, before the first comes. What fails on one rank after its collectives is told at the
+next agreement.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class FromFirstRank:
         self._group = model.group
         self._ranks = dist.get_process_group_ranks(model.group)
         self._bucket_bytes = bucket_bytes
-        self._most_bytes = sum(_aligned(target.shape.numel() * target.dtype.itemsize) for target in targets)
+        self._kinds = collections.Counter((t.layout, t.shape, t.dtype.itemsize) for t in targets)
         self._receivers = self._receiving_ranks() if self._rank == model.first else []
         self._nothing = self._empty(0)
         self._free: list[_Memory] = []
@@ -110,8 +111,8 @@ class FromFirstRank:
 
     def prepare(self) -> None:
         """Takes the memory for all buckets. Every rank must call it, and agree that all others could."""
-        lane_bytes = int(self._agree(str(self._lane_bytes())))
-        self._free = [self._memory(lane_bytes) for _ in range(_MOST_PENDING)]
+        lane_bytes, count = json.loads(self._agree(json.dumps(self._lane_bytes())))
+        self._free = [self._memory(lane_bytes) for _ in range(count)]
 
     def send(self, items: Iterable[tuple[int, Value]]) -> None:
         """On rank 0: (place of the target, full tensor)."""
@@ -165,13 +166,22 @@ class FromFirstRank:
             if layout.replicas or rank != self._rank
         }
 
-    def _lane_bytes(self) -> int:
-        """On rank 0."""
+    def _lane_bytes(self) -> tuple[int, int]:
+        """(how long a lane is, in how many buckets at once), as rank 0 says."""
         lanes = len(self._receivers)
         # Several lanes are joined before they are sent, and what rank 0 sends to itself it receives.
         copies = 1 + (lanes > 1) + (self._rank in self._receivers)
         lane_bytes = self._bucket_bytes // (copies * max(lanes, 1)) // _ALIGNMENT * _ALIGNMENT
-        return max(min(lane_bytes, self._most_bytes), _ALIGNMENT)
+        longest = max(map(self._bytes_for, self._receivers), default=0)
+        return max(min(lane_bytes, longest), _ALIGNMENT), 1 if longest <= lane_bytes else _MOST_PENDING
+
+    def _bytes_for(self, rank: int) -> int:
+        """What a lane would have to hold for all of a rank's parts."""
+        return sum(
+            count * _aligned(layout.part(shape, rank).shape.numel() * itemsize)
+            for (layout, shape, itemsize), count in self._kinds.items()
+            if rank in layout.owners and (layout.replicas or rank != self._rank)
+        )
 
     def _memory(self, lane_bytes: int) -> _Memory:
         layouts = [target.layout for target in self._targets]

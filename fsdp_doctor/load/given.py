@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,11 @@ class GivenSource:
     tensors: Mapping[str, Value] = field(default_factory=dict)
     items: Iterator[Any] | None = None
     _files: list[SafetensorsFile] = field(default_factory=list)
+
+    @property
+    def makes_values(self) -> bool:
+        """Whether a mapping may make its tensors when it is asked for them, so that they are not all to be kept."""
+        return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """Of an iterator, checked as they come."""

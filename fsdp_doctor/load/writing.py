@@ -70,10 +70,11 @@ class Load:
     ) -> Iterator[tuple[int, Value]]:
         """(place of a target, full tensor), each target once."""
         if have.kind != "iterator":
-            values = {place: have.tensors[names[0]] for place, names in matching.found.items()}
-            for place in sorted(values, key=lambda place: (_place_in_files(values[place]), place)):
-                yield place, values[place]
+            for place, name in _in_order(matching, have):
+                yield place, have.tensors[name]
                 self._together.written += 1
+                if have.makes_values:
+                    copies.finish()
             return
         for name, value in have.values():
             target = matching.add(name, value)
@@ -121,9 +122,13 @@ class Load:
         self._together.written += number
 
 
-def _place_in_files(value: Value) -> tuple[str, int]:
-    """In the order of which files are read from their beginnings to their ends."""
-    return (str(value.file.path), value.begin) if isinstance(value, FileTensor) else ("", 0)
+def _in_order(matching: Matching, have: GivenSource) -> list[tuple[int, str]]:
+    """(place of a target, name in the source): of the model, but files are read from their beginnings to their ends."""
+    places = [(place, matching.found[place][0]) for place in sorted(matching.found)]
+    if have.kind == "files":
+        begins = {name: (str(t.file.path), t.begin) for name, t in have.tensors.items() if isinstance(t, FileTensor)}
+        places.sort(key=lambda one: begins[one[1]])
+    return places
 
 
 def _report(matching: Matching, loaded: int) -> LoadReport:

@@ -74,7 +74,7 @@ def _interrupted() -> Iterator[tuple[str, torch.Tensor]]:
 @_on_two
 def test_a_source_that_breaks_on_one_rank_is_that_error_there_and_a_load_error_on_the_other() -> None:
     sources: list[tuple[Callable[[], Any], type[BaseException], str, str]] = [
-        (lambda: _BreaksOnRank1(other_tensors()), OSError, "the disk is gone", "had written nothing"),
+        (lambda: _BreaksOnRank1(other_tensors()), OSError, "the disk is gone", "it had begun to write"),
         (_interrupted, KeyboardInterrupt, "", "KeyboardInterrupt; it had begun to write 2 tensors"),
     ]
     for make, kind, words, extent in sources:
