@@ -11,6 +11,7 @@ caller's reads.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import queue
 import threading
@@ -206,10 +207,15 @@ class _Readers:
 
     def _run(self) -> None:
         chunks = _Chunks(self._streams, self._chunk_bytes)
-        with self._streams.of_thread():
+        with contextlib.ExitStack() as stack:
+            is_ready = False
             while (job := self._waiting.get()) is not None:
                 batch, submission = job
                 try:
+                    # Here, because what this raises is somebody's error, too.
+                    if not is_ready:
+                        stack.enter_context(self._streams.of_thread())
+                        is_ready = True
                     _read(batch, chunks)
                     submission.carried()
                 except BaseException as error:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_doctor.extract import host_copies
+from fsdp_doctor.extract.streams import Streams
 
 ROWS = {"large_rows": 9001}
 
@@ -109,3 +110,16 @@ def test_a_reader_that_fails_is_the_error_of_the_call() -> None:
         extracted(model)
     together()
     assert_same(extracted(model), expected)
+
+
+@on_the_device
+def test_a_thread_that_cannot_use_its_stream_is_the_error_of_the_call() -> None:
+    model, expected = _offloaded()
+    with raises_soon(RuntimeError, "no stream"), mock.patch.object(Streams, "of_thread", _no_stream):
+        extracted(model)
+    together()
+    assert_same(extracted(model), expected)
+
+
+def _no_stream(streams: Streams) -> Any:
+    raise RuntimeError("no stream")
