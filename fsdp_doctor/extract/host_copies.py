@@ -1,37 +1,43 @@
 """Copies portions of tensors to where they belong: threads read them out of pageable memory and files.
 
-What goes to the device from there passes through pinned chunks, so that the link is not held up by the reading. What
-is pinned, or on the device, is copied by the device alone. A chunk is one job of a thread, however many tensors share
-it: the handing over costs the host more than the tensors of most layers take to be read. Without pinned memory the
-chunks are not pinned, and without threads nothing is read ahead.
+What goes to the device from there passes through pinned chunks, so that the link is not held up by the reading; a
+thread has two, and sends one while it reads into the other. What is pinned, or on the device, is copied by the device
+alone. A chunk is one job of a thread, however many tensors share it: the handing over costs the host more than the
+tensors of most layers take to be read. Nothing is read before all that is to be read was worked out: what one thread
+does in Python keeps the others from reading. Without pinned memory the chunks are not pinned, and without threads the
+caller's reads.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp_doctor.extract.streams import Streams
+from fsdp_doctor.fsdp import private
 
 # Where each piece begins in a chunk: as the device likes it.
 _ALIGNMENT = 512
-# Beside those that threads are reading into.
-_CHUNKS_ON_THE_LINK = 4
+_CHUNKS_OF_A_THREAD = 2
 
 
 class Portion(ABC):
-    """A part of a tensor, in bytes. nbytes: how long it is. memory: its bytes, 1-D, where they are in memory."""
+    """A part of a tensor, in bytes.
+
+    nbytes: how long it is. extra_bytes: of memory that was taken for it alone. memory: its bytes, 1-D, where they are
+    in memory.
+    """
 
     nbytes: int
+    extra_bytes: int = 0
     memory: torch.Tensor | None = None
 
     @abstractmethod
@@ -40,20 +46,12 @@ class Portion(ABC):
 
 
 class InMemory(Portion):
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, extra_bytes: int = 0) -> None:
         self.memory: torch.Tensor = memory
-        self.nbytes = memory.numel()
+        self.nbytes, self.extra_bytes = memory.numel(), extra_bytes
 
     def fill(self, target: torch.Tensor, start: int) -> None:
         target.copy_(self.memory[start : start + target.numel()])
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """Pinned memory. taken: the event after which the device has read it, None while it has nothing to read."""
-
-    memory: torch.Tensor
-    taken: Any = None
 
 
 @dataclass(eq=False, slots=True)
@@ -66,34 +64,53 @@ class _Piece:
     place: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Batch:
-    """What one thread reads at once; from the chunk, where there is one, it is yet to be copied to the targets.
+    """What one thread reads at once, to the host or through a chunk to the device. nbytes: how much of a chunk."""
 
-    nbytes: how much of a chunk it takes.
-    """
-
-    chunk: _Chunk | None
+    on_host: bool
     pieces: list[_Piece] = field(default_factory=list)
     nbytes: int = 0
-    job: Future[None] | None = None
+
+
+class _Submission:
+    """Batches that are read together. over: when all have been, or one has failed."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._done: list[None] = []
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+
+    def carried(self) -> None:
+        self._done.append(None)
+        if len(self._done) == self._count:
+            self._over.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._error = error
+        self._over.set()
+
+    def result(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class HostCopies:
     """Targets are 1-D bytes. What a copy reads must stay as it is until ``finish`` has returned.
 
-    most_threads: of this rank. chunk_bytes: pinned memory is one for each of them, and five.
+    most_threads: of this rank. chunk_bytes: pinned memory is two for each of them.
     """
 
-    def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 16 << 20) -> None:
+    def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:
         self._chunk_bytes = chunk_bytes
         self._streams = streams
         self._num_threads = threads_of_a_rank(most_threads)
         self._readers: _Readers | None = None
-        self._num_submitted = self._num_taken = 0
-        self._free: collections.deque[_Chunk] = collections.deque()
-        self._begun: _Batch | None = None
-        self._reading: collections.deque[_Batch] = collections.deque()
+        self._begun: list[_Batch] = []
+        self._num_submitted = 0
+        self._submissions: collections.deque[_Submission] = collections.deque()
 
     def close(self) -> None:
         """Waits for the threads and the device, whatever they end with: what they write to may be freed then."""
@@ -104,20 +121,25 @@ class HostCopies:
     def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
         """As many bytes as the target has, from ``start`` on."""
         memory = portion.memory
-        if memory is not None and self._by_device(memory, target):
+        if memory is not None and _by_device(memory, target):
             self._streams.load(target, memory[start : start + target.numel()])
             return
-        done = 0
-        while done < target.numel():
+        done, nbytes = 0, target.numel()
+        while done < nbytes:
             batch = self._batch(on_host=target.device.type == "cpu")
-            some = target[done : done + self._chunk_bytes - batch.nbytes]
-            batch.pieces.append(_Piece(portion, start + done, some, batch.nbytes))
-            batch.nbytes += -(-some.numel() // _ALIGNMENT) * _ALIGNMENT
-            done += some.numel()
+            length = min(nbytes - done, self._chunk_bytes - batch.nbytes)
+            batch.pieces.append(_Piece(portion, start + done, target[done : done + length], batch.nbytes))
+            batch.nbytes += -(-length // _ALIGNMENT) * _ALIGNMENT
+            done += length
 
     def submit(self) -> int:
         """What is to be copied is being read; the number is for ``flush``."""
-        self._submit()
+        if self._begun:
+            if self._readers is None:
+                self._readers = _Readers(self._streams, self._num_threads, self._chunk_bytes)
+            self._submissions.append(self._readers.submit(self._begun))
+            self._num_submitted += 1
+            self._begun = []
         return self._num_submitted
 
     def flush(self, submitted: int | None = None) -> None:
@@ -126,67 +148,36 @@ class HostCopies:
         submitted: only what had been when ``submit`` returned this.
         """
         last = self.submit() if submitted is None else submitted
-        while self._num_taken < last:
-            self._take()
+        while self._num_submitted - len(self._submissions) < last:
+            self._submissions.popleft().result()
+        self._streams.loaded_by_threads()
 
     def finish(self) -> None:
         """All has been read, and has come to where it belongs."""
         self.flush()
         self._streams.loaded()
 
-    def _by_device(self, memory: torch.Tensor, target: torch.Tensor) -> bool:
-        if memory.device.type != "cpu":
-            return True
-        return target.device.type != "cpu" and memory.is_pinned()
-
     def _batch(self, *, on_host: bool) -> _Batch:
         """One that has room."""
-        begun = self._begun
-        if begun is None or begun.nbytes >= self._chunk_bytes or (begun.chunk is None) != on_host:
-            self._submit()
-            begun = self._begun = _Batch(None if on_host else self._chunk())
+        begun = self._begun[-1] if self._begun else None
+        if begun is None or begun.nbytes >= self._chunk_bytes or begun.on_host != on_host:
+            begun = _Batch(on_host)
+            self._begun.append(begun)
         return begun
 
-    def _submit(self) -> None:
-        if (batch := self._begun) is None:
-            return
-        self._begun = None
-        while len(self._reading) >= self._num_threads + _CHUNKS_ON_THE_LINK:
-            self._take()
-        if self._readers is None:
-            self._readers = _Readers(self._num_threads)
-        batch.job = self._readers.submit(batch)
-        self._reading.append(batch)
-        self._num_submitted += 1
 
-    def _chunk(self) -> _Chunk:
-        if self._free:
-            return self._free.popleft()
-        try:
-            return _Chunk(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError:
-            # There is no more of it, so that a chunk which is on its way has to do.
-            while self._reading and not self._free:
-                self._take()
-            return self._free.popleft() if self._free else _Chunk(torch.empty(self._chunk_bytes, dtype=torch.uint8))
-
-    def _take(self) -> None:
-        batch = self._reading.popleft()
-        self._num_taken += 1
-        assert batch.job is not None
-        batch.job.result()
-        if (chunk := batch.chunk) is not None:
-            for piece in batch.pieces:
-                self._streams.load(piece.target, chunk.memory[piece.place : piece.place + piece.target.numel()])
-            chunk.taken = self._streams.loading_event()
-            self._free.append(chunk)
+def _by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
+    if memory.device.type != "cpu":
+        return True
+    return target.device.type != "cpu" and memory.is_pinned()
 
 
 class _Readers:
     """As many threads as are to be had, up to ``most``. Without any, what is submitted is read at once."""
 
-    def __init__(self, most: int) -> None:
-        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
+        self._streams, self._chunk_bytes = streams, chunk_bytes
+        self._waiting: queue.SimpleQueue[tuple[_Batch, _Submission] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         for _ in range(most):
             thread = threading.Thread(target=self._run, daemon=True)
@@ -196,21 +187,14 @@ class _Readers:
                 break
             self._threads.append(thread)
 
-    def submit(self, batch: _Batch) -> Future[None]:
-        job: Future[None] = Future()
-
-        def read() -> None:
-            try:
-                _read(batch)
-                job.set_result(None)
-            except BaseException as error:
-                job.set_exception(error)
-
-        if self._threads:
-            self._waiting.put(read)
-        else:
-            read()
-        return job
+    def submit(self, batches: list[_Batch]) -> _Submission:
+        submission = _Submission(len(batches))
+        for batch in batches:
+            self._waiting.put((batch, submission))
+        if not self._threads:
+            self._waiting.put(None)
+            self._run()
+        return submission
 
     def close(self) -> None:
         """Waits for what is being read; what nobody has begun to read is not read."""
@@ -222,8 +206,50 @@ class _Readers:
             thread.join()
 
     def _run(self) -> None:
-        while (read := self._waiting.get()) is not None:
-            read()
+        chunks = _Chunks(self._streams, self._chunk_bytes)
+        with contextlib.ExitStack() as stack:
+            is_ready = False
+            while (job := self._waiting.get()) is not None:
+                batch, submission = job
+                try:
+                    # Here, because what this raises is somebody's error, too.
+                    if not is_ready:
+                        stack.enter_context(self._streams.of_thread())
+                        is_ready = True
+                    _read(batch, chunks)
+                    submission.carried()
+                except BaseException as error:
+                    submission.failed(error)
+                # What was carried is not to be held until there is more.
+                del job, batch, submission
+
+
+class _Chunks:
+    """One thread's, in turns. Of two, the device may be reading one; with one, it is waited for."""
+
+    def __init__(self, streams: Streams, nbytes: int) -> None:
+        self._streams, self._nbytes = streams, nbytes
+        self._free: collections.deque[tuple[torch.Tensor, Any]] = collections.deque()
+        self._most = _CHUNKS_OF_A_THREAD
+
+    def take(self) -> torch.Tensor:
+        """One that the device is through with."""
+        if len(self._free) < self._most:
+            try:
+                return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError:
+                # There is no more of it.
+                self._most = max(len(self._free), 1)
+                if not self._free:
+                    return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+        memory, taken = self._free.popleft()
+        if taken is not None:
+            taken.synchronize()
+        return memory
+
+    def give(self, memory: torch.Tensor) -> None:
+        """What was copied from it is in the stream."""
+        self._free.append((memory, self._streams.loading_event()))
 
 
 def threads_of_a_rank(most: int = 16) -> int:
@@ -232,15 +258,21 @@ def threads_of_a_rank(most: int = 16) -> int:
     return max(2, min(most, processors))
 
 
-def _read(batch: _Batch) -> None:
-    chunk = batch.chunk
-    if chunk is not None and chunk.taken is not None:
-        chunk.taken.synchronize()
-    for piece in batch.pieces:
-        into = piece.target if chunk is None else chunk.memory[piece.place : piece.place + piece.target.numel()]
-        piece.portion.fill(into, piece.start)
-
-
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, 1-D: a view."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _read(batch: _Batch, chunks: _Chunks) -> None:
+    """Reads a batch and, where it goes to the device, sends it: one call for all of its pieces."""
+    if batch.on_host:
+        for piece in batch.pieces:
+            piece.portion.fill(piece.target, piece.start)
+        return
+    chunk = chunks.take()
+    targets = [piece.target for piece in batch.pieces]
+    parts = [chunk[piece.place : piece.place + piece.target.numel()] for piece in batch.pieces]
+    for piece, part in zip(batch.pieces, parts, strict=True):
+        piece.portion.fill(part, piece.start)
+    private.copy_all(targets, parts, non_blocking=True)
+    chunks.give(chunk)

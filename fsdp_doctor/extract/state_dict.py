@@ -84,7 +84,7 @@ class _HostCopies:
             return tensor
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         parts = zip(flat_bytes(tensor).split(_CHUNK_BYTES), flat_bytes(host).split(_CHUNK_BYTES), strict=True)
         for source, target in parts:
             chunk = self._chunk()
@@ -97,7 +97,7 @@ class _HostCopies:
     def _chunk(self) -> torch.Tensor:
         if self._num_chunks < self._most_chunks:
             self._num_chunks += 1
-            return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self._free.get()
 
     def _finish(self, arrival: Any, chunk: torch.Tensor, pinned: torch.Tensor, target: torch.Tensor) -> None:

@@ -56,6 +56,15 @@ class Streams:
             self._loading.synchronize()
             self._other_loading.synchronize()
 
+    def of_thread(self) -> contextlib.AbstractContextManager[Any]:
+        """What another thread copies inside is loaded in turn 0, once this one has said ``loaded_by_threads``."""
+        return self._on(self._loading)
+
+    def loaded_by_threads(self) -> None:
+        """What is gathered from now on comes after all that other threads have loaded."""
+        if self._module:
+            self._use(self._loading)
+
     def loading_event(self) -> Any:
         """An event after everything that was loaded in turn 0."""
         return self._loading.record_event() if self._module else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ class HeldPart:
     def of_slices(cls, slices: Slices) -> HeldPart:
         return cls(tuple((range(part.start, part.stop),) for part in slices))
 
-    @property
+    @functools.cached_property
     def shape(self) -> torch.Size:
         return torch.Size(sum(map(len, runs)) for runs in self.runs)
 

@@ -3,14 +3,20 @@
 While one bucket is on its way the next is read. A bucket has a lane for each rank that is sent something; a tensor
 that is longer than what is left of the lanes goes on in the next bucket. Rank 0's own part goes where it belongs at
 once. Ranks that hold the same part get it from one another.
+
+Between the ranks' agreement to a bucket and its collectives nothing may fail on one rank alone, so all memory that
+these take is taken before: rank 0 says how long a lane is, and each rank has room for what it gets of two buckets,
+or of one if there are no more, before the first comes. What fails on one rank after its collectives is told at the
+next agreement.
 """
 
 from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,12 +48,27 @@ class _Piece:
 
 
 @dataclass
+class _Memory:
+    """What one bucket takes of this rank's device: where it is received, and on rank 0 what is sent.
+
+    received: what comes from rank 0, passed: what comes from another that has the same part. joined: the lanes one
+    after another, where there are several.
+    """
+
+    received: torch.Tensor
+    passed: torch.Tensor
+    lanes: torch.Tensor
+    joined: torch.Tensor
+
+
+@dataclass
 class _Bucket:
     """lanes: by rank, its bytes; used: how many are filled."""
 
     lanes: dict[int, torch.Tensor]
     lane_bytes: int
     used: dict[int, int]
+    memory: _Memory
     pieces: list[_Piece] = field(default_factory=list)
 
     def room(self) -> int:
@@ -59,7 +80,7 @@ class _Pending:
     """What was launched, and the memory that the device uses until ``done``."""
 
     done: Any
-    memory: list[torch.Tensor]
+    memory: _Memory
 
 
 class FromFirstRank:
@@ -81,15 +102,22 @@ class FromFirstRank:
         self._group = model.group
         self._ranks = dist.get_process_group_ranks(model.group)
         self._bucket_bytes = bucket_bytes
-        self._most_bytes = sum(_aligned(target.shape.numel() * target.dtype.itemsize) for target in targets)
+        self._kinds = collections.Counter((t.layout, t.shape, t.dtype.itemsize) for t in targets)
+        self._receivers = self._receiving_ranks() if self._rank == model.first else []
+        self._nothing = self._empty(0)
+        self._free: list[_Memory] = []
         self._pending: collections.deque[_Pending] = collections.deque()
         self._destinations: dict[int, Destination] = {}
+
+    def prepare(self) -> None:
+        """Takes the memory for all buckets. Every rank must call it, and agree that all others could."""
+        lane_bytes, count = json.loads(self._agree(json.dumps(self._lane_bytes())))
+        self._free = [self._memory(lane_bytes) for _ in range(count)]
 
     def send(self, items: Iterable[tuple[int, Value]]) -> None:
         """On rank 0: (place of the target, full tensor)."""
         own = OwnParts(self._copies, self._streams)
-        receivers = self._receivers()
-        bucket = self._new_bucket(receivers)
+        bucket = self._new_bucket()
         for place, value in items:
             target = self._targets[place]
             if not target.layout.replicas:
@@ -101,7 +129,7 @@ class FromFirstRank:
             while start < longest or not start:
                 if bucket.room() < min(longest - start, _LEAST_PIECE):
                     self._launch(bucket)
-                    bucket = self._new_bucket(receivers)
+                    bucket = self._new_bucket()
                 piece = _Piece(place, start, max(bucket.room(), 1))
                 self._load(bucket, piece, parts)
                 start += piece.length
@@ -111,9 +139,8 @@ class FromFirstRank:
     def receive(self, wrote: Callable[[int], None]) -> str:
         """On the other ranks, until rank 0 has sent all; returns what it says then. wrote: told how many tensors."""
         while (word := self._agree("")).startswith("["):
-            self._make_room()
             pieces = [_Piece(*piece) for piece in json.loads(word)]
-            self._transfer(pieces, None)
+            self._transfer(pieces, self._room(), self._nothing)
             wrote(sum(not piece.start for piece in pieces))
         return word
 
@@ -121,7 +148,7 @@ class FromFirstRank:
         while self._pending:
             self._retire()
 
-    def _receivers(self) -> list[int]:
+    def _receiving_ranks(self) -> list[int]:
         """Those that get anything from rank 0, which may be itself."""
         found = dict.fromkeys(
             rank
@@ -139,14 +166,40 @@ class FromFirstRank:
             if layout.replicas or rank != self._rank
         }
 
-    def _new_bucket(self, receivers: Sequence[int]) -> _Bucket:
-        self._make_room()
+    def _lane_bytes(self) -> tuple[int, int]:
+        """(how long a lane is, in how many buckets at once), as rank 0 says."""
+        lanes = len(self._receivers)
         # Several lanes are joined before they are sent, and what rank 0 sends to itself it receives.
-        copies = 1 + (len(receivers) > 1) + (self._rank in receivers)
-        lane_bytes = self._bucket_bytes // (copies * max(len(receivers), 1)) // _ALIGNMENT * _ALIGNMENT
-        lane_bytes = max(min(lane_bytes, self._most_bytes), _ALIGNMENT)
-        memory = torch.empty(len(receivers), lane_bytes, dtype=torch.uint8, device=self._model.device)
-        return _Bucket(dict(zip(receivers, memory, strict=True)), lane_bytes, dict.fromkeys(receivers, 0))
+        copies = 1 + (lanes > 1) + (self._rank in self._receivers)
+        lane_bytes = self._bucket_bytes // (copies * max(lanes, 1)) // _ALIGNMENT * _ALIGNMENT
+        longest = max(map(self._bytes_for, self._receivers), default=0)
+        return max(min(lane_bytes, longest), _ALIGNMENT), 1 if longest <= lane_bytes else _MOST_PENDING
+
+    def _bytes_for(self, rank: int) -> int:
+        """What a lane would have to hold for all of a rank's parts."""
+        return sum(
+            count * _aligned(layout.part(shape, rank).shape.numel() * itemsize)
+            for (layout, shape, itemsize), count in self._kinds.items()
+            if rank in layout.owners and (layout.replicas or rank != self._rank)
+        )
+
+    def _memory(self, lane_bytes: int) -> _Memory:
+        layouts = [target.layout for target in self._targets]
+        is_sent = any(self._rank in layout.owners and self._is_sent(layout) for layout in layouts)
+        # At most a lane of each of those from which it gets what is passed on.
+        num_passed = len({layout.owners for layout in layouts if self._rank not in layout.owners})
+        lanes = len(self._receivers)
+        return _Memory(
+            received=self._empty(lane_bytes * is_sent),
+            passed=self._empty(lane_bytes * num_passed),
+            lanes=self._empty(lane_bytes * lanes).view(lanes, -1) if lanes else self._nothing,
+            joined=self._empty(lane_bytes * lanes * (lanes > 1)),
+        )
+
+    def _new_bucket(self) -> _Bucket:
+        memory = self._room()
+        lanes = dict(zip(self._receivers, memory.lanes, strict=True))
+        return _Bucket(lanes, memory.lanes.shape[-1], dict.fromkeys(self._receivers, 0), memory)
 
     def _load(self, bucket: _Bucket, piece: _Piece, parts: dict[int, Portion]) -> None:
         # The memory is the caller's stream's, and so is what the values were made by.
@@ -160,59 +213,65 @@ class FromFirstRank:
 
     def _launch(self, bucket: _Bucket) -> None:
         self._copies.flush()
+        lanes = [lane[: bucket.used[rank]] for rank, lane in bucket.lanes.items()]
+        with self._streams.gathering():
+            joined = bucket.memory.joined[: sum(bucket.used.values())]
+            outgoing = torch.cat(lanes, out=joined) if len(lanes) > 1 else lanes[0]
         self._agree(json.dumps([[piece.place, piece.start, piece.length] for piece in bucket.pieces]))
-        self._transfer(bucket.pieces, bucket)
+        self._transfer(bucket.pieces, bucket.memory, outgoing, bucket.used)
 
     @torch.no_grad()
-    def _transfer(self, pieces: Sequence[_Piece], bucket: _Bucket | None) -> None:
+    def _transfer(
+        self,
+        pieces: Sequence[_Piece],
+        memory: _Memory,
+        outgoing: torch.Tensor,
+        used: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         """All ranks at once: what rank 0 has in its lanes goes to where it belongs."""
-        sizes = {piece: self._nbytes(piece) for piece in pieces}
-        own = [piece for piece in pieces if self._is_sent(piece) and (sizes[piece] or not piece.start)]
+        sizes = {piece: self._nbytes(piece) for piece in pieces if self._is_sent(self._layout(piece))}
+        own = [piece for piece, nbytes in sizes.items() if nbytes or not piece.start]
         sent = [piece for piece in own if self._rank in self._layout(piece).owners]
         passed = [piece for piece in own if self._rank not in self._layout(piece).owners]
-        received, copied = (self._empty(sum(_aligned(sizes[piece]) for piece in some)) for some in (sent, passed))
-        places = {
-            piece: part[: sizes[piece]]
-            for memory, some in ((received, sent), (copied, passed))
-            for piece, part in zip(some, memory.split([_aligned(sizes[piece]) for piece in some]), strict=True)
-        }
-        targets = [self._destination(piece) for piece in own]
+        places = _places(memory.received, sent, sizes) | _places(memory.passed, passed, sizes)
+        incoming = sum(_aligned(sizes[piece]) for piece in sent)
         self._streams.begin_loading()
         with self._streams.gathering():
-            lanes = [lane[: bucket.used[rank]] for rank, lane in bucket.lanes.items()] if bucket else []
-            outgoing = lanes[0] if len(lanes) == 1 else torch.cat(lanes) if lanes else self._empty(0)
             dist.all_to_all_single(
-                received,
+                memory.received[:incoming],
                 outgoing,
-                [received.numel() if rank == self._model.first else 0 for rank in self._ranks],
-                [bucket.used.get(rank, 0) if bucket else 0 for rank in self._ranks],
+                [incoming if rank == self._model.first else 0 for rank in self._ranks],
+                [used.get(rank, 0) for rank in self._ranks],
                 group=self._group,
             )
             for piece in own:
                 for group in self._layout(piece).replicas if sizes[piece] else ():
                     dist.broadcast(places[piece], group.source, group=group.group)
-            private.copy_all(
-                [target.memory[p.start : p.start + sizes[p]] for target, p in zip(targets, own, strict=True)],
-                [places[p] for p in own],
-                non_blocking=True,
-            )
-        memory = [*(bucket.lanes.values() if bucket else ()), outgoing, received, copied]
         self._pending.append(_Pending(self._streams.gathered(), memory))
-        self._complete(own)
+        self._put(places)
+
+    def _put(self, places: Mapping[_Piece, torch.Tensor]) -> None:
+        """What has come goes to where it belongs; a shard may only now be given memory."""
+        targets = [self._destination(piece).memory[piece.start :][: part.numel()] for piece, part in places.items()]
+        self._streams.begin_loading()
+        with self._streams.gathering():
+            private.copy_all(targets, list(places.values()), non_blocking=True)
+        self._pending[-1].done = self._streams.gathered()
+        self._complete(places)
 
     def _layout(self, piece: _Piece) -> Layout:
         return self._targets[piece.place].layout
 
-    def _is_sent(self, piece: _Piece) -> bool:
+    def _is_sent(self, layout: Layout) -> bool:
         """Whether this rank gets its part in buckets: all but what rank 0 has put where it belongs already."""
-        return bool(self._layout(piece).replicas) or self._rank != self._model.first
+        return bool(layout.replicas) or self._rank != self._model.first
 
     def _destination(self, piece: _Piece) -> Destination:
         if piece.place not in self._destinations:
             self._destinations[piece.place] = Destination(self._targets[piece.place])
         return self._destinations[piece.place]
 
-    def _complete(self, own: Sequence[_Piece]) -> None:
+    def _complete(self, own: Iterable[_Piece]) -> None:
         for piece in own:
             if piece.start + piece.length >= self._part_bytes(piece):
                 destination = self._destinations.pop(piece.place, None)
@@ -228,15 +287,17 @@ class FromFirstRank:
         """Of this rank's part."""
         return max(min(self._part_bytes(piece) - piece.start, piece.length), 0)
 
-    def _make_room(self) -> None:
-        while len(self._pending) >= _MOST_PENDING:
+    def _room(self) -> _Memory:
+        while not self._free:
             self._retire()
+        return self._free.pop()
 
     def _retire(self) -> None:
         pending = self._pending.popleft()
         if pending.done is not None:
             pending.done.synchronize()
             self._streams.wait(pending.done)
+        self._free.append(pending.memory)
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._model.device)
@@ -244,3 +305,10 @@ class FromFirstRank:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(memory: torch.Tensor, pieces: Sequence[_Piece], sizes: Mapping[_Piece, int]) -> dict[_Piece, torch.Tensor]:
+    """Where each lies in what has come."""
+    lengths = [_aligned(sizes[piece]) for piece in pieces]
+    parts = memory[: sum(lengths)].split(lengths) if lengths else ()
+    return {piece: part[: sizes[piece]] for piece, part in zip(pieces, parts, strict=True)}

@@ -12,13 +12,15 @@ from torch import nn
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
+from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
-from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
+@outside_of_inference_mode
 def load_full_tensors(
     model: nn.Module,
     source: TensorSource,
@@ -40,7 +42,8 @@ def load_full_tensors(
 
     No rank holds a full model. Device memory in use beside the shards: two buckets on rank 0 where it alone has the
     source, elsewhere what it gets of them; nothing where every rank has it, except a tensor that is cast or whose
-    shard is not contiguous. Host memory: 336 MiB at most that are pinned.
+    shard is not contiguous. Host memory: 256 MiB at most that are pinned,
+    and 64 MiB for what does not lie in the source as the shards have it.
 
     model: under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not), under any
         offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.
@@ -64,7 +67,11 @@ def load_full_tensors(
     no sense.
     """
     with refused(model):
-        _check_arguments(dtype, bucket_bytes)
+        if dtype not in get_args(DtypeRule):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
+        if buffers is not None and not isinstance(buffers, Mapping):
+            raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
+        check_arguments(model, bucket_bytes)
         held = reader.read(model)
         place = loaded_model(held)
     together = Together(place.ranks)
@@ -81,10 +88,3 @@ def load_full_tensors(
             transient.fill()
 
         return Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
-
-
-def _check_arguments(dtype: DtypeRule, bucket_bytes: int) -> None:
-    if dtype not in get_args(DtypeRule):
-        raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,11 @@ class GivenSource:
     tensors: Mapping[str, Value] = field(default_factory=dict)
     items: Iterator[Any] | None = None
     _files: list[SafetensorsFile] = field(default_factory=list)
+
+    @property
+    def makes_values(self) -> bool:
+        """Whether a mapping may make its tensors when it is asked for them, so that they are not all to be kept."""
+        return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """Of an iterator, checked as they come."""
@@ -72,5 +78,11 @@ def check_value(name: Any, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if isinstance(value, DTensor):
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
+    if value.layout != torch.strided or value.is_quantized:
+        raise LoadError(f"{name} is {_kind(value)} in the source: only dense tensors can be loaded")
     if value.is_meta:
         raise LoadError(f"{name} is on the meta device in the source")
+
+
+def _kind(value: torch.Tensor) -> str:
+    return "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")

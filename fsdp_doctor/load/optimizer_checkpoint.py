@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,8 @@ def outline_of(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
     """The outline, and the tensors by the names that ``entry_name`` gives them. Raises LoadError, TypeError."""
     if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):
         raise TypeError(f"{_FORMAT}, with state and param_groups")
+    if not isinstance(source["state"], Mapping) or not _are_groups(source["param_groups"]):
+        raise TypeError(f"{_FORMAT}: its state must be a mapping, and its param_groups a list of mappings with params")
     outline, tensors = StateOutline(), {}
     for name, entries in source["state"].items():
         if not isinstance(name, str) or not isinstance(entries, Mapping):
@@ -81,6 +83,12 @@ def outline_of(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
 
 def entry_name(key: str, name: str) -> str:
     return f"{key} of {name}"
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, Sequence) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
+    )
 
 
 def _on_host(value: Any) -> Any:

@@ -11,15 +11,17 @@ from torch import nn
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
 from fsdp_doctor.load.given import GivenSource
+from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name, outline_of
 from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import Target, loaded_model, settle
 from fsdp_doctor.load.together import Together, refused
-from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
+@outside_of_inference_mode
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -63,6 +65,9 @@ def load_optimizer_state(
     with refused(model):
         if dtype not in get_args(StateDtypeRule):
             raise ValueError(f"dtype must be one of {', '.join(get_args(StateDtypeRule))}, not {dtype!r}")
+        check_arguments(model, bucket_bytes)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         held = reader.read(model)
         place = loaded_model(held)
     together = Together(place.ranks)
@@ -154,7 +159,7 @@ class NewState:
         state = self._state.get(one.parameter, {}).get(key)
 
         def shard() -> torch.Tensor:
-            return torch.empty(0, dtype=entry.dtype) if state is None else stretch.part_of(state).detach()
+            return torch.empty(0, dtype=entry.dtype, device="cpu") if state is None else stretch.part_of(state).detach()
 
         return Target(
             names=tuple(entry_name(key, name) for name in stretch.names),

@@ -36,32 +36,50 @@ class InFile(Portion):
                 start -= length
 
 
-@torch.no_grad()
+class Cast(Portion):
+    """Of another dtype, and cast where it is read: so a tensor that is cast is never there twice."""
+
+    def __init__(self, source: Portion, dtype: torch.dtype, to: torch.dtype) -> None:
+        self._source, self._dtype, self._to = source, dtype, to
+        self.nbytes = source.nbytes // dtype.itemsize * to.itemsize
+        self.extra_bytes = source.extra_bytes
+
+    def fill(self, target: torch.Tensor, start: int) -> None:
+        count, size = target.numel() // self._to.itemsize, self._dtype.itemsize
+        values = _some_of(self._source, start // self._to.itemsize * size, count * size)
+        target.view(self._to).copy_(values.view(self._dtype))
+
+
 def portion(value: Value, layout: Layout, part: HeldPart, dtype: torch.dtype) -> Portion:
     """The part, in the order in which a shard has it, and in the dtype."""
     if isinstance(value, torch.Tensor):
-        return InMemory(_flat_bytes(part.read(layout.arranged(value.detach())).to(dtype)))
+        return _in_memory(value.detach(), layout, part, dtype)
     stretches = layout.stretches(value.shape, part)
     size = value.dtype.itemsize
     if stretches is None:
-        whole = read_whole(InFile(value.file, [(value.begin, value.shape.numel() * size)]))
-        return portion(whole.view(value.dtype).view(value.shape), layout, part, dtype)
+        whole = _some_of(InFile(value.file, [(value.begin, value.shape.numel() * size)]))
+        return _in_memory(whole.view(value.dtype).view(value.shape), layout, part, dtype)
     in_file = InFile(value.file, [(value.begin + first * size, count * size) for first, count in stretches])
-    if value.dtype == dtype:
-        return in_file
-    return InMemory(_flat_bytes(read_whole(in_file).view(value.dtype).to(dtype)))
+    return in_file if value.dtype == dtype else Cast(in_file, value.dtype, dtype)
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return flat_bytes(tensor.resolve_conj().resolve_neg().contiguous())
+def _in_memory(full: torch.Tensor, layout: Layout, part: HeldPart, dtype: torch.dtype) -> Portion:
+    own = part.read(layout.arranged(full)).resolve_conj().resolve_neg()
+    if own.dtype != dtype and own.device.type != "cpu":
+        own = own.to(dtype)
+    memory = flat_bytes(own.contiguous())
+    is_view = memory.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    source = InMemory(memory, extra_bytes=0 if is_view else memory.numel())
+    return source if own.dtype == dtype else Cast(source, own.dtype, dtype)
 
 
-def read_whole(source: Portion) -> torch.Tensor:
-    """Its bytes in memory, 1-D."""
+def _some_of(source: Portion, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """In memory, 1-D: all of it, or so many bytes from ``start`` on."""
+    length = source.nbytes - start if nbytes is None else nbytes
     if source.memory is not None:
-        return source.memory
-    memory = torch.empty(source.nbytes, dtype=torch.uint8)
-    source.fill(memory, 0)
+        return source.memory[start : start + length]
+    memory = torch.empty(length, dtype=torch.uint8, device="cpu")
+    source.fill(memory, start)
     return memory
 
 
@@ -69,7 +87,7 @@ def read_whole(source: Portion) -> torch.Tensor:
 def fingerprint(source: Portion) -> int:
     """A number that two portions share if their bytes are the same, and else by an accident of one in 2 ** 64."""
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator) | 1
+    weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator, device="cpu") | 1
     total = source.nbytes
     for part in _chunks(source):
         words = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.uint8, device=part.device)
@@ -81,13 +99,8 @@ def fingerprint(source: Portion) -> int:
 
 def _chunks(source: Portion) -> Iterator[torch.Tensor]:
     length = _WEIGHTS * 8
-    if source.memory is not None:
-        yield from source.memory.split(length)
-        return
     for start in range(0, source.nbytes, length):
-        chunk = torch.empty(min(length, source.nbytes - start), dtype=torch.uint8)
-        source.fill(chunk, start)
-        yield chunk
+        yield _some_of(source, start, min(length, source.nbytes - start))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

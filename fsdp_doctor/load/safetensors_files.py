@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,11 @@ class SafetensorsFile:
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
+        # What is no file, such as a pipe, might never be opened.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise LoadError(f"{path} is no file")
             self.tensors = self._read_header()
         except BaseException:
             self.close()
@@ -96,7 +100,7 @@ class SafetensorsFile:
 
     def _tensor(self, name: str, about: Any, begin: int, size: int) -> FileTensor:
         about = about if isinstance(about, dict) else {}
-        dtype, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
+        dtype, shape, offsets = about.get("dtype"), about.get("shape"), about.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise LoadError(f"{self.path}: {name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
         if not _are_counts(shape):
@@ -129,6 +133,8 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
     if path.is_dir():
         index = read_index(path, "safetensors")
         paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
+        if absent := [str(file) for file in paths if index and not file.exists()]:
+            raise LoadError(f"the index of {path} names files that are not there: {some(absent)}")
         if not paths:
             raise LoadError(f"{path} holds no safetensors file")
     files: list[SafetensorsFile] = []
@@ -162,4 +168,4 @@ def _all_tensors(path: pathlib.Path, files: list[SafetensorsFile], index: dict[s
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and {int}.issuperset(map(type, value)) and min(value, default=0) >= 0

@@ -82,9 +82,9 @@ def loaded_model(held: HeldModel) -> LoadedModel:
 @without_garbage_collection
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
     """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
-    layouts = Layouts(model.group, model.first)
+    layouts, rank = Layouts(model.group, model.first), dist.get_rank()
     targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
-    targets += [_of_tensor(tensor, layouts.of(tensor.tensor), model.device) for tensor in held.tensors()]
+    targets += [_of_tensor(tensor, layouts.of(tensor.tensor), rank, model.device) for tensor in held.tensors()]
     return targets
 
 
@@ -143,11 +143,11 @@ def home(held: HeldTensor, compute_device: torch.device) -> torch.device:
     return torch.device("cpu") if offloaded and isinstance(held.tensor, DTensor) else compute_device
 
 
-def _of_tensor(held: HeldTensor, layout: Layout, compute_device: torch.device) -> Target:
+def _of_tensor(held: HeldTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
     tensor, unit = held.tensor, held.unit
     device = home(held, compute_device)
     local = private.local_tensor(tensor)
-    if local.numel() != layout.part(tensor.shape, dist.get_rank()).shape.numel():
+    if local.numel() != layout.part(tensor.shape, rank).shape.numel():
         raise LoadError(
             f"{held.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
         )

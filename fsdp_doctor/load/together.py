@@ -66,13 +66,13 @@ class Together:
             self._agreement.leave(f"{error}; {self._extent('it')}")
             raise LoadError(f"{error}; {self._extent('this rank')}") from error.__cause__
         except BaseException as error:
-            self._agreement.leave(f"{type(error).__name__}: {error}; {self._extent('it')}")
+            self._agreement.leave(f"{_in_words(error)}; {self._extent('it')}")
             if sys.version_info >= (3, 11):
                 error.add_note(f"While loading: {self._extent('this rank')}.")
             raise
 
     def _extent(self, who: str) -> str:
-        return f"{who} had written {self.written} tensors" if self.written else f"{who} had written nothing"
+        return f"{who} had begun to write {self.written} tensors" if self.written else f"{who} had written nothing"
 
 
 _ARTICLE: dict[Kind, str] = {"mapping": "a mapping", "iterator": "an iterable", "files": "files"}
@@ -83,10 +83,14 @@ def refused(model: nn.Module) -> Iterator[None]:
     """Tells the others that this rank did not come as far as to agree on anything."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         with contextlib.suppress(Exception):
-            Agreement(_likely_ranks(model), "load", speaker=0).leave(f"{type(error).__name__}: {error}")
+            Agreement(_likely_ranks(model), "load", speaker=0).leave(_in_words(error))
         raise
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _likely_ranks(model: nn.Module) -> tuple[int, ...]:

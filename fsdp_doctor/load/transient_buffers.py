@@ -20,7 +20,6 @@ class TransientBuffers:
     """
 
     def __init__(self, held: Sequence[HeldTensor], supplied: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._device = device
         by_name = {name: buffer for buffer in held for name in buffer.names}
         if unknown := [name for name in supplied if name not in by_name]:
             raise LoadError(f"buffers: the model has no non-persistent buffers of these names: {some(unknown)}")
@@ -30,7 +29,6 @@ class TransientBuffers:
                 f"{len(empty)} non-persistent buffers are on the meta device, and no checkpoint has them; "
                 f"give them as buffers={{name: tensor}}: {some(empty)}"
             )
-        self._given = [(by_name[name].tensor, value) for name, value in supplied.items()]
         for name, value in supplied.items():
             check_value(name, value)
             buffer = by_name[name].tensor
@@ -39,11 +37,13 @@ class TransientBuffers:
                     f"buffers: {name} is {list(value.shape)} of {value.dtype}, and {list(buffer.shape)} of "
                     f"{buffer.dtype} in the model"
                 )
+        given = ((by_name[name].tensor, value.detach()) for name, value in supplied.items())
+        self._given = [(b, value.to(device, copy=True) if b.is_meta else value) for b, value in given]
 
     @torch.no_grad()
     def fill(self) -> None:
         for buffer, value in self._given:
             if buffer.is_meta:
-                become(buffer, value.detach().to(self._device, copy=True))
+                become(buffer, value)
             else:
                 buffer.copy_(value)

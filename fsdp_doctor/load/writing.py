@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
@@ -15,6 +16,7 @@ from fsdp_doctor.load.from_first_rank import FromFirstRank
 from fsdp_doctor.load.given import GivenSource, Value
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.own_parts import OwnParts
+from fsdp_doctor.load.safetensors_files import FileTensor
 from fsdp_doctor.load.targets import LoadedModel, Target
 from fsdp_doctor.load.ties import Ties
 from fsdp_doctor.load.together import Holders, Together
@@ -22,6 +24,16 @@ from fsdp_doctor.load.together import Holders, Together
 # Of a small model's bucket, which is divided among all ranks.
 LOAD_BUCKET_BYTES = 512 << 20
 _LEAST_BUCKET_BYTES = 1 << 20
+
+
+def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
+    """Raises TypeError, ValueError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes must be a whole number, not {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
 
 
 class Load:
@@ -42,25 +54,27 @@ class Load:
             matching.add_all(have.tensors)
         ties = Ties(self._targets, holders)
         ties.check(matching.found, have.tensors)
-        self._together.agree()
-        begin()
         streams = Streams(self._place.device)
         with contextlib.closing(HostCopies(streams)) as copies:
             items = self._items(have, matching, ties, copies)
-            if holders == "all":
-                self._write_own(items, copies, streams)
-                self._together.agree()
-                return _report(matching, self._together.written)
-            return self._from_first(items, matching, copies, streams)
+            if holders == "first":
+                return self._from_first(items, matching, copies, streams, begin)
+            self._together.agree()
+            begin()
+            self._write_own(items, copies, streams)
+            self._together.agree()
+            return _report(matching, self._together.written)
 
     def _items(
         self, have: GivenSource, matching: Matching, ties: Ties, copies: HostCopies
     ) -> Iterator[tuple[int, Value]]:
         """(place of a target, full tensor), each target once."""
         if have.kind != "iterator":
-            for place in sorted(matching.found):
-                yield place, have.tensors[matching.found[place][0]]
+            for place, name in _in_order(matching, have):
+                yield place, have.tensors[name]
                 self._together.written += 1
+                if have.makes_values:
+                    copies.finish()
             return
         for name, value in have.values():
             target = matching.add(name, value)
@@ -75,12 +89,20 @@ class Load:
         own = OwnParts(copies, streams)
         for place, value in items:
             own.write(self._targets[place], value)
-        copies.finish()
+        own.finish()
 
     def _from_first(
-        self, items: Iterator[tuple[int, Value]], matching: Matching, copies: HostCopies, streams: Streams
+        self,
+        items: Iterator[tuple[int, Value]],
+        matching: Matching,
+        copies: HostCopies,
+        streams: Streams,
+        begin: Callable[[], None],
     ) -> LoadReport:
         way = FromFirstRank(self._place, self._targets, self._bucket_bytes, self._together.agree, copies, streams)
+        way.prepare()
+        self._together.agree()
+        begin()
         try:
             if dist.get_rank() == self._place.first:
                 way.send(items)
@@ -98,6 +120,15 @@ class Load:
 
     def _wrote(self, number: int) -> None:
         self._together.written += number
+
+
+def _in_order(matching: Matching, have: GivenSource) -> list[tuple[int, str]]:
+    """(place of a target, name in the source): of the model, but files are read from their beginnings to their ends."""
+    places = [(place, matching.found[place][0]) for place in sorted(matching.found)]
+    if have.kind == "files":
+        begins = {name: (str(t.file.path), t.begin) for name, t in have.tensors.items() if isinstance(t, FileTensor)}
+        places.sort(key=lambda one: begins[one[1]])
+    return places
 
 
 def _report(matching: Matching, loaded: int) -> LoadReport:

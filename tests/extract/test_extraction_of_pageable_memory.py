@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_doctor.extract import host_copies
+from fsdp_doctor.extract.streams import Streams
 
 ROWS = {"large_rows": 9001}
 
@@ -34,9 +35,9 @@ def test_pageable_shards_are_read_by_eight_threads_at_most_through_little_pinned
     pinned: list[int] = []
     read, empty = host_copies._read, torch.empty
 
-    def noted_read(batch: Any) -> None:
+    def noted_read(batch: Any, chunks: Any) -> None:
         threads.add(threading.get_ident())
-        read(batch)
+        read(batch, chunks)
 
     def noted_empty(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor = empty(*arguments, **options)
@@ -102,10 +103,23 @@ def test_a_policy_that_does_not_pin_is_read_by_threads_too() -> None:
 def test_a_reader_that_fails_is_the_error_of_the_call() -> None:
     model, expected = _offloaded()
 
-    def failing(batch: Any) -> Iterator[None]:
+    def failing(batch: Any, chunks: Any) -> Iterator[None]:
         raise OSError("the memory is gone")
 
     with raises_soon(OSError, "the memory is gone"), mock.patch.object(host_copies, "_read", failing):
         extracted(model)
     together()
     assert_same(extracted(model), expected)
+
+
+@on_the_device
+def test_a_thread_that_cannot_use_its_stream_is_the_error_of_the_call() -> None:
+    model, expected = _offloaded()
+    with raises_soon(RuntimeError, "no stream"), mock.patch.object(Streams, "of_thread", _no_stream):
+        extracted(model)
+    together()
+    assert_same(extracted(model), expected)
+
+
+def _no_stream(streams: Streams) -> Any:
+    raise RuntimeError("no stream")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 
 import torch
 from support.extraction import (
     MIB,
+    Tensors,
     adapted,
     assert_same,
     extracted,
@@ -56,6 +58,40 @@ def test_who_reads_its_own_rows_takes_no_device_memory() -> None:
     expected = other_tensors(**_LARGE)
     for model in (fsdp2(new_net(**_LARGE)), fsdp1(new_net(**_LARGE))):
         assert _peak(model, expected, MIB) == 0
+
+
+class _Made(Mapping[str, torch.Tensor]):
+    """Tensors that are made when they are asked for. alive: how many there are; most: there ever were."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self.alive = self.most = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        made = self._tensors[name].clone()
+        weakref.finalize(made, self._gone)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        return made
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@everywhere
+def test_a_mapping_that_makes_its_tensors_when_asked_is_never_held_as_a_whole() -> None:
+    expected = other_tensors()
+    for source in (on_first, lambda tensors: tensors):
+        model, made = fsdp2(new_net()), _Made(expected)
+        load_full_tensors(model, source(made))
+        assert_same(extracted(model), expected)
+        assert made.most <= 4, made.most
 
 
 @everywhere

@@ -76,7 +76,7 @@ def test_an_iterator_that_does_not_fit_is_an_error_on_every_rank_that_says_what_
             continue
         for source in (lambda tensors: on_first(items_of(tensors)), items_of):
             model = fsdp2(new_net())
-            with raises_soon(LoadError, message, "had written"):
+            with raises_soon(LoadError, message, "had begun to write"):
                 load_full_tensors(model, source(make()), bucket_bytes=BUCKET_BYTES)
 
 
@@ -112,7 +112,7 @@ def test_an_iterator_that_raises_is_that_error_on_its_rank_and_a_load_error_on_t
             with raises_soon(_Broken, "the disk is gone"):
                 load_full_tensors(model, source, bucket_bytes=1 << 10)
         else:
-            extent = "written nothing" if not count else f"had written {count} tensors"
+            extent = "written nothing" if not count else f"had begun to write {count} tensors"
             with raises_soon(LoadError, f"rank {breaks} failed: _Broken: the disk is gone", extent):
                 load_full_tensors(model, source, bucket_bytes=1 << 10)
         assert_loads_again(model)

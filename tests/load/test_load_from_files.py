@@ -228,7 +228,7 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
                 whole(self, offset, into)
 
             patch.setattr(SafetensorsFile, "read", read)
-            with raises_soon(LoadError, "has become shorter while it was read", "had written"):
+            with raises_soon(LoadError, "has become shorter while it was read", "had begun to write"):
                 load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
 
 

@@ -1,0 +1,177 @@
+"""What a load from safetensors files costs the host, and how near it comes to plain reading from the page cache.
+
+torchrun --nproc-per-node 2 benchmarks/loading_from_files.py [--device cuda --hidden 2560] [--chunk-mib 2,4,8,16]
+
+Of a model of Qwen3-4B's shape. ``plain``: as many threads read as many bytes of the file into memory that is there,
+each a part of its own. ``bare``: the same into pinned chunks, which each thread sends to the device. Times are medians
+of the slowest rank, in milliseconds; ``processor`` is rank 0's, of all threads, and ``before reading`` and ``in all``
+what its main thread computes. Where programs share the processors, only these can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from host_time import sharded
+
+from fsdp_doctor import load_full_tensors
+from fsdp_doctor.extract.host_copies import HostCopies, threads_of_a_rank
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.load import writing
+from fsdp_doctor.load.own_parts import OwnParts
+
+_MIB = 1 << 20
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,emulated:emulated"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=_BACKENDS, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--hidden", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--chunk-mib", default="2,4,8,16")
+    parser.add_argument("--directory", help="where the file is written; one in main memory, such as /dev/shm")
+    options = parser.parse_args()
+    if options.device == "emulated":
+        import fsdp_doctor.emulated  # noqa: F401, which registers the device
+    if options.device != "cpu":
+        torch.get_device_module(options.device).set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(_BACKENDS[options.device])
+    model = sharded(options.device, options.hidden)
+    name = [tempfile.mkdtemp(dir=options.directory) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    path = pathlib.Path(name[0]) / "model.safetensors"
+    if dist.get_rank() == 0:
+        save_file({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}, path)
+    dist.barrier()
+    try:
+        measure(model, path, options)
+    finally:
+        if dist.get_rank() == 0:
+            path.unlink()
+            path.parent.rmdir()
+    dist.destroy_process_group()
+
+
+def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -> None:
+    shards = [private.local_tensor(tensor.tensor) for tensor in reader.read(model).tensors()]
+    nbytes = sum(shard.nbytes for shard in shards)
+    threads = threads_of_a_rank()
+    say(f"{len(shards)} tensors, {nbytes / 1e6:.0f} MB a rank, {dist.get_world_size()} ranks, {threads} threads each")
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    plain = taken(lambda: in_threads(threads, nbytes, functools.partial(read, path, memory)), options)
+    say(row("plain", plain, nbytes, plain))
+    for mib in map(int, options.chunk_mib.split(",")):
+        if options.device != "cpu":
+            carry = functools.partial(read_and_send, path, mib * _MIB, options.device)
+            bare = taken(lambda c=carry: in_threads(threads, nbytes, c), options)
+            say(row(f"bare, {mib} MiB", bare, nbytes, plain))
+        used: list[tuple[float, float]] = []
+        took = taken(lambda m=mib, u=used: u.append(load(model, path, m * _MIB)), options)
+        before, in_all = (statistics.median(times) * 1e3 for times in zip(*used, strict=True))
+        say(f"{row(f'load, {mib} MiB', took, nbytes, plain)}, before reading {before:.1f}, in all {in_all:.1f}")
+
+
+def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
+    """What the main thread computes before the threads read, and in all, in seconds."""
+    finish = OwnParts.finish
+    begins: list[float] = []
+
+    def noted(own: OwnParts) -> None:
+        begins.append(time.thread_time())
+        finish(own)
+
+    start = time.thread_time()
+    with (
+        mock.patch.object(OwnParts, "finish", noted),
+        mock.patch.object(writing, "HostCopies", functools.partial(HostCopies, chunk_bytes=chunk_bytes)),
+    ):
+        load_full_tensors(model, path)
+    return begins[0] - start, time.thread_time() - start
+
+
+def in_threads(count: int, nbytes: int, carry: Callable[[int, int], None]) -> None:
+    """Each gets one part, from its first byte to its last."""
+    length = -(-nbytes // count)
+    parts = [(begin, min(begin + length, nbytes)) for begin in range(0, nbytes, length)]
+    threads = [threading.Thread(target=carry, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def read(path: pathlib.Path, memory: torch.Tensor, begin: int, end: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        for start in range(begin, end, 8 * _MIB):
+            os.preadv(file.fileno(), [view(memory[start : min(start + 8 * _MIB, end)])], start)
+
+
+def read_and_send(path: pathlib.Path, chunk_bytes: int, device: str, begin: int, end: int) -> None:
+    module = torch.get_device_module(device)
+    module.set_device(int(os.environ["LOCAL_RANK"]))
+    chunks = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    views, target = [view(chunk) for chunk in chunks], torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
+    with path.open("rb", buffering=0) as file, module.stream(module.Stream()) as _:
+        stream, taken = module.current_stream(), [None, None]
+        for number, start in enumerate(range(begin, end, chunk_bytes)):
+            turn, length = number % 2, min(chunk_bytes, end - start)
+            if taken[turn] is not None:
+                taken[turn].synchronize()
+            os.preadv(file.fileno(), [views[turn][:length]], start)
+            target[:length].copy_(chunks[turn][:length], non_blocking=True)
+            taken[turn] = stream.record_event()
+        stream.synchronize()
+
+
+def view(tensor: torch.Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def taken(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
+    """Medians of (the slowest rank's time, this rank's processor's), in milliseconds; the first run does not count."""
+    times = []
+    for _ in range(options.repeat + 1):
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        run()
+        if options.device != "cpu":
+            torch.get_device_module(options.device).synchronize()
+        took, used = time.perf_counter() - start, time.process_time() - used
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, took)
+        times.append((max(everyone), used))
+    took, used = (statistics.median(some) * 1e3 for some in zip(*times[1:], strict=True))
+    return took, used
+
+
+def row(what: str, took: tuple[float, float], nbytes: int, plain: tuple[float, float]) -> str:
+    rate, share = nbytes / took[0] / 1e6, plain[0] / took[0]
+    return f"{what:14} {took[0]:8.1f} ms {rate:6.1f} GB/s a rank, {share:.2f} of plain; processor {took[1]:7.1f} ms"
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
