@@ -1,4 +1,4 @@
-"""The plan against what the emulated device counted: every stage, on 2 and on 4 ranks."""
+"""The plan against what the emulated device counted: every stage, on 2 and on 4 ranks, and without shards."""
 
 from __future__ import annotations
 
@@ -63,6 +63,14 @@ _RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
             *("--path", "full_tensors,get_model_state_dict.full,unshard,state_dict.to.full_tensor,summon_full_params"),
         ),
     ),
+    # With hardly an activation, so that the parameters decide.
+    "2 ranks, each with the whole model under the policy": (
+        2,
+        (
+            *("--strategy", "fsdp2,fsdp1,fsdp1-orig", "--offload", "policy", "--sharding", "size1"),
+            *("--staging", "staged", "--batch", "1", "--sequence", "8"),
+        ),
+    ),
 }
 
 
@@ -93,7 +101,7 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         checkpointing="--activation-checkpointing" in options,
     )
     found = list(_accuracy().compared(ledgers_from_json(file.read_text()), sizes))
-    assert len(found) > 100
+    assert len(found) >= 27
     return found
 
 
