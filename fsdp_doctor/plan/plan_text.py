@@ -61,7 +61,7 @@ def plan_as_json(outlook: Outlook) -> str:
 
 def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     job, machines = outlook.job, outlook.job.machines
-    devices = f"{machines.gpus} devices of {_gib(machines.gpu_memory)} GiB"
+    devices = f"{machines.gpus} device{'s' if machines.gpus > 1 else ''} of {_gib(machines.gpu_memory)} GiB"
     yield f"{job.framework}: {machines.nodes} node{'s' if machines.nodes > 1 else ''} with {devices}"
     for role, setup, model in zip(outlook.roles, job.roles, job.models, strict=True):
         yield from _wrapped(f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_described(setup)}", 2)

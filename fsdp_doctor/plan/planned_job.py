@@ -15,6 +15,7 @@ from fsdp_doctor.check.frameworks.framework import Given
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.plan.configured_machines import at_least_one, configured_machines
 from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
 from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
@@ -110,7 +111,7 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
     length = options.length or _length(sizes, settings)
     sequences = options.sequences or _sequences(sizes, settings, length)
     named = result.models.get(use.role)
-    shard_ranks = min(named.ranks if named and named.ranks else machines.ranks, machines.ranks)
+    shard_ranks = min(named.ranks if named and named.ranks else _shard_ranks(use.scenario, machines), machines.ranks)
     if machines.ranks % shard_ranks:
         raise UsageError(f"{use.role}: a shard group of {shard_ranks} ranks does not divide the {machines.ranks} ranks")
     if sequences * length > _MOST_TOKENS:
@@ -129,6 +130,11 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
         dtypes=Dtypes(master=BF16) if settings.word(*sizes.master_dtype) in _BFLOAT16 else Dtypes(),
         path=path,
     )
+
+
+def _shard_ranks(scenario: Scenario, machines: Machines) -> int:
+    """Of one shard group, where the configuration gives no number: a hybrid one is a node."""
+    return {"size1": 1, "hsdp": machines.gpus}.get(scenario.sharding, machines.ranks)
 
 
 def _length(sizes: Sizes, settings: Settings) -> int:
