@@ -1,15 +1,12 @@
 """What a forward and a backward hold beside the parameters, counted while the model runs on the meta device.
 
 Nothing is computed there, and every tensor has a size and a lifetime. What torch's kernels for CUDA do otherwise than
-the operators of the meta device is put in their place: attention, which keeps its inputs, its output and a float32
-for each row.
+the operators of the meta device is put in their place: attention.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.ledgers.allocators import rounded
+from fsdp_doctor.plan import fused_attention
 
 Pass: TypeAlias = Literal["forward", "backward"]
 # Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.
@@ -66,7 +64,7 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
         _checkpoint(model)
     recorder = _Recorder(model)
     tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
-    with torch.device("meta"), recorder, _fused_attention(), torch.set_grad_enabled(batch.backward):
+    with torch.device("meta"), recorder, fused_attention.in_place_of_torchs(), torch.set_grad_enabled(batch.backward):
         if not batch.backward:
             log_probabilities = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
             recorder.close("forward", "after")
@@ -208,41 +206,3 @@ class _Live(private.OperatorMode):
         self.now = Moment(self.now.activations + activations, self.now.gradients + gradients)
         if self.now.total > self.highest.total:
             self.highest = self.now
-
-
-@contextlib.contextmanager
-def _fused_attention() -> Iterator[None]:
-    """``scaled_dot_product_attention`` as a fused kernel has it: no matrix of all pairs of tokens.
-
-    In its place in torch, because a checkpointed layer runs once more within the backward, where no mode of torch's
-    functions is on.
-    """
-    original = nn.functional.scaled_dot_product_attention
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
-        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
-
-    nn.functional.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its output and the logarithm of each row's sum; its backward adds up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _output, sums = ctx.saved_tensors
-        added_up, rows = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(sums)
-        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del added_up, rows
-        return made
