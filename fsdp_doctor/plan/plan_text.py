@@ -21,8 +21,9 @@ ASSUMPTIONS = (
     "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
     "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists "
     "of tensors, two moments",
-    "attention by a fused kernel; the loss as transformers has it: logits of all tokens cast to float32, their "
-    "log-softmax, and the gradients of both",
+    "attention by a fused kernel, of models that can have one; the loss as transformers has it: logits of all tokens "
+    "cast to float32, their log-softmax, and the gradients of both",
+    "a critic has a head of one output for each token, in the place of that of the vocabulary",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
     "lies on the host",
     f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
@@ -33,8 +34,10 @@ ASSUMPTIONS = (
 NOT_MODELLED = (
     "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
     "fused losses and offloaded activations, which take less",
+    "TRL's value head beside that of the vocabulary, which verl takes where transformers has no token classification",
+    "what a tower for images computes, and the tokens of images: its parameters, gradients and moments are in the plan",
+    "kernels for linear attention and state spaces, which take less than what transformers computes without them",
     "an engine's own peak, which is within its share",
-    "the value head of a critic: it is planned as a language model, with logits of the vocabulary, which take more",
     "tokens that are padded or distributed unevenly among the ranks",
 )
 

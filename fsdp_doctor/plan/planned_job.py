@@ -124,6 +124,7 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
         shard_ranks=shard_ranks,
         replicas=machines.ranks // shard_ranks,
         trains=use.role not in _FORWARD_ONLY,
+        head="value" if use.role == "critic" else "language",
         sequences=sequences,
         length=length,
         checkpointing=_checkpointing(sizes, settings),
