@@ -61,12 +61,19 @@ class Outlook:
 
     @property
     def highest_of_host(self) -> HostMoment:
-        return max(self.host, key=lambda moment: moment.total)
+        """Of those that the job is certain to come to."""
+        return max((moment for moment in self.host if moment.is_certain), key=lambda moment: moment.total)
 
     @property
     def host_fits(self) -> bool:
         limit = self.job.machines.host_memory
         return limit is None or self.highest_of_host.total <= limit
+
+    @property
+    def lacking(self) -> int:
+        """Bytes by which the highest moments of a device and of the host go beyond their limits."""
+        host = self.highest_of_host.total - (self.job.machines.host_memory or self.highest_of_host.total)
+        return max(0, self.highest.total - self.highest.limit) + max(0, host)
 
     @property
     def fits(self) -> bool:

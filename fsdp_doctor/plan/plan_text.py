@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
 from fsdp_doctor.ledgers.ledger_table import render_ledgers
 from fsdp_doctor.plan.advice import Advice
-from fsdp_doctor.plan.host import PROCESS_BYTES
+from fsdp_doctor.plan.host import PROCESS_BYTES, HostMoment
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
 from fsdp_doctor.plan.outlook import Outlook, RolePlan
 from fsdp_doctor.plan.role_setup import BF16, RoleSetup
@@ -122,8 +122,14 @@ def _moments(outlook: Outlook) -> Iterator[str]:
 def _host(outlook: Outlook) -> Iterator[str]:
     limit = outlook.job.machines.host_memory
     yield "\nWhat a node's host holds, GiB" + (f", of {_gib(limit)}:" if limit else ":")
-    for moment in outlook.host:
-        mark = "  does not fit" if limit is not None and moment.total > limit else ""
+    yield from _host_moments([moment for moment in outlook.host if moment.is_certain], limit, "does not fit")
+    yield "And if it is loaded or saved so, which the configuration does not say:"
+    yield from _host_moments([moment for moment in outlook.host if not moment.is_certain], limit, "would not fit")
+
+
+def _host_moments(moments: Sequence[HostMoment], limit: int | None, too_much: str) -> Iterator[str]:
+    for moment in moments:
+        mark = f"  {too_much}" if limit is not None and moment.total > limit else ""
         yield f"  {_gib(moment.total):>8}  {moment.name}{mark}"
         yield from _wrapped(_parts(moment.parts), 12)
 

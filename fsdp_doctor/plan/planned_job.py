@@ -24,6 +24,8 @@ from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
 
 # Tokens of one forward: beyond, the bytes of a tensor are no number that torch has.
 _MOST_TOKENS = 1_000_000_000
+# Paths of a checkpoint that is whole on the host of the first rank.
+_SAVES_WHOLE = ("get_model_state_dict.full+cpu", "full_state_dict.rank0+cpu")
 _FORWARD_ONLY = ("ref",)
 _BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
 
@@ -69,6 +71,9 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         models=models,
         engine=engine,
         layers=options.layers,
+        saved_whole=tuple(
+            use.role for use in uses if any(point.case.path in _SAVES_WHOLE for point in use.extractions)
+        ),
         unread=_unread(uses),
     )
 
