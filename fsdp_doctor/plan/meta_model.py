@@ -141,5 +141,6 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first_line.partition(". ")[0].rstrip(".")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    said = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
+    return said.partition(". ")[0].rstrip(".")

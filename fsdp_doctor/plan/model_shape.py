@@ -67,7 +67,7 @@ def shape_of(model: nn.Module, name: str) -> ModelShape:
     """As :func:`fsdp_doctor.case.sharding` shards it."""
     layers = models.decoder_layers(model)
     if not layers:
-        raise UsageError(f"the model {name}: it does not say which of its modules are its decoder layers")
+        raise UsageError(f"the model {name}: it has no decoder layers, or does not say which of its modules they are")
     embedding = models.input_embedding(model)
     taken: set[int] = set()
     units = [_unit(f"layer {at}", layer, taken) for at, layer in enumerate(layers)]

@@ -74,7 +74,7 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         saved_whole=tuple(
             use.role for use in uses if any(point.case.path in _SAVES_WHOLE for point in use.extractions)
         ),
-        unread=_unread(uses),
+        unread=(*_unread(uses), *_taken_sizes(result, uses, options)),
     )
 
 
@@ -213,6 +213,22 @@ def _model(role: Role, result: CheckResult, options: PlanOptions) -> str:
         f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model, a directory or one "
         f"of {', '.join(MODEL_SHAPES)}"
     )
+
+
+def _taken_sizes(result: CheckResult, uses: Sequence[Use], options: PlanOptions) -> list[str]:
+    """Of each role, what of its sizes nothing says, so that a default is taken."""
+    found = []
+    for use in uses:
+        sizes, settings = sizes_of(result.framework, use.role), result.settings
+        filled = settings.flag(*sizes.dynamic)
+        is_said = {
+            "--micro-batch": options.sequences or settings.first(*(sizes.token_budget if filled else sizes.sequences)),
+            "--seq-len": options.length or any(settings.first(*keys) for keys in sizes.lengths),
+        }
+        if missing := [option for option, said in is_said.items() if not said]:
+            sentence = "the configuration does not say how much is computed at once, and a default is taken: give"
+            found.append(f"{use.role}: {sentence} {' and '.join(missing)}")
+    return found
 
 
 def _unread(uses: Sequence[Use]) -> tuple[str, ...]:

@@ -96,6 +96,24 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path: pathlib.Path) ->
     assert done.stderr.strip().endswith("transformers cannot build it: it has no language model of type t5")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hidden_size": "x"}, "expected int, got str"),
+        ({"hidden_size": 256, "num_attention_heads": 7}, "not a multiple of the number of attention heads"),
+        ({"num_hidden_layers": 0}, "it has no decoder layers"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_with_what_is_wrong(
+    sizes: dict[str, object], said: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1} | sizes))
+    done = doctor("plan", "--config", _VERL[0], "--model", str(tmp_path))
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
 @functools.cache
 def _traced(head: ModelHead) -> tuple[Segment, ...]:
     return trace(on_meta("small", head=head), Batch(sequences=1, length=256))
