@@ -178,7 +178,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def input_embedding(model: Any) -> nn.Module | None:
     """The embedding if it may be a unit of its own: one that is tied to the head may not."""
-    if model.get_input_embeddings() is None or model.config.get_text_config().tie_word_embeddings:
+    text = model.config.get_text_config()
+    # Of a model of images and text, transformers since 5 has it beside the text's.
+    tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else model.config.tie_word_embeddings
+    if model.get_input_embeddings() is None or tied:
         return None
     embedding: nn.Module = model.get_input_embeddings()
     return embedding

@@ -1,8 +1,8 @@
 """``fsdp-doctor plan``: what a job will hold on each device and host at each of its stages, before it runs.
 
 named_shapes     models by name
-model_shape      the parameters of a model by FSDP unit, from its configuration, on the meta device
-activations      what a forward and a backward hold, counted while the model runs on the meta device
+meta_model       a model from its configuration, on the meta device; model_shape its parameters by FSDP unit
+activations      what a forward and a backward hold, counted while it runs there; fused_attention is attention's part
 role_setup       how one model is held and trained; job_setup that, the engine and the machines
 framework_sizes  where each framework says how much is computed at once; planned_job reads a configuration
 rank_shards      what one rank has of each unit

@@ -1,24 +1,22 @@
 """What a forward and a backward hold beside the parameters, counted while the model runs on the meta device.
 
 Nothing is computed there, and every tensor has a size and a lifetime. What torch's kernels for CUDA do otherwise than
-the operators of the meta device is put in their place: attention, which keeps its inputs, its output and a float32
-for each row.
+the operators of the meta device is put in their place: attention.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.ledgers.allocators import rounded
+from fsdp_doctor.plan import fused_attention
+from fsdp_doctor.plan.meta_model import checkpoint_layers, followed_layers
 
 Pass: TypeAlias = Literal["forward", "backward"]
 # Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.
@@ -63,10 +61,10 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
     The gradients of a decoder layer are let go of when its backward is done, as FSDP does.
     """
     if batch.checkpointing and batch.backward:
-        _checkpoint(model)
+        checkpoint_layers(model)
     recorder = _Recorder(model)
     tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
-    with torch.device("meta"), recorder, _fused_attention(), torch.set_grad_enabled(batch.backward):
+    with torch.device("meta"), recorder, fused_attention.in_place_of_torchs(), torch.set_grad_enabled(batch.backward):
         if not batch.backward:
             log_probabilities = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
             recorder.close("forward", "after")
@@ -79,23 +77,19 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
     return tuple(recorder.segments)
 
 
-def _checkpoint(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-
-
 class _Recorder:
     """Follows what lives, and closes a segment where a decoder layer begins or ends."""
 
     def __init__(self, model: nn.Module) -> None:
         self.segments: list[Segment] = []
         self._live = _Live(model)
-        self._layers = models.decoder_layers(model)
+        self._layers = followed_layers(model)
+        self._places = list(self._layers)
         self._in_backward = False
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
-        for at, layer in enumerate(self._layers):
+        for at, layer in self._layers.items():
             self._hooks += [
                 layer.register_forward_pre_hook(
                     lambda _module, inputs, named, at=at: self._begins(at, inputs, named), with_kwargs=True
@@ -117,19 +111,20 @@ class _Recorder:
     def close_backward(self) -> None:
         """A first unit that is given tokens, as BERT's embeddings, has no gradient of its input: its end is the end."""
         reached = {segment.place for segment in self.segments if segment.of == "backward"}
-        if missing := set(range(len(self._layers))) - reached - {0}:
+        first = self._places[0]
+        if missing := self._layers.keys() - reached - {first}:
             raise ValueError(f"its backward does not go through layer {min(missing)}")
-        if 0 not in reached:
-            self.close("backward", 0)
+        if first not in reached:
+            self.close("backward", first)
         self.close("backward", "before")
 
     def _begins(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not self._in_backward and at == 0:
+        if not self._in_backward and at == self._places[0]:
             self.close("forward", "before")
             given = [tensor for tensor in (*inputs, *named.values()) if isinstance(tensor, Tensor)]
             hidden = next((tensor for tensor in given if tensor.requires_grad), None)
             if hidden is not None:
-                hidden.register_hook(lambda _gradient: self._backward_reached(-1))
+                hidden.register_hook(lambda _gradient: self._backward_reached(0))
 
     def _ends(self, at: int, output: Any) -> None:
         if self._in_backward:  # a checkpointed layer, once more
@@ -137,15 +132,15 @@ class _Recorder:
         self.close("forward", at)
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
-            hidden.register_hook(lambda _gradient: self._backward_reached(at))
+            hidden.register_hook(lambda _gradient: self._backward_reached(self._places.index(at) + 1))
 
-    def _backward_reached(self, at: int) -> None:
-        """The gradient of a layer's output is there: what came after it in the forward is through."""
+    def _backward_reached(self, after: int) -> None:
+        """The gradient of what so many layers made is there: what came after it in the forward is through."""
         self._in_backward = True
-        last = at + 1 == len(self._layers)
-        self.close("backward", "after" if last else at + 1)
-        if not last:
-            self._live.drop_gradients(self._layers[at + 1])
+        through = self._places[after] if after < len(self._places) else None
+        self.close("backward", "after" if through is None else through)
+        if through is not None:
+            self._live.drop_gradients(self._layers[through])
 
 
 class _Live(private.OperatorMode):
@@ -208,41 +203,3 @@ class _Live(private.OperatorMode):
         self.now = Moment(self.now.activations + activations, self.now.gradients + gradients)
         if self.now.total > self.highest.total:
             self.highest = self.now
-
-
-@contextlib.contextmanager
-def _fused_attention() -> Iterator[None]:
-    """``scaled_dot_product_attention`` as a fused kernel has it: no matrix of all pairs of tokens.
-
-    In its place in torch, because a checkpointed layer runs once more within the backward, where no mode of torch's
-    functions is on.
-    """
-    original = nn.functional.scaled_dot_product_attention
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
-        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
-
-    nn.functional.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its output and the logarithm of each row's sum; its backward adds up in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, sums)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _output, sums = ctx.saved_tensors
-        added_up, rows = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(sums)
-        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del added_up, rows
-        return made

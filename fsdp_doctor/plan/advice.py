@@ -28,7 +28,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, the highest moment with it, and whether all fits then."""
+    """A change, the highest moment with it, which is the host's where that alone does not fit, and whether all fits."""
 
     change: Change
     highest: str
@@ -40,12 +40,15 @@ def advice(outlook: Outlook, plan: Callable[[JobSetup], Outlook]) -> list[Advice
     """Of what does not fit: every change that makes it fit, the cheapest first; else those that come nearest."""
     if outlook.fits:
         return []
-    tried = []
-    for change in _changes(outlook.job):
-        with_it = plan(change.job)
-        tried.append(Advice(change, with_it.highest.name, with_it.highest.total, with_it.fits))
-    enough = [one for one in tried if one.fits]
-    return enough or sorted(tried, key=lambda one: one.nbytes)[:3]
+    tried = [(change, plan(change.job)) for change in _changes(outlook.job)]
+    enough = [_advice(change, with_it) for change, with_it in tried if with_it.fits]
+    return enough or [_advice(*one) for one in sorted(tried, key=lambda one: one[1].lacking)[:3]]
+
+
+def _advice(change: Change, with_it: Outlook) -> Advice:
+    only_host = not with_it.host_fits and with_it.highest.fits
+    highest = with_it.highest_of_host if only_host else with_it.highest
+    return Advice(change, f"the host: {highest.name}" if only_host else highest.name, highest.total, with_it.fits)
 
 
 def _changes(job: JobSetup) -> Iterator[Change]:
@@ -85,6 +88,9 @@ def _of_role(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, RoleSetup]
         cost = "the link to the host is in every step" if "policy" in offload else "moved twice in every step"
         scenario = role.scenario.changed(offload=offload)
         yield setting, cost, dataclasses.replace(role, scenario=scenario)
+    if role.scenario.offload != "none":
+        resident = role.scenario.changed(offload="none")
+        yield "no offload", "more of the device, less of the host", dataclasses.replace(role, scenario=resident)
     if role.shard_ranks < ranks:
         cost = "gathers go over all ranks, between nodes too"
         scenario = role.scenario.changed(sharding="full")

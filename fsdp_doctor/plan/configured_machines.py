@@ -14,11 +14,13 @@ _DEFAULT_GPUS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _MachineKeys:
-    """Where a framework's settings give them. ranks: of all nodes together."""
+    """Where a framework's settings give them. ranks: of all nodes together. words: whether others than numbers can
+    stand there."""
 
     gpus: Keys = ()
     nodes: Keys = ()
     ranks: Keys = ()
+    words: bool = False
 
 
 _KEYS: Mapping[str, _MachineKeys] = {
@@ -28,6 +30,10 @@ _KEYS: Mapping[str, _MachineKeys] = {
     ),
     "NeMo-RL": _MachineKeys(gpus=("cluster.gpus_per_node",), nodes=("cluster.num_nodes",)),
     "prime-rl": _MachineKeys(gpus=("deployment.gpus_per_node",), nodes=("deployment.num_train_nodes",)),
+    "AReaL": _MachineKeys(gpus=("cluster.n_gpus_per_node",), nodes=("cluster.n_nodes",)),
+    "Lightning": _MachineKeys(
+        gpus=("lightning.devices", "trainer.devices"), nodes=("lightning.num_nodes", "trainer.num_nodes"), words=True
+    ),
     "accelerate": _MachineKeys(nodes=("num_machines",), ranks=("num_processes",)),
 }
 _LAUNCHED_GPUS = (
@@ -49,19 +55,19 @@ def configured_machines(framework: str, settings: Settings, ranks: int | None) -
     """Devices of each node, and nodes. ranks: as ``check`` read them. Raises Unreadable for less than 1."""
     keys = _KEYS.get(framework, _MachineKeys())
     at_least_one(settings, *keys.ranks)
-    gpus = at_least_one(settings, *keys.gpus) or _launched(settings, _LAUNCHED_GPUS)
-    nodes = at_least_one(settings, *keys.nodes) or _launched(settings, _LAUNCHED_NODES)
+    read = _said if keys.words else at_least_one
+    gpus = read(settings, *keys.gpus) or _said(settings, *_LAUNCHED_GPUS)
+    nodes = read(settings, *keys.nodes) or _said(settings, *_LAUNCHED_NODES)
     if ranks is None:
         return gpus or _DEFAULT_GPUS, nodes or 1
-    if gpus is not None:
-        gpus = min(gpus, ranks)
-        return gpus, -(-ranks // gpus)
-    nodes = nodes or -(-ranks // _DEFAULT_GPUS)
+    nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // _DEFAULT_GPUS)
     return -(-ranks // nodes), nodes
 
 
-def _launched(settings: Settings, keys: Keys) -> int | None:
-    """A launch command can have words there, such as gpu or a variable of the shell, which say no number."""
+def _said(settings: Settings, *keys: str) -> int | None:
+    """A number, or how many a list has. Words such as gpu, auto or -1, and a variable of the shell, say none."""
     row = settings.first(*keys)
-    is_number = row is not None and str(row.value).removeprefix("-").isdecimal()
+    if row is None or isinstance(row.value, list):
+        return len(row.value) or None if row else None
+    is_number = str(row.value) != "-1" and str(row.value).removeprefix("-").isdecimal()
     return at_least_one(settings, *keys) if is_number else None

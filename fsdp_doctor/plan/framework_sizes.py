@@ -81,6 +81,7 @@ _VERL: Mapping[Role, Sizes] = {
         lengths=_VERL_LENGTHS,
         dynamic=("critic.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"),
         token_budget=("critic.ppo_max_token_len_per_gpu",),
+        default_budget=32768,
         checkpointing=("critic.model.enable_gradient_checkpointing",),
         checkpointing_default=True,
         master_dtype=("critic.fsdp.model_dtype", "critic.model.fsdp_config.model_dtype"),

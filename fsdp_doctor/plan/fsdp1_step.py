@@ -13,9 +13,12 @@ from fsdp_doctor.plan.timeline import Timeline
 
 
 class Fsdp1Replay:
-    def __init__(self, timeline: Timeline, setup: RoleSetup) -> None:
+    """views: bytes of a unit as it was made, by its name, which go when it is first unsharded."""
+
+    def __init__(self, timeline: Timeline, setup: RoleSetup, views: dict[str, int]) -> None:
         self._timeline = timeline
         self._setup = setup
+        self._views = views
         self._unsharded: set[str] = set()
 
     def pre_forward(self, unit: UnitShard) -> None:
@@ -72,6 +75,7 @@ class Fsdp1Replay:
         # Unsharded, the cast shard is what is computed with.
         with timeline.taken("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
             timeline.take("unsharded parameters", rounded_sum(numel * dtypes.compute for numel in unit.full))
+        timeline.give("unsharded parameters", self._views.pop(unit.name, 0))
         self._unsharded.add(unit.name)
 
     def _reshard(self, unit: UnitShard) -> None:

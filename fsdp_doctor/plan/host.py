@@ -29,10 +29,13 @@ class HeldRole(Protocol):
 
 @dataclass(frozen=True)
 class HostMoment:
-    """What one node's host holds at once, in bytes by what it is."""
+    """What one node's host holds at once, in bytes by what it is. is_certain: whether the job comes to it as it is
+    configured, and not only if a checkpoint is loaded or saved so.
+    """
 
     name: str
     parts: Mapping[str, int]
+    is_certain: bool = False
 
     @property
     def total(self) -> int:
@@ -45,13 +48,18 @@ def host_moments(job: JobSetup, roles: Sequence[HeldRole]) -> tuple[HostMoment, 
     base = {"processes": gpus * PROCESS_BYTES}
     offloaded = {**base, **_offloaded(roles, gpus)}
     largest = max(roles, key=lambda role: role.numel)
+    saved = max((role for role in roles if role.role in job.saved_whole), key=lambda role: role.numel, default=largest)
     return (
-        HostMoment("offloaded", offloaded),
+        HostMoment("offloaded", offloaded, is_certain=True),
+        HostMoment(
+            "rank 0 gathers a full state dict",
+            {**offloaded, "state dict": saved.numel * _FP32},
+            is_certain=bool(job.saved_whole),
+        ),
         HostMoment("rank 0 loads the checkpoint", {**base, "checkpoint": largest.numel * _FP32}),
         HostMoment(
             "every rank loads the checkpoint", {**base, f"{gpus} x checkpoint, bf16": gpus * largest.numel * _BF16}
         ),
-        HostMoment("rank 0 gathers a full state dict", {**offloaded, "state dict": largest.numel * _FP32}),
         HostMoment(
             "rank 0 gathers model and optimizer", {**offloaded, "state dicts, with Adam": 3 * largest.numel * _FP32}
         ),

@@ -48,7 +48,9 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSetup:
-    """models: by role, a named shape or a directory. unread: what of the configuration is not in the plan."""
+    """models: by role, a named shape or a directory. saved_whole: the roles whose checkpoint is gathered on rank 0's
+    host. unread: what of the configuration is not in the plan.
+    """
 
     framework: str
     machines: Machines
@@ -56,6 +58,7 @@ class JobSetup:
     models: tuple[str, ...]
     engine: EngineSetup | None = None
     layers: int | None = None
+    saved_whole: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
     def setup_of(self, role: str) -> RoleSetup:

@@ -31,6 +31,7 @@ class Life:
         self._segments = segments
         self._rank = rank
         self._timeline = Timeline()
+        self._views: dict[str, int] = {}
         self._has_run = self._has_moments = False
         self._ledgers: list[StageLedger] = []
 
@@ -64,7 +65,7 @@ class Life:
     def _build(self) -> None:
         """Unit by unit, unsharded on the device until its shards are there, the root last."""
         scenario, master, timeline = self._setup.scenario, self._setup.dtypes.master, self._timeline
-        # FSDP1 without shards keeps the flat parameter itself, and a policy takes it when all units are made.
+        # FSDP1 without shards keeps the flat parameter itself.
         is_kept = scenario.version == 1 and self._setup.shard_ranks == 1
         for unit in (*self._shards.units[1:], self._shards.root):
             whole = rounded_sum(numel * master for numel in unit.originals)
@@ -72,10 +73,12 @@ class Life:
                 whole += rounded(sum(unit.originals) * master)
             with timeline.taken("unsharded parameters", whole), timeline.taken("parameters", self._parameters(unit)):
                 pass
-            if is_kept or not scenario.policy:
+            if not scenario.policy:
                 timeline.take("parameters", self._parameters(unit))
-        if scenario.policy:
-            self._clear("parameters")
+            elif is_kept and scenario.strategy == "fsdp1":
+                # The policy takes it to the host, but the modules' views hold it until the unit first runs.
+                self._views[unit.name] = self._parameters(unit)
+                timeline.take("unsharded parameters", self._views[unit.name])
         timeline.take("buffers", self._buffers)
 
     def _step(self) -> None:
@@ -100,7 +103,7 @@ class Life:
     def _replay(self) -> UnitReplay:
         if self._setup.scenario.version == 2:
             return Fsdp2Replay(self._timeline, self._setup)
-        return Fsdp1Replay(self._timeline, self._setup)
+        return Fsdp1Replay(self._timeline, self._setup, self._views)
 
     def _offload(self) -> None:
         if self._setup.scenario.param_offload:

@@ -1,18 +1,14 @@
-"""The parameters of a model by FSDP unit, without weights: it is built on the meta device from its configuration."""
+"""The parameters of a model by FSDP unit, without weights."""
 
 from __future__ import annotations
 
 import math
-import pathlib
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_doctor.case import models
-from fsdp_doctor.errors import UsageError, first_line
-from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
+from fsdp_doctor.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -67,36 +63,11 @@ class ModelShape:
         return sum(unit.numel for unit in self.units)
 
 
-def on_meta(model: str, layers: int | None = None) -> nn.Module:
-    """The model, in bfloat16, on the meta device.
-
-    model: a name of MODEL_SHAPES, or a directory with a config.json. layers: instead of the model's own number.
-    Raises UsageError for any other name, and for what transformers cannot build.
-    """
-    config = _config(model)
-    if layers is not None:
-        config.num_hidden_layers = layers
-        for name in ("layer_types", "mlp_layer_types"):
-            if kinds := getattr(config, name, None):
-                setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
-    import transformers
-
-    try:
-        with torch.device("meta"):
-            built = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
-            )
-    except Exception as error:
-        raise UsageError(f"the model {model}: transformers cannot build it: {first_line(error)}") from None
-    assert isinstance(built, nn.Module)
-    return built.train()
-
-
 def shape_of(model: nn.Module, name: str) -> ModelShape:
     """As :func:`fsdp_doctor.case.sharding` shards it."""
     layers = models.decoder_layers(model)
     if not layers:
-        raise UsageError(f"the model {name}: it does not say which of its modules are its decoder layers")
+        raise UsageError(f"the model {name}: it has no decoder layers, or does not say which of its modules they are")
     embedding = models.input_embedding(model)
     taken: set[int] = set()
     units = [_unit(f"layer {at}", layer, taken) for at, layer in enumerate(layers)]
@@ -115,17 +86,3 @@ def _unit(name: str, module: nn.Module, taken: set[int]) -> ShapedUnit:
     found = [(key, tensor) for key, tensor in module.named_parameters() if id(tensor) not in taken]
     taken.update(id(tensor) for _, tensor in found)
     return ShapedUnit(name, tuple(ShapedParameter(key, tuple(tensor.shape)) for key, tensor in found))
-
-
-def _config(model: str) -> Any:
-    import transformers
-
-    if model in MODEL_SHAPES:
-        kind, sizes = MODEL_SHAPES[model]
-        if not hasattr(transformers, kind):
-            raise UsageError(f"the model {model}: transformers {transformers.__version__} has no {kind}")
-        return getattr(transformers, kind)(**sizes)
-    try:
-        return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser(), trust_remote_code=False)
-    except Exception as error:
-        raise UsageError(f"the model {model}: transformers cannot read its config.json: {first_line(error)}") from None

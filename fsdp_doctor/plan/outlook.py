@@ -9,7 +9,7 @@ from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.plan.host import HostMoment, host_moments
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, JobSetup
 from fsdp_doctor.plan.prediction import Predictor
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.role_setup import ModelHead, RoleSetup
 
 _BF16 = 2
 
@@ -61,12 +61,19 @@ class Outlook:
 
     @property
     def highest_of_host(self) -> HostMoment:
-        return max(self.host, key=lambda moment: moment.total)
+        """Of those that the job is certain to come to."""
+        return max((moment for moment in self.host if moment.is_certain), key=lambda moment: moment.total)
 
     @property
     def host_fits(self) -> bool:
         limit = self.job.machines.host_memory
         return limit is None or self.highest_of_host.total <= limit
+
+    @property
+    def lacking(self) -> int:
+        """Bytes by which the highest moments of a device and of the host go beyond their limits."""
+        host = self.highest_of_host.total - (self.job.machines.host_memory or self.highest_of_host.total)
+        return max(0, self.highest.total - self.highest.limit) + max(0, host)
 
     @property
     def fits(self) -> bool:
@@ -77,7 +84,7 @@ class Outlook:
 class Planner:
     """Plans jobs of the same models, of which each is made and counted once."""
 
-    _predictors: dict[tuple[str, int | None], Predictor] = field(default_factory=dict)
+    _predictors: dict[tuple[str, int | None, ModelHead], Predictor] = field(default_factory=dict)
     _planned: dict[tuple[str, int | None, RoleSetup], RolePlan] = field(default_factory=dict)
 
     def outlook(self, job: JobSetup) -> Outlook:
@@ -89,9 +96,10 @@ class Planner:
         model, setup = job.models[at], job.roles[at]
         key = (model, job.layers, setup)
         if key not in self._planned:
-            if (model, job.layers) not in self._predictors:
-                self._predictors[model, job.layers] = Predictor(model, job.layers)
-            predictor = self._predictors[model, job.layers]
+            kind = model, job.layers, setup.head
+            if kind not in self._predictors:
+                self._predictors[kind] = Predictor(model, job.layers, setup.head)
+            predictor = self._predictors[kind]
             first = tuple(predictor.ledgers(setup))
             last = tuple(predictor.ledgers(setup, setup.shard_ranks - 1)) if setup.shard_ranks > 1 else first
             self._planned[key] = RolePlan(setup.role, predictor.shape.numel, first, last)

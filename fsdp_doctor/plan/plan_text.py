@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
 from fsdp_doctor.ledgers.ledger_table import render_ledgers
 from fsdp_doctor.plan.advice import Advice
-from fsdp_doctor.plan.host import PROCESS_BYTES
+from fsdp_doctor.plan.host import PROCESS_BYTES, HostMoment
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
 from fsdp_doctor.plan.outlook import Outlook, RolePlan
 from fsdp_doctor.plan.role_setup import BF16, RoleSetup
@@ -21,8 +21,9 @@ ASSUMPTIONS = (
     "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
     "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists "
     "of tensors, two moments",
-    "attention by a fused kernel; the loss as transformers has it: logits of all tokens cast to float32, their "
-    "log-softmax, and the gradients of both",
+    "attention by a fused kernel, of models that can have one; the loss as transformers has it: logits of all tokens "
+    "cast to float32, their log-softmax, and the gradients of both",
+    "a critic has a head of one output for each token, in the place of that of the vocabulary",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
     "lies on the host",
     f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
@@ -33,8 +34,10 @@ ASSUMPTIONS = (
 NOT_MODELLED = (
     "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
     "fused losses and offloaded activations, which take less",
+    "TRL's value head beside that of the vocabulary, which verl takes where transformers has no token classification",
+    "what a tower for images computes, and the tokens of images: its parameters, gradients and moments are in the plan",
+    "kernels for linear attention and state spaces, which take less than what transformers computes without them",
     "an engine's own peak, which is within its share",
-    "the value head of a critic: it is planned as a language model, with logits of the vocabulary, which take more",
     "tokens that are padded or distributed unevenly among the ranks",
 )
 
@@ -61,7 +64,7 @@ def plan_as_json(outlook: Outlook) -> str:
 
 def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     job, machines = outlook.job, outlook.job.machines
-    devices = f"{machines.gpus} devices of {_gib(machines.gpu_memory)} GiB"
+    devices = f"{machines.gpus} device{'s' if machines.gpus > 1 else ''} of {_gib(machines.gpu_memory)} GiB"
     yield f"{job.framework}: {machines.nodes} node{'s' if machines.nodes > 1 else ''} with {devices}"
     for role, setup, model in zip(outlook.roles, job.roles, job.models, strict=True):
         yield from _wrapped(f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_described(setup)}", 2)
@@ -119,8 +122,14 @@ def _moments(outlook: Outlook) -> Iterator[str]:
 def _host(outlook: Outlook) -> Iterator[str]:
     limit = outlook.job.machines.host_memory
     yield "\nWhat a node's host holds, GiB" + (f", of {_gib(limit)}:" if limit else ":")
-    for moment in outlook.host:
-        mark = "  does not fit" if limit is not None and moment.total > limit else ""
+    yield from _host_moments([moment for moment in outlook.host if moment.is_certain], limit, "does not fit")
+    yield "And if it is loaded or saved so, which the configuration does not say:"
+    yield from _host_moments([moment for moment in outlook.host if not moment.is_certain], limit, "would not fit")
+
+
+def _host_moments(moments: Sequence[HostMoment], limit: int | None, too_much: str) -> Iterator[str]:
+    for moment in moments:
+        mark = f"  {too_much}" if limit is not None and moment.total > limit else ""
         yield f"  {_gib(moment.total):>8}  {moment.name}{mark}"
         yield from _wrapped(_parts(moment.parts), 12)
 

@@ -15,6 +15,7 @@ from fsdp_doctor.check.frameworks.framework import Given
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.plan.configured_machines import at_least_one, configured_machines
 from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
 from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
@@ -23,6 +24,8 @@ from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
 
 # Tokens of one forward: beyond, the bytes of a tensor are no number that torch has.
 _MOST_TOKENS = 1_000_000_000
+# Paths of a checkpoint that is whole on the host of the first rank.
+_SAVES_WHOLE = ("get_model_state_dict.full+cpu", "full_state_dict.rank0+cpu")
 _FORWARD_ONLY = ("ref",)
 _BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
 
@@ -68,7 +71,10 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         models=models,
         engine=engine,
         layers=options.layers,
-        unread=_unread(uses),
+        saved_whole=tuple(
+            use.role for use in uses if any(point.case.path in _SAVES_WHOLE for point in use.extractions)
+        ),
+        unread=(*_unread(uses), *_taken_sizes(result, uses, options)),
     )
 
 
@@ -110,7 +116,7 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
     length = options.length or _length(sizes, settings)
     sequences = options.sequences or _sequences(sizes, settings, length)
     named = result.models.get(use.role)
-    shard_ranks = min(named.ranks if named and named.ranks else machines.ranks, machines.ranks)
+    shard_ranks = min(named.ranks if named and named.ranks else _shard_ranks(use.scenario, machines), machines.ranks)
     if machines.ranks % shard_ranks:
         raise UsageError(f"{use.role}: a shard group of {shard_ranks} ranks does not divide the {machines.ranks} ranks")
     if sequences * length > _MOST_TOKENS:
@@ -123,12 +129,18 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
         shard_ranks=shard_ranks,
         replicas=machines.ranks // shard_ranks,
         trains=use.role not in _FORWARD_ONLY,
+        head="value" if use.role == "critic" else "language",
         sequences=sequences,
         length=length,
         checkpointing=_checkpointing(sizes, settings),
         dtypes=Dtypes(master=BF16) if settings.word(*sizes.master_dtype) in _BFLOAT16 else Dtypes(),
         path=path,
     )
+
+
+def _shard_ranks(scenario: Scenario, machines: Machines) -> int:
+    """Of one shard group, where the configuration gives no number: a hybrid one is a node."""
+    return {"size1": 1, "hsdp": machines.gpus}.get(scenario.sharding, machines.ranks)
 
 
 def _length(sizes: Sizes, settings: Settings) -> int:
@@ -201,6 +213,22 @@ def _model(role: Role, result: CheckResult, options: PlanOptions) -> str:
         f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model, a directory or one "
         f"of {', '.join(MODEL_SHAPES)}"
     )
+
+
+def _taken_sizes(result: CheckResult, uses: Sequence[Use], options: PlanOptions) -> list[str]:
+    """Of each role, what of its sizes nothing says, so that a default is taken."""
+    found = []
+    for use in uses:
+        sizes, settings = sizes_of(result.framework, use.role), result.settings
+        filled = settings.flag(*sizes.dynamic)
+        is_said = {
+            "--micro-batch": options.sequences or settings.first(*(sizes.token_budget if filled else sizes.sequences)),
+            "--seq-len": options.length or any(settings.first(*keys) for keys in sizes.lengths),
+        }
+        if missing := [option for option, said in is_said.items() if not said]:
+            sentence = "the configuration does not say how much is computed at once, and a default is taken: give"
+            found.append(f"{use.role}: {sentence} {' and '.join(missing)}")
+    return found
 
 
 def _unread(uses: Sequence[Use]) -> tuple[str, ...]:

@@ -7,27 +7,27 @@ from collections.abc import Sequence
 
 from fsdp_doctor.errors import CannotRun, UsageError, first_line
 from fsdp_doctor.ledgers.stage_ledger import StageLedger
-from fsdp_doctor.plan import model_shape
 from fsdp_doctor.plan.activations import Batch, Segment, trace
 from fsdp_doctor.plan.life import Life
-from fsdp_doctor.plan.model_shape import ModelShape
+from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.plan.model_shape import ModelShape, shape_of
 from fsdp_doctor.plan.rank_shards import shards_of
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.role_setup import ModelHead, RoleSetup
 
 # What a forward raises that asks for values of tensors without them, or of its inputs for what it is not given.
 _NOT_FOLLOWED = (RuntimeError, TypeError, AttributeError, LookupError, ValueError, AssertionError)
 
 
 class Predictor:
-    """Of one model, by name or directory; what was counted once is kept.
+    """Of one model, by name or directory, with its head; what was counted once is kept.
 
     Raises UsageError for a model that there is not, or that transformers cannot build; CannotRun for one whose forward
     asks for values that a model without weights has not.
     """
 
-    def __init__(self, model: str, layers: int | None = None) -> None:
-        self._make = functools.partial(model_shape.on_meta, model, layers)
-        self.shape: ModelShape = model_shape.shape_of(self._make(), model)
+    def __init__(self, model: str, layers: int | None = None, head: ModelHead = "language") -> None:
+        self._make = functools.partial(on_meta, model, layers, head)
+        self.shape: ModelShape = shape_of(self._make(), model)
         self._traced: dict[Batch, tuple[Segment, ...]] = {}
 
     def ledgers(self, setup: RoleSetup, rank: int = 0) -> list[StageLedger]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from fsdp_doctor.matrix.cases import Scenario
 
 BF16, FP32 = 2, 4
+# What comes after the last layer: logits of the vocabulary, or the one value of a critic.
+ModelHead: TypeAlias = Literal["language", "value"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class RoleSetup:
     scenario: Scenario
     shard_ranks: int
     replicas: int = 1
+    head: ModelHead = "language"
     trains: bool = True
     sequences: int = 1
     length: int = 1024

@@ -61,7 +61,8 @@ def _backward(compute: _Computation, units: UnitReplay, shards: RankShards, setu
     for at, layer in reversed(list(enumerate(shards.layers))):
         units.pre_backward(layer, following[len(shards.layers) - at])
         compute.run("backward", at)
-        units.post_backward(layer, compute.drop_gradients(_unsharded(layer, setup)))
+        gradients = _unsharded(layer, setup) if compute.follows(at) else 0
+        units.post_backward(layer, compute.drop_gradients(gradients))
     if shards.embedding:
         units.pre_backward(shards.embedding, None)
     compute.run("backward", "before")
@@ -76,17 +77,21 @@ def _unsharded(unit: UnitShard, setup: RoleSetup) -> int:
 
 
 class _Computation:
-    """Puts what was counted on the meta device onto the timeline."""
+    """Puts what was counted on the meta device onto the timeline: nothing of a layer that was not followed."""
 
     def __init__(self, timeline: Timeline, segments: Sequence[Segment]) -> None:
         self._timeline = timeline
         self._segments = {(segment.of, segment.place): segment for segment in segments}
         self._now = Moment()
 
+    def follows(self, place: SegmentPlace) -> bool:
+        return ("forward", place) in self._segments
+
     def run(self, of: Pass, place: SegmentPlace) -> None:
-        segment = self._segments[of, place]
-        self._go_to(segment.highest)
-        self._go_to(segment.end)
+        if self.follows(place):
+            segment = self._segments[of, place]
+            self._go_to(segment.highest)
+            self._go_to(segment.end)
 
     def drop_gradients(self, nbytes: int) -> int:
         """From here on they are the FSDP's to free."""

@@ -13,7 +13,7 @@ from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.memory.counters import check_counted
-from fsdp_doctor.plan.model_shape import on_meta
+from fsdp_doctor.plan.meta_model import on_meta
 from fsdp_doctor.rollout import stand_ins
 from fsdp_doctor.rollout.rollout_request import Attempt, Beside, RolloutRequest
 

@@ -23,7 +23,7 @@ from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.memory.census import held_on, owned_tensors
 from fsdp_doctor.memory.counters import DeviceCounters
-from fsdp_doctor.plan.model_shape import on_meta
+from fsdp_doctor.plan.meta_model import on_meta
 from fsdp_doctor.rollout.rollout_request import Beside, EngineStart, RolloutRequest
 
 # In the engine's first pieces of its key-value cache, so that none of them is larger than what is free.

@@ -1,4 +1,4 @@
-"""The plan against what the emulated device counted: every stage, on 2 and on 4 ranks."""
+"""The plan against what the emulated device counted: every stage, on 2 and on 4 ranks, and without shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from program import forked_doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
 
-from fsdp_doctor.ledgers.ledger_file import ledgers_from_json
+from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS
 
 # As small as it can be with parameters, gathers and activations each a good part of it; its vocabulary is uneven.
@@ -63,6 +63,14 @@ _RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
             *("--path", "full_tensors,get_model_state_dict.full,unshard,state_dict.to.full_tensor,summon_full_params"),
         ),
     ),
+    # With hardly an activation, so that the parameters decide.
+    "2 ranks, each with the whole model under the policy": (
+        2,
+        (
+            *("--strategy", "fsdp2,fsdp1,fsdp1-orig", "--offload", "policy", "--sharding", "size1"),
+            *("--staging", "staged", "--batch", "1", "--sequence", "8"),
+        ),
+    ),
 }
 
 
@@ -77,7 +85,10 @@ def _accuracy() -> ModuleType:
 
 
 @pytest.fixture(scope="module", params=_RUNS, ids=str)
-def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LedgerFile, argparse.Namespace]:
+    """What was measured, and of which sizes."""
     needs_emulation()
     ranks, options = _RUNS[request.param]
     directory = tmp_path_factory.mktemp("plan")
@@ -92,9 +103,23 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         sequence=int(options[options.index("--sequence") + 1]),
         checkpointing="--activation-checkpointing" in options,
     )
-    found = list(_accuracy().compared(ledgers_from_json(file.read_text()), sizes))
-    assert len(found) > 100
+    return ledgers_from_json(file.read_text()), sizes
+
+
+@pytest.fixture(scope="module")
+def stages(run: tuple[LedgerFile, argparse.Namespace]) -> list[Any]:
+    found = list(_accuracy().compared(*run))
+    assert len(found) >= (27 if run[1].sequence == 8 else 101)
     return found
+
+
+def test_of_every_offload_less_than_1_percent_of_the_peak_is_unexplained_in_every_stage(
+    run: tuple[LedgerFile, argparse.Namespace],
+) -> None:
+    for ledger in run[0].ledgers:
+        assert ledger.device is not None
+        for held in (ledger.device.held, ledger.device.at_peak):
+            assert abs(held.get("unexplained", 0)) < 0.01 * ledger.device.peak, (ledger.job, ledger.name, held)
 
 
 def test_parameters_gradients_and_optimizer_are_within_five_percent_in_every_stage(stages: list[Any]) -> None:

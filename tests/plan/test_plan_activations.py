@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from fsdp_doctor.plan.activations import Batch, Segment, trace
-from fsdp_doctor.plan.model_shape import on_meta
+from fsdp_doctor.plan.meta_model import on_meta
 
 _LAYERS = 4
 _BF16 = 2

@@ -130,11 +130,20 @@ def _extraction_points(scenario: Scenario, saves: bool) -> list[ExtractionPoint]
 
 
 def _world_size(settings: Settings) -> int | None:
-    """All of the cluster, where generation has no GPUs of its own."""
-    if not settings.flag("policy.generation.colocated.enabled", default=True):
-        return None
+    """All of the cluster, or what generation that has GPUs of its own leaves: on one node a part of it, else nodes.
+
+    As algorithms/grpo.py divides it; None where the configuration does not say how many those are.
+    """
     per_node, nodes = settings.number("cluster.gpus_per_node"), settings.number("cluster.num_nodes", default=1)
-    return per_node * nodes if per_node and nodes else None
+    if not per_node or not nodes:
+        return None
+    if not settings.flag("policy.generation.colocated.enabled", default=True):
+        name = "gpus_per_node" if nodes == 1 else "num_nodes"
+        taken = settings.number(f"policy.generation.colocated.resources.{name}")
+        if taken is None:
+            return None
+        per_node, nodes = (per_node - taken, 1) if nodes == 1 else (per_node, nodes - taken)
+    return per_node * nodes
 
 
 NEMO_RL = Framework(

@@ -1,0 +1,157 @@
+"""Which models can be planned: those that transformers has, whatever their attention, and a critic."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import pytest
+from support.inside import doctor
+
+from fsdp_doctor.plan.activations import Batch, Segment, trace
+from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.plan.model_shape import shape_of
+from fsdp_doctor.plan.role_setup import ModelHead
+
+_VERL = ("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.use_kl_loss=true")
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+_MODELS: dict[str, dict[str, object]] = {
+    **dict.fromkeys(("llama", "mistral", "gemma2", "gemma3_text", "qwen2", "qwen3", "olmo2"), _SIZES),
+    **{kind: _SIZES | {"pad_token_id": 0} for kind in ("phi3", "glm4")},
+    "qwen3_moe": _SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": _SIZES
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+    }
+    | {"v_head_dim": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    "mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "num_heads": 4}
+    | {"head_dim": 32, "state_size": 16, "n_groups": 1},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
+    "gemma3": {
+        "text_config": _SIZES | {"model_type": "gemma3_text"},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+    },
+    "qwen2_5_vl": {
+        "text_config": _SIZES
+        | {"model_type": "qwen2_5_vl_text", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        "vision_config": _QWEN_VISION,
+    },
+}
+
+
+def _directory(tmp_path: pathlib.Path, kind: str) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(_MODELS[kind] | {"model_type": kind}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", _MODELS)
+def test_a_model_is_planned_whatever_its_attention(kind: str, tmp_path: pathlib.Path) -> None:
+    arguments = ("--model", _directory(tmp_path, kind), "--seq-len", "64", "--micro-batch", "1", "--gpus", "2")
+    done = doctor("plan", *(word for one in _VERL for word in ("--config", one)), *arguments)
+    assert done.code == 0, done.stderr
+    assert done.stderr == ""
+    for expected in ("actor: trains", "ref: computes log-probabilities"):
+        assert expected in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_no_fused_attention_keeps_a_matrix_of_all_pairs_of_tokens(kind: str, tmp_path: pathlib.Path) -> None:
+    model = _directory(tmp_path, kind)
+    short, long = (_kept(trace(on_meta(model), Batch(sequences=1, length=length))) for length in (512, 1024))
+    assert long / short == pytest.approx(2, rel=0.02)
+
+
+def test_a_tower_for_images_is_held_and_not_followed(tmp_path: pathlib.Path) -> None:
+    model = on_meta(_directory(tmp_path, "qwen2_5_vl"))
+    names = [parameter.name for unit in shape_of(model, "vl").layers for parameter in unit.parameters]
+    places = {segment.place for segment in trace(model, Batch(sequences=1, length=64))}
+    assert len(shape_of(model, "vl").layers) == 4
+    assert any("self_attn" in name for name in names)
+    assert any("attn.qkv" in name for name in names)
+    assert places == {"before", 2, 3, "after"}
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    done = doctor("plan", "--config", _VERL[0], "--model", str(tmp_path))
+    assert done.code == 2
+    assert done.stderr.strip().endswith("transformers cannot build it: it has no language model of type t5")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hidden_size": "x"}, "expected int, got str"),
+        ({"hidden_size": 256, "num_attention_heads": 7}, "not a multiple of the number of attention heads"),
+        ({"num_hidden_layers": 0}, "it has no decoder layers"),
+    ],
+)
+def test_sizes_that_are_none_are_refused_with_what_is_wrong(
+    sizes: dict[str, object], said: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1} | sizes))
+    done = doctor("plan", "--config", _VERL[0], "--model", str(tmp_path))
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+@functools.cache
+def _traced(head: ModelHead) -> tuple[Segment, ...]:
+    return trace(on_meta("small", head=head), Batch(sequences=1, length=256))
+
+
+def _kept(segments: tuple[Segment, ...]) -> int:
+    """By the first layer for its backward."""
+    forward = {segment.place: segment.end.activations for segment in segments if segment.of == "forward"}
+    return forward[0] - forward["before"]
+
+
+def _after(head: ModelHead) -> int:
+    """The most that is computed beside what the layers keep."""
+    segments = {(segment.of, segment.place): segment for segment in _traced(head)}
+    return segments["backward", "after"].highest.activations - segments["forward", 3].end.activations
+
+
+def test_a_critic_has_one_output_and_no_logits_of_the_vocabulary() -> None:
+    language, critic = (shape_of(on_meta("small", head=head), "small") for head in ("language", "value"))
+    hidden, vocabulary = 256, 4096
+    # The head of this language model is its embedding, which both have.
+    assert critic.numel - language.numel == hidden + 1
+    assert _after("language") > 3 * 256 * vocabulary * 4
+    assert _after("value") < 10 * 256 * hidden * 2
+
+
+def test_the_layers_of_a_critic_keep_what_those_of_a_language_model_do() -> None:
+    assert _kept(_traced("value")) == _kept(_traced("language"))
+
+
+def test_a_critic_is_planned_with_its_own_head() -> None:
+    settings = (*_VERL[:1], "algorithm.adv_estimator=gae", "critic.strategy=fsdp2", "data.max_response_length=4096")
+    config = [word for one in settings for word in ("--config", one)]
+    done = doctor("plan", *config, "--model", "qwen3-4b", "--layers", "2", "--gpus", "2")
+    assert done.code == 0, done.stderr
+    assert "critic: trains" in done.stdout
+    assert "a critic has a head of one output" in " ".join(done.stdout.split())
+    assert "the value head of a critic" not in done.stdout
+    actor, critic = (float(done.stdout.partition(f"  {role}: trains")[0].split()[-3]) for role in ("actor", "critic"))
+    logits = 4608 * 151936 * 4 / (1 << 30)
+    assert critic < actor - 2 * logits
