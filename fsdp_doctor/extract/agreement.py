@@ -278,7 +278,7 @@ class Agreement:
         return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
     def _awaited_answer(self) -> str:
-        """An interrupt is heeded once the others know, or at the next stage if they have gone on to what is promised."""
+        """An interrupt is heeded once the others know, or at the next stage where they have gone on meanwhile."""
         try:
             return self._wait().decode() if self._process.has_one_store() else interruptible(self._wait).decode()
         except dist.DistNetworkError:

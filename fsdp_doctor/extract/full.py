@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.pipeline import Pipeline
-from fsdp_doctor.extract.plan import ranks_of
+from fsdp_doctor.extract.plan import Plan, ranks_of
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.fsdp import reader
 
@@ -78,7 +78,8 @@ def full_tensors(
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
     rank: PlanMismatch where the ranks hold different models or were given different arguments.
     """
-    arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
+    with announced(model):
+        arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
     return _named(extract(model, arguments))
 
 
@@ -141,9 +142,15 @@ def extract(model: nn.Module, arguments: Arguments) -> TensorStream[tuple[Tensor
     """Every full tensor once, with all of its names."""
     with announced(model):
         plan, shards = plan_of(model, arguments)
+    return tensor_stream(plan, shards)
+
+
+def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream[tuple[TensorSpec, torch.Tensor]]:
     agreement = Agreement(plan.ranks)
     agreement.expect(lambda: plan.compared)
-    return TensorStream(Pipeline(plan, shards, agreement).run(), agreement)
+    with agreement.leaving():
+        pipeline = Pipeline(plan, shards, agreement)
+    return TensorStream(pipeline.run(), agreement)
 
 
 def _named(tensors: TensorStream[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:

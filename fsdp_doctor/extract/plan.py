@@ -25,7 +25,8 @@ _PACK_BYTES = 32 << 20
 class Plan:
     """What one model and one call's arguments come to. Nothing in it is a tensor, so that it may be kept.
 
-    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. adapters, factors:
+    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. merges: whether there are
+    adapters, active ones or not, and they are to be merged; adapters, factors:
     which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
     buckets and the caller's last tensor may take together. ready: the places of the shards that a collective can read
     as they are.
@@ -33,6 +34,7 @@ class Plan:
 
     all_sources: list[Source]
     sources: list[Source]
+    merges: bool
     adapters: dict[str, list[LoraAdapter]]
     factors: dict[str, Source]
     dtypes: OutputDtypes

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES, extract
+from fsdp_doctor.extract.full import BUCKET_BYTES, announced, extract
 from fsdp_doctor.extract.kept_plans import Arguments
 from fsdp_doctor.extract.lora import Lora
 
@@ -41,10 +41,11 @@ def full_state_dict(
 
     Raises ValueError for another word.
     """
-    if ranks not in get_args(CollectingRanks):
-        raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
+    with announced(model):
+        if ranks not in get_args(CollectingRanks):
+            raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
+        arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
-    arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora)
     state: dict[str, torch.Tensor] = {}
     with _HostCopies() as copies, contextlib.closing(extract(model, arguments)) as tensors:
         for spec, tensor in tensors:

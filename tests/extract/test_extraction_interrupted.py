@@ -1,4 +1,4 @@
-"""Ctrl-C while a rank waits for the others, and calls of two threads at once: each rank is told, and the next call works."""
+"""Ctrl-C while a rank waits for the others, and calls of two threads: each rank is told, and the next call works."""
 
 from __future__ import annotations
 
