@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import operator
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,14 @@ class _PendingBucket:
     deltas: dict[str, list[Delta]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class _LoadedFactors:
+    """This rank's part of what is merged into a bucket. loader: holds what is being copied."""
+
+    transfers: list[TensorTransfer]
+    loader: Loader
+
+
 class Pipeline:
     """One extraction. shards: this rank's, by the places of the plan's sources."""
 
@@ -79,12 +88,10 @@ class Pipeline:
                         last_done[0].synchronize()
                     self._load(bucket)
                     self._launch_loaded()
-                first = pending[0]
-                if not first.is_launched:
-                    self._launch(first)
+                if not pending[0].is_launched:
+                    self._launch(pending[0])
+                last_done.append(pending[0].done)
                 results = self._results(pending.popleft())
-                last_done.append(first.done)
-                del first
                 while results:
                     _, spec, tensor = results.pop()
                     if not results:
@@ -92,6 +99,10 @@ class Pipeline:
                     yield spec, tensor
                     del tensor
             self._agreement.finish()
+        except BaseException as error:
+            # They hold memory, which the buckets that are yet to be launched may need.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             self._leave()
 
@@ -126,18 +137,29 @@ class Pipeline:
     @torch.no_grad()
     @without_garbage_collection
     def _launch(self, pending: _PendingBucket) -> None:
-        """Only before the first gather do the ranks have to agree."""
-        if wanted := self._wanted(pending.bucket):
-            self._agree()
-            pending.deltas = self._deltas(wanted)
-            # The caller's stream has copied them out of what was gathered.
-            self._streams.begin_loading()
-        pending.loader.finish(pending.deltas)
-        if not wanted:
-            self._agree()
+        """What may fail comes before the ranks agree, or the others would wait for this one.
+
+        Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
+        """
+        wanted = self._wanted(pending.bucket)
+        factors = self._loaded_factors(wanted) if wanted else None
+        if factors is None:
+            pending.loader.finish({})
+        self._try_room(pending.transfers)
+        self._agree()
+        failure = self._merge(pending, wanted, factors) if factors is not None else None
         pending.done = self._gather(pending.transfers, pending.deltas)
         pending.is_launched = True
         self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
+        if failure is not None:
+            raise failure
+
+    def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
+        """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
+        nbytes = max(transfer.collecting_bytes for transfer in transfers)
+        if nbytes:
+            with self._streams.gathering():
+                torch.empty(nbytes, dtype=torch.uint8, device=self._plan.device)
 
     def _agree(self) -> None:
         """Before the first collective of a bucket."""
@@ -147,10 +169,10 @@ class Pipeline:
             nbytes = sum(bucket.nbytes for bucket in left[:num_next])
             one_only = num_next > 1 and not _has_room(self._plan.device, nbytes)
             self._promised = self._agreement.promise(len(left), one_only=one_only)
-        self._has_begun = True
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
         """Launches all of it; the event after it."""
+        self._has_begun = True
         with self._streams.gathering():
             all_gather(transfers)
             for transfer in transfers:
@@ -164,6 +186,8 @@ class Pipeline:
                 all_of_it = self._streams.gathered()
             self._streams.wait(all_of_it)
         self._pending.clear()
+        self._early.clear()
+        self._call.units.clear()
         # What it leaves with is to be known, not that it could not take part in the rest.
         with contextlib.suppress(Exception):
             while self._promised and not self._has_begun and len(self._plan.ranks) > 1:
@@ -194,25 +218,42 @@ class Pipeline:
             return {}
         return {name: adapters[name] for name in dict.fromkeys(bucket.names()) if name in adapters}
 
-    def _deltas(self, wanted: Mapping[str, list[LoraAdapter]]) -> dict[str, list[Delta]]:
-        """What is to be merged into a bucket's weights, its factors gathered for it."""
+    def _loaded_factors(self, wanted: Mapping[str, list[LoraAdapter]]) -> _LoadedFactors:
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
-        gathered: dict[str, torch.Tensor] = {}
         # The factors of one unit of FSDP1 are as many units.
         call = Call(self._plan.device, self._call.shards, frozenset())
         factors = [self._plan.factors[name] for name in names]
-        for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
-            transfers = [transfer.begun(call) for transfer in part.transfers]
-            loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
-            loader.begin(transfers, ())
-            loader.finish({})
-            self._streams.wait(self._gather(transfers, {}))
-            for transfer in transfers:
-                gathered |= {name: full for _, spec, full in transfer.results() for name in spec.names}
-        return {
-            weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
-            for weight, many in wanted.items()
-        }
+        parts = buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={})
+        transfers = [transfer.begun(call) for part in parts for transfer in part.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        loader.begin(transfers, ())
+        loader.finish({})
+        self._try_room(transfers)
+        return _LoadedFactors(transfers, loader)
+
+    def _merge(
+        self, pending: _PendingBucket, wanted: Mapping[str, list[LoraAdapter]], factors: _LoadedFactors
+    ) -> BaseException | None:
+        """Gathers the factors, and adds their products to this rank's part. What goes wrong there is not raised.
+
+        The others have then NaN of that part, until they hear that this rank left.
+        """
+        self._streams.wait(self._gather(factors.transfers, {}))
+        try:
+            full = {name: whole for one in factors.transfers for _, spec, whole in one.results() for name in spec.names}
+            pending.deltas = {
+                weight: [Delta(full[a.a], full[a.b], a.scaling, a.transposed) for a in many]
+                for weight, many in wanted.items()
+            }
+            # The caller's stream has copied them out of what was gathered.
+            self._streams.begin_loading()
+            pending.loader.finish(pending.deltas)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            pending.deltas = {}
+            pending.loader.spoil()
+            return error
+        return None
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:

@@ -51,12 +51,13 @@ class Call:
 class TensorTransfer(ABC):
     """What one bucket does with some of the model's tensors. It is kept with the plan; ``begun`` is of one call.
 
-    order: where its first tensor comes among all. nbytes: the device memory that it takes at most.
-    shard_group: None where nothing is communicated.
+    order: where its first tensor comes among all. nbytes: the device memory that it takes at most, collecting_bytes of
+    it in ``collect``. shard_group: None where nothing is communicated.
     """
 
     order: int
     nbytes: int
+    collecting_bytes: int = 0
     shard_group: ShardGroup | None
 
     def begun(self, call: Call) -> Self:
@@ -227,7 +228,8 @@ class Redistribution(TensorTransfer):
     def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
         self.order, self._source, self._dtype = order, source, dtype
         self.shard_group: ShardGroup = source.shard_group
-        self.nbytes = 4 * source.spec.numel * max(dtype.itemsize, source.spec.dtype.itemsize)
+        nbytes = source.spec.numel * max(dtype.itemsize, source.spec.dtype.itemsize)
+        self.nbytes, self.collecting_bytes = 4 * nbytes, 3 * nbytes
 
     def names(self) -> Iterable[str]:
         return self._source.spec.names[:1]
