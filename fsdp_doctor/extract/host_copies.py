@@ -224,6 +224,8 @@ class _Readers:
     def _run(self) -> None:
         while (read := self._waiting.get()) is not None:
             read()
+            # While it waits it must not hold the targets of what it has read.
+            del read
 
 
 def threads_of_a_rank(most: int = 16) -> int:
