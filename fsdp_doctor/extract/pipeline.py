@@ -20,7 +20,7 @@ from fsdp_doctor.extract.lora import Delta, LoraAdapter
 from fsdp_doctor.extract.plan import Bucket, Plan, buckets
 from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.extract.transfers import Call, TensorTransfer, all_gather
+from fsdp_doctor.extract.transfers import Call, Result, TensorTransfer, all_gather, handed_out
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
@@ -63,7 +63,7 @@ class Pipeline:
         self._cast_buffer = CastBuffer(plan.device, self._streams)
         self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
         # Small tensors that were gathered with others and come later.
-        self._early: list[tuple[int, TensorSpec, torch.Tensor]] = []
+        self._early: list[tuple[int, TensorSpec, Result]] = []
         self._pending: collections.deque[_PendingBucket] = collections.deque()
         # How many buckets were launched, how many of the others are launched whatever happens, and whether the
         # collectives of the next have begun.
@@ -78,10 +78,11 @@ class Pipeline:
         """
         pending = self._pending
         last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
-        handed_out = 0
+        results: list[tuple[int, TensorSpec, Result]] = []
+        last_bytes = 0
         try:
             while self._upcoming() is not None or pending:
-                while (bucket := self._upcoming()) is not None and self._may_load(bucket, handed_out):
+                while (bucket := self._upcoming()) is not None and self._may_load(bucket, last_bytes):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
                     if last_done[0] is not None:
@@ -93,15 +94,18 @@ class Pipeline:
                 last_done.append(pending[0].done)
                 results = self._results(pending.popleft())
                 while results:
-                    _, spec, tensor = results.pop()
+                    _, spec, result = results.pop()
+                    tensor = handed_out(result)
                     if not results:
-                        handed_out = tensor.nbytes
+                        last_bytes = tensor.nbytes
+                    del result
                     yield spec, tensor
                     del tensor
             self._agreement.finish()
         except BaseException as error:
             # They hold memory, which the buckets that are yet to be launched may need.
             traceback.clear_frames(error.__traceback__)
+            results.clear()
             raise
         finally:
             self._leave()
@@ -111,12 +115,12 @@ class Pipeline:
         place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
         return self._plan.buckets[place] if place < len(self._plan.buckets) else None
 
-    def _may_load(self, bucket: Bucket, handed_out: int) -> bool:
-        """handed_out: bytes of the tensor that the caller had last, and still has as a rule."""
+    def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
+        """last_bytes: of the tensor that the caller had last, and still has as a rule."""
         together = [*(pending.bucket for pending in self._pending), bucket]
         units = {unit for one in together for unit in one.units} & self._call.units.keys()
         held = sum(one.nbytes for one in together) + sum(self._call.units[unit].held_bytes() for unit in units)
-        return not self._pending or held + handed_out <= self._plan.most_bytes
+        return not self._pending or held + last_bytes <= self._plan.most_bytes
 
     @torch.no_grad()
     @without_garbage_collection
@@ -200,7 +204,7 @@ class Pipeline:
 
     @torch.no_grad()
     @without_garbage_collection
-    def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, torch.Tensor]]:
+    def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, Result]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
         results = self._early
@@ -240,7 +244,12 @@ class Pipeline:
         """
         self._streams.wait(self._gather(factors.transfers, {}))
         try:
-            full = {name: whole for one in factors.transfers for _, spec, whole in one.results() for name in spec.names}
+            full = {
+                name: handed_out(result)
+                for one in factors.transfers
+                for _, spec, result in one.results()
+                for name in spec.names
+            }
             pending.deltas = {
                 weight: [Delta(full[a.a], full[a.b], a.scaling, a.transposed) for a in many]
                 for weight, many in wanted.items()

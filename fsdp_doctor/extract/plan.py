@@ -122,13 +122,20 @@ def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: in
 class Bucket:
     """What is loaded and gathered together.
 
-    nbytes: the device memory that it takes at most. end: where the next bucket begins in the order of the tensors;
-    small ones that come later are gathered with it, too.
+    gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
+    them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
+    with it, too.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
-    nbytes: int = 0
+    gathered_bytes: int = 0
+    copied_bytes: int = 0
     end: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that it takes at most."""
+        return self.gathered_bytes + self.copied_bytes
 
     @functools.cached_property
     def units(self) -> frozenset[int]:
@@ -151,14 +158,16 @@ def buckets(
     left = sum(nbytes for _, _, nbytes in parts)
     bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
     for order, part, nbytes in parts:
+        copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
         # Nothing runs beside the last gather.
         longest = min(bucket_bytes, max(left // 2, bucket_bytes // 4))
-        if bucket.nbytes and bucket.nbytes + nbytes > longest:
+        if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
             yield _complete(bucket, rows, max(order, end))
             bucket, rows = Bucket(), _RowsOfABucket(dtypes)
         # A unit of FSDP1 may go on in the next bucket.
         end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
-        bucket.nbytes += nbytes
+        bucket.gathered_bytes += nbytes
+        bucket.copied_bytes = max(bucket.copied_bytes, copied)
         left -= nbytes
         if isinstance(part, TensorTransfer):
             bucket.transfers.append(part)
@@ -203,16 +212,21 @@ def _parts(
     """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
     packs = {pack.order: (pack, nbytes) for pack, nbytes in _packs(sources, dtypes, bucket_bytes, extra_bytes)}
     packed = {order for pack, _ in packs.values() for order in pack.orders}
-    order = 0
+    most = most_bytes(sources, dtypes, bucket_bytes)
+    order = last_bytes = 0
     for source in sources:
         if order in packs:
             yield order, *packs[order]
         elif isinstance(source, Rows) and order not in packed:
             yield order, source, _nbytes(source, dtypes.of(source.spec)) + extra_bytes.get(source.spec.names[0], 0)
         elif not isinstance(source, Rows):
-            for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
+            # The caller has the last tensor of those before, and what is left of the memory is there anyway.
+            room = max(bucket_bytes, most - last_bytes)
+            for transfer in _transfers(order, source, dtypes, bucket_bytes, room, extra_bytes):
                 yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
         order += len(specs(source))
+        last = specs(source)[-1]
+        last_bytes = last.numel * dtypes.of(last).itemsize
 
 
 def _packs(
@@ -241,7 +255,12 @@ def _packs(
 
 
 def _transfers(
-    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int, merged: Collection[str]
+    order: int,
+    source: Plain | Placed | FlatUnit,
+    dtypes: OutputDtypes,
+    bucket_bytes: int,
+    room: int,
+    merged: Collection[str],
 ) -> Iterator[TensorTransfer]:
     match source:
         case Plain():
@@ -249,6 +268,6 @@ def _transfers(
         case Placed():
             yield Redistribution(order, source, dtypes.of(source.spec))
         case FlatUnit():
-            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, merged)
+            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, room, merged)
         case _:
             assert_never(source)

@@ -89,6 +89,14 @@ class Net(nn.Module):
         return self.head(hidden) + self.large(torch.ones(512, device=hidden.device)).mean()
 
 
+class Many(nn.Module):
+    """Tensors of 25 kB, none of them large beside the others: an FSDP1 unit of it has more than two small buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(97 + index, 64)) for index in range(24))
+
+
 EVEN = {"rows": 24, "hidden": 12, "large_rows": 1032}
 UNEVEN = {"rows": 23, "hidden": 14, "large_rows": 1031}
 INTEGERS = ("steps", "table")
