@@ -149,7 +149,7 @@ def _counts(model: nn.Module, bucket_bytes: int) -> Counter[str]:
 
 @on_the_device
 def test_a_resident_fsdp1_model_takes_a_gather_a_bucket_and_the_copies_of_its_tensors() -> None:
-    """Of each layer a copy for each of its large tensors, the small ones with the last. The last buckets are smaller."""
+    """Of each layer a copy for each of its large tensors, the small ones with the last. The last buckets have less."""
     for use_orig_params in (False, True):
         net = Stack()
         nbytes = sum(parameter.nbytes for parameter in net.parameters())
