@@ -66,7 +66,8 @@ def full_tensors(
     dtype: cast to it, each shard before it is gathered; by default every tensor has its own dtype (the
         fp32 masters under mixed precision). keep_dtype: names, or patterns as fnmatch has them, of
         tensors that are not cast.
-    bucket_bytes: device memory of one bucket, in bytes.
+    bucket_bytes: device memory of one bucket, in bytes. Where the largest tensor needs the memory anyway, a bucket is
+        larger, up to four times, and a unit of FSDP1 is gathered whole.
     lora: ``merged`` the weights with their active adapters added, as the model computes (out of
         place: peft's ``merge_adapter`` changes the weights, and a generator that is read after
         ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``

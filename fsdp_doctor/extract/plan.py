@@ -19,6 +19,8 @@ from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistributio
 # Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
 _SMALL_BYTES = 1 << 20
 _PACK_BYTES = 32 << 20
+# A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
+_MOST_TIMES = 4
 
 
 @dataclass(kw_only=True, eq=False)
@@ -111,11 +113,16 @@ def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: in
     bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so that
     the next is loaded while the caller has the last.
     """
-    sizes = [s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)]
+    sizes = _sizes(sources, dtypes)
     largest = max(sizes, default=0)
     most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
     is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
     return most + (largest if is_rule else 0)
+
+
+def _sizes(sources: Sequence[Source], dtypes: OutputDtypes) -> list[int]:
+    """Of the tensors, in bytes."""
+    return [spec.numel * dtypes.of(spec).itemsize for source in sources for spec in specs(source)]
 
 
 @dataclass
@@ -152,18 +159,26 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
 
+    Where two larger ones fit into ``most_bytes`` they are larger: what the largest tensor needs is there anyway.
+
     extra_bytes: what is needed beside the tensor of that name while it is gathered.
     """
     parts = list(_parts(sources, dtypes, bucket_bytes, extra_bytes))
+    most = most_bytes(sources, dtypes, bucket_bytes)
+    larger_bytes = min((most - bucket_bytes // 8) // 2, _MOST_TIMES * bucket_bytes)
+    sizes = _sizes(sources, dtypes)
+    limit = bucket_bytes
     left = sum(nbytes for _, _, nbytes in parts)
     bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
     for order, part, nbytes in parts:
         copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
         # Nothing runs beside the last gather.
-        longest = min(bucket_bytes, max(left // 2, bucket_bytes // 4))
+        longest = min(limit, max(left // 2, bucket_bytes // 4))
         if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
             yield _complete(bucket, rows, max(order, end))
             bucket, rows = Bucket(), _RowsOfABucket(dtypes)
+            # The caller has the tensor before it, and the bucket before that may be gone.
+            limit = max(bucket_bytes, min(larger_bytes, most - sizes[order - 1]))
         # A unit of FSDP1 may go on in the next bucket.
         end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
         bucket.gathered_bytes += nbytes

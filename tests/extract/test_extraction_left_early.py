@@ -30,7 +30,7 @@ from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 on_four = on_ranks(Setting("emulated", 2), Setting("cpu", 4))
 
 
-FEW_BYTES = 512
+FEW_BYTES = 128
 
 
 def num_buckets(model: nn.Module, bucket_bytes: int = FEW_BYTES) -> int:

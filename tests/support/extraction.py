@@ -33,7 +33,7 @@ from support.ranks import (
 Tensors = dict[str, torch.Tensor]
 
 MIB = 1 << 20
-FEW_BYTES = 4096
+FEW_BYTES = 1024
 # What "nobody hangs" means: much less than a collective's own patience.
 SECONDS_TO_NOTICE = 8
 
