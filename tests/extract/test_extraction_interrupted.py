@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -27,38 +26,33 @@ from fsdp_doctor.extract import agreement, interruptible
 everyone = on_ranks(Setting("emulated", 2), Setting("cpu", 3))
 
 
-@contextlib.contextmanager
-def _ctrl_c_when_waiting(stage: int) -> Iterator[None]:
-    """For an answer of that stage: of the call that is under way."""
-    wait = agreement.Agreement._wait
-
-    def interrupted(self: Any) -> bytes:
-        if self._stage == stage:
-            os.kill(os.getpid(), signal.SIGINT)
-        return wait(self)
-
-    with mock.patch.object(agreement.Agreement, "_wait", interrupted):
-        yield
-
-
 @everyone
 def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() -> None:
     model = fsdp2(new_net())
     expected = extracted(model)
-    for stage in (0, 2):
-        together()
-        tensors = iter(full_tensors(model, bucket_bytes=FEW_BYTES))
+    wait, come = agreement.Agreement._wait, agreement.Agreement._came_to_stage
+    for stage in (0, 1, 2):
+
+        def interrupted(self: Any, stage: int = stage) -> bytes:
+            if self._stage == stage:
+                os.kill(os.getpid(), signal.SIGINT)
+            return wait(self)
+
+        def late(self: Any, one_only: bool, stage: int = stage) -> int:
+            if self._stage == stage:
+                together()
+            return come(self, one_only)
+
         if this_rank() == 0:
-            with _ctrl_c_when_waiting(stage), raises_soon(KeyboardInterrupt):
-                list(tensors)
+            with mock.patch.object(agreement.Agreement, "_wait", interrupted), raises_soon(KeyboardInterrupt):
+                extracted(model, bucket_bytes=FEW_BYTES)
             together()
         else:
-            if stage:
-                # So that the rank of Ctrl-C is there before.
-                next(tensors)
-            together()
-            with raises_soon(RankLeft, "rank 0 left", "KeyboardInterrupt"):
-                list(tensors)
+            with (
+                mock.patch.object(agreement.Agreement, "_came_to_stage", late),
+                raises_soon(RankLeft, "rank 0 left", "KeyboardInterrupt"),
+            ):
+                extracted(model, bucket_bytes=FEW_BYTES)
         assert_same(extracted(model), expected)
 
 
