@@ -47,6 +47,9 @@ class SimulatedRank(Participant):
     def store(self) -> dist.Store:
         return self._store  # type: ignore[return-value]
 
+    def has_one_store(self) -> bool:
+        return True
+
 
 class _Counting:
     """The store, and how many requests were sent to it."""

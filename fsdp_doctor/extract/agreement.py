@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from fsdp_doctor.errors import first_line
+from fsdp_doctor.extract.interruptible import interruptible
 from fsdp_doctor.fsdp import private
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
@@ -51,12 +53,42 @@ class Participant:
         self.num_agreements: Counter[tuple[int, ...]] = Counter()
         self.leftover: dict[tuple[int, ...], _Keys] = {}
         self.under_way: list[Agreement] = []
+        self.lock = threading.Lock()
 
     def rank(self) -> int:
         return dist.get_rank()
 
     def store(self) -> dist.Store:
+        """A connection of the calling thread."""
         return _connection(private.default_store())
+
+    def has_one_store(self) -> bool:
+        """Whether all threads have to share one, so that while one waits no other can use it."""
+        return self.store() is private.default_store()
+
+    def next_number(self, ranks: tuple[int, ...]) -> int:
+        """Of these ranks' agreements."""
+        with self.lock:
+            self.num_agreements[ranks] += 1
+            return self.num_agreements[ranks]
+
+    def begin(self, agreement: Agreement) -> None:
+        """Raises RuntimeError where another thread is in an agreement with some of the same ranks.
+
+        Two threads would begin the groups' collectives in another order on each rank.
+        """
+        with self.lock:
+            if any(one.concerns(agreement) and one.is_of_another_thread() for one in self.under_way):
+                raise RuntimeError(
+                    "another thread of this process is extracting or loading over the same ranks, which one thread "
+                    "can do at a time: end that call first"
+                )
+            self.under_way.append(agreement)
+
+    def end(self, agreement: Agreement) -> None:
+        with self.lock:
+            if agreement in self.under_way:
+                self.under_way.remove(agreement)
 
 
 _here = Participant()
@@ -97,12 +129,12 @@ class Agreement:
         self._buckets = self._window = 0
         self._keys = _Keys()
         self._counted: list[str] = []
+        self._interrupt: BaseException | None = None
         self._over = len(ranks) == 1
         if self._over:
             return
         of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        process.num_agreements[ranks] += 1
-        self._key = f"fsdp_doctor/{of_ranks}/{process.num_agreements[ranks]}"
+        self._key = f"fsdp_doctor/{of_ranks}/{process.next_number(ranks)}"
         self._rank = process.rank()
         with self._store_is_there():
             self._store = process.store()
@@ -133,7 +165,7 @@ class Agreement:
         if self._over:
             return num_left
         # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
-        first = next((a for a in self._process.under_way if not set(a._ranks).isdisjoint(self._ranks)), self)
+        first = next(filter(self.concerns, self._process.under_way), self)
         with self._store_is_there():
             agreed = self._came_to_stage(one_only or first is not self)
         self._window = 1 if agreed == 1 else self.num_next(num_left)
@@ -162,8 +194,17 @@ class Agreement:
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._answer_with(f"{_LEFT}:rank {self._rank} {self._left()}: {why}")
+                self._answer_with(self._leaves(why))
             self._end()
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """What is raised inside ends the agreement, and the others are told."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(f"{type(error).__name__}: {error}")
+            raise
 
     def finish(self) -> None:
         """Returns when every rank has had everything. Raises RankLeft where one stopped before that."""
@@ -176,17 +217,32 @@ class Agreement:
         """There is no further stage."""
         if not self._over:
             self._end()
+            self._heed_interrupt()
 
-    def _left(self) -> str:
-        if self._verb == "load":
-            return "failed"
-        return f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
+    def concerns(self, other: Agreement) -> bool:
+        """Whether some rank is in both."""
+        return not set(self._ranks).isdisjoint(other._ranks)
+
+    def is_of_another_thread(self) -> bool:
+        """Of one that is still alive. An agreement is of the thread that came to its first stage."""
+        return self._thread is not threading.current_thread() and self._thread.is_alive()
+
+    def _leaves(self, why: str) -> str:
+        """The answer with which this rank leaves."""
+        after = f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
+        return f"{_LEFT}:rank {self._rank} {'failed' if self._verb == 'load' else after}: {why}"
+
+    def _heed_interrupt(self) -> None:
+        if self._interrupt is not None:
+            raise self._interrupt
 
     def _came_to_stage(self, one_only: bool) -> int:
         """Returns 1 where a rank gave its word for one bucket only, else 0, once all have come."""
+        self._heed_interrupt()
         plan = self._plan() if not self._stage else None
         if plan:
-            self._process.under_way.append(self)
+            self._thread = threading.current_thread()
+            self._process.begin(self)
             self._keys = self._process.leftover.pop(self._ranks, self._keys)
         own = (plan.number if plan else int(one_only)) << _RANKS_BITS
         total = self._store.add(f"{self._stage_key()}/came", own + 1)
@@ -205,6 +261,7 @@ class Agreement:
             if kind == _DIFFERS:
                 sentence = self._difference()
             self._end()
+            self._heed_interrupt()
             raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
         # Every rank has read the answer of the stage before, for it has come to this one.
         self._keys = _Keys(self._keys.unread, self._keys_of(self._stage))
@@ -222,8 +279,9 @@ class Agreement:
         return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
     def _awaited_answer(self) -> str:
+        """An interrupt is heeded once the others know, or at the next stage where they have gone on meanwhile."""
         try:
-            return self._store.get(self._stage_key()).decode()
+            return self._wait().decode() if self._process.has_one_store() else interruptible(self._wait).decode()
         except dist.DistNetworkError:
             raise
         except dist.DistStoreError:
@@ -232,6 +290,17 @@ class Agreement:
                 f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._buckets} in time; "
                 f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}"
             )
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._interrupt = interrupt
+            return self._answer_with(self._leaves(type(interrupt).__name__))
+
+    def _wait(self) -> bytes:
+        store = self._process.store()
+        if store is not self._store:
+            store.set_timeout(self._store.timeout)  # type: ignore[attr-defined]
+        return store.get(self._stage_key())
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:
@@ -259,8 +328,7 @@ class Agreement:
         """What is left in the store goes with the ranks' next agreement."""
         self._over = True
         process = self._process
-        if self in process.under_way:
-            process.under_way.remove(self)
+        process.end(self)
         keys = self._keys if self._stage else process.leftover.get(self._ranks, self._keys)
         # A rank may leave before the next stage, and one that differs says how.
         difference = [f"{self._key}/plan", f"{self._key}/difference"] if not self._stage else []
@@ -278,12 +346,19 @@ def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence
     return f"{one} and {other} agree"
 
 
-@functools.lru_cache(maxsize=1)
-def _connection(store: dist.Store) -> dist.Store:
-    """A connection of our own: while one waits, torch's own threads must be able to use theirs.
+_connections = threading.local()
 
-    Not every kind of store can be cloned, and before torch 2.7 none can. One that is gone would be waited for.
-    """
+
+def _connection(store: dist.Store) -> dist.Store:
+    """A connection of this thread's own: while one waits, other threads, torch's too, must be able to use theirs."""
+    if getattr(_connections, "store", None) is not store:
+        _connections.store, _connections.own = store, _cloned(store)
+    own: dist.Store = _connections.own
+    return own
+
+
+def _cloned(store: dist.Store) -> dist.Store:
+    """Not every kind of store can be cloned, and before torch 2.7 none can. One that is gone would be waited for."""
     store.check(["fsdp_doctor"])
     try:
         clone: dist.Store = store.clone()  # type: ignore[attr-defined]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import collections
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,9 +11,13 @@ import torch
 
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import Piece
-from fsdp_doctor.extract.sources import FlatUnit, ShardGroup, TensorSpec
-from fsdp_doctor.extract.transfers import Call, Gather, TensorTransfer
+from fsdp_doctor.extract.sources import FlatUnit, ShardGroup, Span, TensorSpec
+from fsdp_doctor.extract.transfers import Call, Gather, Result, TensorTransfer
 from fsdp_doctor.fsdp import private
+
+# Where CUDA's allocator begins a tensor, in bytes; and which part of a unit may be wasted beside a tensor.
+_ALIGNMENT = 512
+_SMALL_PART = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,13 @@ class FlatLayout:
 
     def nbytes(self, index: int) -> int:
         return self.source.spans[index].spec.numel * self.dtypes[index].itemsize
+
+    def nbytes_of_each(self) -> list[int]:
+        return [self.nbytes(index) for index in range(len(self.dtypes))]
+
+    def names(self) -> list[str]:
+        """The first of each tensor."""
+        return [span.spec.names[0] for span in self.source.spans]
 
     def rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
         """What each rank has of the spans that are gathered in that dtype, in the order of its shard."""
@@ -86,17 +98,19 @@ class UnitOutputs:
             yield self._unit.order + index, span.spec, self._flat.pop(index).as_strided(span.spec.shape, span.stride)
 
 
-def flat_gathers(unit: FlatLayout, bucket_bytes: int, merged: Collection[str]) -> Iterator[TensorTransfer]:
-    """The gathers of one FSDP1 unit, each with its rows and the tensors that it begins within a bucket.
+def flat_gathers(unit: FlatLayout, bucket_bytes: int, room: int, merged: Collection[str]) -> Iterator[TensorTransfer]:
+    """The gathers of one FSDP1 unit.
 
-    merged: the first names of the weights into which adapters are merged. A unit that fits takes one. Of a larger one
-    each takes from every rank, so that all of their links are busy; but no rank begins a tensor that does not fit
-    beside those that have been begun, unless it is the first that has something left.
+    room: device memory that a unit may take. One that fits takes one gather, if at least half of it is asked for. Of
+    another each has its rows and the tensors that it begins within a bucket, and takes from every rank, so that all of
+    their links are busy; but no rank begins a tensor that does not fit beside those that have been begun, unless it is
+    the first that has something left. merged: the first names of the weights into which adapters are merged.
     """
-    whole = UnitGather(unit)
-    if len(set(unit.dtypes)) == 1 and whole.nbytes <= bucket_bytes and set(merged).isdisjoint(whole.names()):
-        yield whole
-        return
+    if len(set(unit.dtypes)) == 1 and set(merged).isdisjoint(unit.names()):
+        whole = UnitGather(unit, bucket_bytes // 8)
+        if whole.nbytes + whole.copied_bytes <= room and whole.nbytes <= 2 * sum(unit.nbytes_of_each()):
+            yield whole
+            return
     for dtype in dict.fromkeys(unit.dtypes):
         rows = unit.rows(dtype)
         longest = max(bucket_bytes // (2 * unit.source.shard_group.size * dtype.itemsize), 1)
@@ -206,33 +220,45 @@ class FlatGather(TensorTransfer):
 
 
 class UnitGather(TensorTransfer):
-    """A whole FSDP1 unit: its shards joined are its flat parameter, and the tensors are copied out of that."""
+    """A whole FSDP1 unit: its shards joined are its flat parameter, and the tensors are copied out of that.
 
-    def __init__(self, unit: FlatLayout) -> None:
+    They are copied a few at a time, as they are handed out, so that two units fit where one and its copy would. A
+    tensor beside which there is next to nothing in the unit stays where it was gathered.
+
+    together_bytes: how much is copied at once; more, where one of the tensors is larger.
+    """
+
+    def __init__(self, unit: FlatLayout, together_bytes: int) -> None:
         source = unit.source
         self._unit, self._dtype = unit, unit.dtypes[0]
         self.order = unit.order
         self.shard_group: ShardGroup = source.shard_group
         self._numel = source.chunk * self.shard_group.size
-        held = sum(span.spec.numel for span in source.spans)
-        # The stretches of the flat parameter, and which of them are tensors.
-        self._sizes: list[int] = []
-        self._is_tensor: list[bool] = []
-        end = 0
-        for span in source.spans:
-            self._sizes += [span.offset - end, span.spec.numel]
-            self._is_tensor += [False, True]
-            end = span.offset + span.spec.numel
-        self._sizes.append(self._numel - end)
-        self.nbytes = (self._numel + held) * self._dtype.itemsize
+        self.nbytes = self._numel * self._dtype.itemsize
+        sizes = unit.nbytes_of_each()
+        self._in_place = self._stays(sizes)
+        copied = [index for index in range(len(sizes)) if index != self._in_place]
+        self._groups = _groups(copied, sizes, together_bytes)
+        # The caller has the last of those before.
+        before = [0, *(sizes[group[-1]] for group in self._groups)]
+        self.copied_bytes = max(
+            (last + sum(sizes[index] for index in group) for last, group in zip(before, self._groups, strict=False)),
+            default=0,
+        )
+
+    def _stays(self, sizes: Sequence[int]) -> int | None:
+        """Which tensor is all but a small part of the unit, and begins where memory may."""
+        for index, span in enumerate(self._unit.source.spans):
+            is_aligned = span.offset * self._dtype.itemsize % _ALIGNMENT == 0
+            if is_aligned and (self.nbytes - sizes[index]) * _SMALL_PART <= self.nbytes:
+                return index
+        return None
 
     def names(self) -> Iterable[str]:
-        return [span.spec.names[0] for span in self._unit.source.spans]
+        return self._unit.names()
 
     def allocate(self, call: Call) -> None:
-        spans, dtype, device = self._unit.source.spans, self._dtype, call.device
-        self._flat = torch.empty(self._numel, dtype=dtype, device=device)
-        self._outputs = [torch.empty(span.spec.numel, dtype=dtype, device=device) for span in spans]
+        self._flat = torch.empty(self._numel, dtype=self._dtype, device=call.device)
         place, rank, chunk = self._unit.source.place, self.shard_group.rank, self._unit.source.chunk
         own = call.shards[place]
         self._pieces: list[Piece] = []
@@ -248,11 +274,55 @@ class UnitGather(TensorTransfer):
     def gathers(self) -> Sequence[Gather]:
         return self._gathers
 
-    def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
-        flat, outputs = self.__dict__.pop("_flat"), self.__dict__.pop("_outputs")
+    def results(self) -> Iterator[tuple[int, TensorSpec, Result]]:
+        spans, flat = self._unit.source.spans, self.__dict__.pop("_flat")
         del self._pieces, self._gathers
-        spans = self._unit.source.spans
-        private.copy_all(outputs, list(itertools.compress(flat.split(self._sizes), self._is_tensor)))
-        del flat
-        for index, (span, output) in enumerate(zip(spans, outputs, strict=True)):
-            yield self.order + index, span.spec, output.as_strided(span.spec.shape, span.stride)
+        copied = _CopiedOut(flat, spans, self._groups)
+        for index, span in enumerate(spans):
+            stays = index == self._in_place
+            result: Result = _placed(flat, span, span.offset) if stays else functools.partial(copied.take, index)
+            yield self.order + index, span.spec, result
+
+
+class _CopiedOut:
+    """The tensors of a flat parameter, each with memory of its own from when its group is asked for, in their order."""
+
+    def __init__(self, flat: torch.Tensor, spans: Sequence[Span], groups: Sequence[Sequence[int]]) -> None:
+        self._flat: torch.Tensor | None = flat if groups else None
+        self._spans = spans
+        self._groups = collections.deque(groups)
+        self._copied: dict[int, torch.Tensor] = {}
+
+    def take(self, index: int) -> torch.Tensor:
+        if index not in self._copied:
+            self._copy(self._groups.popleft())
+        return _placed(self._copied.pop(index), self._spans[index], 0)
+
+    def _copy(self, group: Sequence[int]) -> None:
+        flat = self._flat
+        assert flat is not None
+        spans = [self._spans[index] for index in group]
+        outputs = [torch.empty(span.spec.numel, dtype=flat.dtype, device=flat.device) for span in spans]
+        private.copy_all(outputs, [flat[span.offset : span.offset + span.spec.numel] for span in spans])
+        self._copied = dict(zip(group, outputs, strict=True))
+        if not self._groups:
+            self._flat = None
+
+
+def _placed(flat: torch.Tensor, span: Span, offset: int) -> torch.Tensor:
+    return flat.as_strided(span.spec.shape, span.stride, offset)
+
+
+def _groups(indices: Sequence[int], sizes: Sequence[int], together_bytes: int) -> list[list[int]]:
+    """Neighbours, as many as fit; each with what is small beside the largest."""
+    largest = max((sizes[index] for index in indices), default=0)
+    most = max(together_bytes, largest + largest // 8)
+    groups: list[list[int]] = []
+    held = most
+    for index in indices:
+        held += sizes[index]
+        if held > most or not groups:
+            groups.append([])
+            held = sizes[index]
+        groups[-1].append(index)
+    return groups

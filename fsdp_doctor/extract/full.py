@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from fsdp_doctor.extract.agreement import Agreement
 from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.pipeline import Pipeline
-from fsdp_doctor.extract.plan import ranks_of
+from fsdp_doctor.extract.plan import Plan, ranks_of
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.fsdp import reader
 
@@ -66,7 +66,8 @@ def full_tensors(
     dtype: cast to it, each shard before it is gathered; by default every tensor has its own dtype (the
         fp32 masters under mixed precision). keep_dtype: names, or patterns as fnmatch has them, of
         tensors that are not cast.
-    bucket_bytes: device memory of one bucket, in bytes.
+    bucket_bytes: device memory of one bucket, in bytes. Where the largest tensor needs the memory anyway, a bucket is
+        larger, up to four times, and a unit of FSDP1 is gathered whole.
     lora: ``merged`` the weights with their active adapters added, as the model computes (out of
         place: peft's ``merge_adapter`` changes the weights, and a generator that is read after
         ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``
@@ -78,7 +79,8 @@ def full_tensors(
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
     rank: PlanMismatch where the ranks hold different models or were given different arguments.
     """
-    arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
+    with announced(model):
+        arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
     return _named(extract(model, arguments))
 
 
@@ -141,9 +143,15 @@ def extract(model: nn.Module, arguments: Arguments) -> TensorStream[tuple[Tensor
     """Every full tensor once, with all of its names."""
     with announced(model):
         plan, shards = plan_of(model, arguments)
+    return tensor_stream(plan, shards)
+
+
+def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream[tuple[TensorSpec, torch.Tensor]]:
     agreement = Agreement(plan.ranks)
     agreement.expect(lambda: plan.compared)
-    return TensorStream(Pipeline(plan, shards, agreement).run(), agreement)
+    with agreement.leaving():
+        pipeline = Pipeline(plan, shards, agreement)
+    return TensorStream(pipeline.run(), agreement)
 
 
 def _named(tensors: TensorStream[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from fsdp_doctor.extract.lora import Lora, LoraAdapter
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, ranks_of, ready_places, shard_groups, signature
 from fsdp_doctor.extract.sources import (
     Source,
-    check_lengths,
+    check_shards,
     compute_device,
     device_of,
     shards_of,
@@ -70,7 +70,8 @@ class _Kept:
         self._layers = adapters.read(peft_modules)
         self.shards = shards_of(held)
         self.plan = _plan(held, self.shards, self._layers, arguments)
-        self._shard_groups = shard_groups(self.plan.all_sources)
+        asked = [torch.device(arguments.device).type] if arguments.device is not None else []
+        self._kinds = {*(group.device.type for group in shard_groups(self.plan.all_sources)), *asked}
         self._current = self._current_devices()
 
     def shards_now(self, model: nn.Module) -> list[torch.Tensor] | None:
@@ -82,8 +83,8 @@ class _Kept:
         return shards if layers == self._layers else None
 
     def _current_devices(self) -> list[torch.device]:
-        """This rank's, of the kinds that shards are gathered on: a thread may change them."""
-        return [device_of(kind) for kind in {group.device.type for group in self._shard_groups}]
+        """This rank's, of the kinds that shards are gathered on or that were asked for: a thread may change them."""
+        return [device_of(kind) for kind in self._kinds]
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _Kept]] = weakref.WeakKeyDictionary()
@@ -95,17 +96,15 @@ atexit.register(_kept.clear)
 def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
     """The plan, and this rank's shards as they are now, by the places of the sources."""
     plans = _kept.get(model, {})
-    if (kept := plans.get(arguments)) is not None:
-        shards = kept.shards_now(model)
-        if shards is not None:
-            return kept.plan, shards
-    made = _Kept(model, arguments)
-    shards, made.shards = made.shards, []
-    plans = {known: plan for known, plan in plans.items() if known != arguments}
-    while len(plans) >= _MOST_PLANS:
-        del plans[next(iter(plans))]
-    _kept[model] = {**plans, arguments: made}
-    return made.plan, shards
+    kept = plans.get(arguments)
+    shards = kept.shards_now(model) if kept is not None else None
+    if kept is None or shards is None:
+        kept = _Kept(model, arguments)
+        shards, kept.shards = kept.shards, []
+    # In the order of their last use.
+    others = [(known, plan) for known, plan in plans.items() if known != arguments]
+    _kept[model] = dict([*others[1 - _MOST_PLANS :], (arguments, kept)])
+    return kept.plan, shards
 
 
 def forget(model: nn.Module) -> None:
@@ -117,17 +116,18 @@ def _plan(
     held: reader.HeldModel, shards: Sequence[torch.Tensor], layers: adapters.Layers, arguments: Arguments
 ) -> Plan:
     everything = sources_of(held)
+    check_shards(everything, shards)
     sources, merged = adapters.select(layers, everything, arguments.lora)
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
     computes = compute_device(held, everything)
     device = _device(arguments.device, computes, bool(shard_groups(everything)))
-    check_lengths(everything, shards)
     factors = adapters.factors(everything, merged)
     settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
     return Plan(
         all_sources=everything,
         sources=sources,
+        merges=layers.found and arguments.lora == "merged",
         adapters=merged,
         factors=factors,
         dtypes=dtypes,
@@ -153,7 +153,7 @@ def _device(asked: torch.device | str | None, computes: torch.device, is_sharded
         return computes
     device = torch.device(asked)
     if not is_sharded:
-        return device
+        return device if device.index is not None or device.type in ("cpu", "meta") else device_of(device.type)
     if device.type != computes.type or device.index not in (None, computes.index):
         raise ValueError(f"device={device}: the model's shards are gathered on {computes}")
     return computes

@@ -144,6 +144,12 @@ class Loader:
             held += nbytes
         self._cast_batch(batch, deltas)
 
+    def spoil(self) -> None:
+        """Instead of ``finish``: what it would have cast or merged becomes NaN, for which no memory is needed."""
+        with self._streams.casting():
+            for piece in self._to_cast:
+                piece.target.fill_(torch.nan)
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copies.copy(InMemory(source.view(torch.uint8)), target.view(torch.uint8))
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from fsdp_doctor.extract import lora as adapters
-from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
+from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.full import BUCKET_BYTES, TensorStream, announced
+from fsdp_doctor.extract.full import BUCKET_BYTES, TensorStream, announced, tensor_stream
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
-from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS, Pipeline
+from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, signature
 from fsdp_doctor.extract.sources import Source, TensorSpec
 from fsdp_doctor.extract.streams import Streams
@@ -98,8 +98,8 @@ def local_shards(
     Names, their order, dtypes and arguments are those of :func:`full_tensors`; tied names share a tensor. Every name
     comes on every rank, with an empty tensor where the rank has nothing of it. A yielded tensor belongs to the caller
     and is ready on the stream that is current when it is asked for. Nothing is gathered and no other rank is
-    needed, unless adapters are merged: their factors are gathered before the first shard, for which every rank
-    must call, as for :func:`full_tensors`, and who stops or raises makes the others raise RankLeft.
+    needed, unless the model has adapters and they are merged: their factors are gathered before the first shard, for
+    which every rank must call, as for :func:`full_tensors`, and who stops or raises makes the others raise RankLeft.
 
     Device memory in use at once, beside what the caller keeps: two buckets, or one and the largest shard; 24 MiB where
     shards are cast or merged; the factors of all adapters.
@@ -117,7 +117,7 @@ def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if lora == "merged" and adapters.read(adapters.adapter_modules(reader.innermost(model))).adapters:
+        if lora not in ("base", "adapter") and adapters.read(adapters.adapter_modules(reader.innermost(model))).found:
             with announced(model):
                 raise
         raise
@@ -155,9 +155,12 @@ def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, o
 
 
 def factor_stream(request: ShardRequest) -> FactorStream | None:
-    """What will gather the adapters' factors: begun here, so that who lets go of it unread tells the other ranks."""
+    """What will gather the adapters' factors: begun here, so that who lets go of it unread tells the other ranks.
+
+    Where no adapter is active here, it compares that with the other ranks. None for a model without adapters.
+    """
     plan = request.plan
-    if not request.adapters:
+    if not plan.merges:
         return None
     # Each once, in the order of the model, so in the same order on every rank.
     names = dict.fromkeys(name for many in request.adapters.values() for one in many for name in (one.a, one.b))
@@ -176,9 +179,7 @@ def factor_stream(request: ShardRequest) -> FactorStream | None:
             signature(factors, dtypes, f"factors bucket_bytes={request.bucket_bytes}", request.adapters)
         ),
     )
-    agreement = Agreement(plan.ranks)
-    agreement.expect(lambda: gathering.compared)
-    return TensorStream(Pipeline(gathering, request.shards, agreement).run(), agreement)
+    return tensor_stream(gathering, request.shards)
 
 
 def gathered_deltas(request: ShardRequest, factors: FactorStream | None) -> dict[str, list[Delta]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import operator
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from fsdp_doctor.extract.lora import Delta, LoraAdapter
 from fsdp_doctor.extract.plan import Bucket, Plan, buckets
 from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.extract.transfers import Call, TensorTransfer, all_gather
+from fsdp_doctor.extract.transfers import Call, Result, TensorTransfer, all_gather, handed_out
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
@@ -43,6 +44,14 @@ class _PendingBucket:
     deltas: dict[str, list[Delta]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class _LoadedFactors:
+    """This rank's part of what is merged into a bucket. loader: holds what is being copied."""
+
+    transfers: list[TensorTransfer]
+    loader: Loader
+
+
 class Pipeline:
     """One extraction. shards: this rank's, by the places of the plan's sources."""
 
@@ -54,7 +63,7 @@ class Pipeline:
         self._cast_buffer = CastBuffer(plan.device, self._streams)
         self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
         # Small tensors that were gathered with others and come later.
-        self._early: list[tuple[int, TensorSpec, torch.Tensor]] = []
+        self._early: list[tuple[int, TensorSpec, Result]] = []
         self._pending: collections.deque[_PendingBucket] = collections.deque()
         # How many buckets were launched, how many of the others are launched whatever happens, and whether the
         # collectives of the next have begun.
@@ -69,29 +78,35 @@ class Pipeline:
         """
         pending = self._pending
         last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
-        handed_out = 0
+        results: list[tuple[int, TensorSpec, Result]] = []
+        last_bytes = 0
         try:
             while self._upcoming() is not None or pending:
-                while (bucket := self._upcoming()) is not None and self._may_load(bucket, handed_out):
+                while (bucket := self._upcoming()) is not None and self._may_load(bucket, last_bytes):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
                     if last_done[0] is not None:
                         last_done[0].synchronize()
                     self._load(bucket)
                     self._launch_loaded()
-                first = pending[0]
-                if not first.is_launched:
-                    self._launch(first)
+                if not pending[0].is_launched:
+                    self._launch(pending[0])
+                last_done.append(pending[0].done)
                 results = self._results(pending.popleft())
-                last_done.append(first.done)
-                del first
                 while results:
-                    _, spec, tensor = results.pop()
+                    _, spec, result = results.pop()
+                    tensor = handed_out(result)
                     if not results:
-                        handed_out = tensor.nbytes
+                        last_bytes = tensor.nbytes
+                    del result
                     yield spec, tensor
                     del tensor
             self._agreement.finish()
+        except BaseException as error:
+            # They hold memory, which the buckets that are yet to be launched may need.
+            traceback.clear_frames(error.__traceback__)
+            results.clear()
+            raise
         finally:
             self._leave()
 
@@ -100,12 +115,12 @@ class Pipeline:
         place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
         return self._plan.buckets[place] if place < len(self._plan.buckets) else None
 
-    def _may_load(self, bucket: Bucket, handed_out: int) -> bool:
-        """handed_out: bytes of the tensor that the caller had last, and still has as a rule."""
+    def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
+        """last_bytes: of the tensor that the caller had last, and still has as a rule."""
         together = [*(pending.bucket for pending in self._pending), bucket]
         units = {unit for one in together for unit in one.units} & self._call.units.keys()
         held = sum(one.nbytes for one in together) + sum(self._call.units[unit].held_bytes() for unit in units)
-        return not self._pending or held + handed_out <= self._plan.most_bytes
+        return not self._pending or held + last_bytes <= self._plan.most_bytes
 
     @torch.no_grad()
     @without_garbage_collection
@@ -126,18 +141,29 @@ class Pipeline:
     @torch.no_grad()
     @without_garbage_collection
     def _launch(self, pending: _PendingBucket) -> None:
-        """Only before the first gather do the ranks have to agree."""
-        if wanted := self._wanted(pending.bucket):
-            self._agree()
-            pending.deltas = self._deltas(wanted)
-            # The caller's stream has copied them out of what was gathered.
-            self._streams.begin_loading()
-        pending.loader.finish(pending.deltas)
-        if not wanted:
-            self._agree()
+        """What may fail comes before the ranks agree, or the others would wait for this one.
+
+        Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
+        """
+        wanted = self._wanted(pending.bucket)
+        factors = self._loaded_factors(wanted) if wanted else None
+        if factors is None:
+            pending.loader.finish({})
+        self._try_room(pending.transfers)
+        self._agree()
+        failure = self._merge(pending, wanted, factors) if factors is not None else None
         pending.done = self._gather(pending.transfers, pending.deltas)
         pending.is_launched = True
         self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
+        if failure is not None:
+            raise failure
+
+    def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
+        """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
+        nbytes = max(transfer.collecting_bytes for transfer in transfers)
+        if nbytes:
+            with self._streams.gathering():
+                torch.empty(nbytes, dtype=torch.uint8, device=self._plan.device)
 
     def _agree(self) -> None:
         """Before the first collective of a bucket."""
@@ -147,10 +173,10 @@ class Pipeline:
             nbytes = sum(bucket.nbytes for bucket in left[:num_next])
             one_only = num_next > 1 and not _has_room(self._plan.device, nbytes)
             self._promised = self._agreement.promise(len(left), one_only=one_only)
-        self._has_begun = True
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
         """Launches all of it; the event after it."""
+        self._has_begun = True
         with self._streams.gathering():
             all_gather(transfers)
             for transfer in transfers:
@@ -164,6 +190,8 @@ class Pipeline:
                 all_of_it = self._streams.gathered()
             self._streams.wait(all_of_it)
         self._pending.clear()
+        self._early.clear()
+        self._call.units.clear()
         # What it leaves with is to be known, not that it could not take part in the rest.
         with contextlib.suppress(Exception):
             while self._promised and not self._has_begun and len(self._plan.ranks) > 1:
@@ -176,7 +204,7 @@ class Pipeline:
 
     @torch.no_grad()
     @without_garbage_collection
-    def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, torch.Tensor]]:
+    def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, Result]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
         results = self._early
@@ -194,25 +222,47 @@ class Pipeline:
             return {}
         return {name: adapters[name] for name in dict.fromkeys(bucket.names()) if name in adapters}
 
-    def _deltas(self, wanted: Mapping[str, list[LoraAdapter]]) -> dict[str, list[Delta]]:
-        """What is to be merged into a bucket's weights, its factors gathered for it."""
+    def _loaded_factors(self, wanted: Mapping[str, list[LoraAdapter]]) -> _LoadedFactors:
         names = dict.fromkeys(name for many in wanted.values() for adapter in many for name in (adapter.a, adapter.b))
-        gathered: dict[str, torch.Tensor] = {}
         # The factors of one unit of FSDP1 are as many units.
         call = Call(self._plan.device, self._call.shards, frozenset())
         factors = [self._plan.factors[name] for name in names]
-        for part in buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={}):
-            transfers = [transfer.begun(call) for transfer in part.transfers]
-            loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
-            loader.begin(transfers, ())
-            loader.finish({})
-            self._streams.wait(self._gather(transfers, {}))
-            for transfer in transfers:
-                gathered |= {name: full for _, spec, full in transfer.results() for name in spec.names}
-        return {
-            weight: [Delta(gathered[a.a], gathered[a.b], a.scaling, a.transposed) for a in many]
-            for weight, many in wanted.items()
-        }
+        parts = buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={})
+        transfers = [transfer.begun(call) for part in parts for transfer in part.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        loader.begin(transfers, ())
+        loader.finish({})
+        self._try_room(transfers)
+        return _LoadedFactors(transfers, loader)
+
+    def _merge(
+        self, pending: _PendingBucket, wanted: Mapping[str, list[LoraAdapter]], factors: _LoadedFactors
+    ) -> BaseException | None:
+        """Gathers the factors, and adds their products to this rank's part. What goes wrong there is not raised.
+
+        The others have then NaN of that part, until they hear that this rank left.
+        """
+        self._streams.wait(self._gather(factors.transfers, {}))
+        try:
+            full = {
+                name: handed_out(result)
+                for one in factors.transfers
+                for _, spec, result in one.results()
+                for name in spec.names
+            }
+            pending.deltas = {
+                weight: [Delta(full[a.a], full[a.b], a.scaling, a.transposed) for a in many]
+                for weight, many in wanted.items()
+            }
+            # The caller's stream has copied them out of what was gathered.
+            self._streams.begin_loading()
+            pending.loader.finish(pending.deltas)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            pending.deltas = {}
+            pending.loader.spoil()
+            return error
+        return None
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:

@@ -19,13 +19,16 @@ from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistributio
 # Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
 SMALL_BYTES = 1 << 20
 _PACK_BYTES = 32 << 20
+# A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
+_MOST_TIMES = 4
 
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
     """What one model and one call's arguments come to. Nothing in it is a tensor, so that it may be kept.
 
-    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. adapters, factors:
+    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. merges: whether there are
+    adapters, active ones or not, and they are to be merged; adapters, factors:
     which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
     buckets and the caller's last tensor may take together. ready: the places of the shards that a collective can read
     as they are.
@@ -33,6 +36,7 @@ class Plan:
 
     all_sources: list[Source]
     sources: list[Source]
+    merges: bool
     adapters: dict[str, list[LoraAdapter]]
     factors: dict[str, Source]
     dtypes: OutputDtypes
@@ -109,24 +113,36 @@ def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: in
     bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so that
     the next is loaded while the caller has the last.
     """
-    sizes = [s.numel * dtypes.of(s).itemsize for source in sources for s in specs(source)]
+    sizes = _sizes(sources, dtypes)
     largest = max(sizes, default=0)
     most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
     is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
     return most + (largest if is_rule else 0)
 
 
+def _sizes(sources: Sequence[Source], dtypes: OutputDtypes) -> list[int]:
+    """Of the tensors, in bytes."""
+    return [spec.numel * dtypes.of(spec).itemsize for source in sources for spec in specs(source)]
+
+
 @dataclass
 class Bucket:
     """What is loaded and gathered together.
 
-    nbytes: the device memory that it takes at most. end: where the next bucket begins in the order of the tensors;
-    small ones that come later are gathered with it, too.
+    gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
+    them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
+    with it, too.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
-    nbytes: int = 0
+    gathered_bytes: int = 0
+    copied_bytes: int = 0
     end: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that it takes at most."""
+        return self.gathered_bytes + self.copied_bytes
 
     @functools.cached_property
     def units(self) -> frozenset[int]:
@@ -143,20 +159,30 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
 
+    Where two larger ones fit into ``most_bytes`` they are larger: what the largest tensor needs is there anyway.
+
     extra_bytes: what is needed beside the tensor of that name while it is gathered.
     """
     parts = list(_parts(sources, dtypes, bucket_bytes, extra_bytes))
+    most = most_bytes(sources, dtypes, bucket_bytes)
+    larger_bytes = min((most - bucket_bytes // 8) // 2, _MOST_TIMES * bucket_bytes)
+    sizes = _sizes(sources, dtypes)
+    limit = bucket_bytes
     left = sum(nbytes for _, _, nbytes in parts)
     bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
     for order, part, nbytes in parts:
+        copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
         # Nothing runs beside the last gather.
-        longest = min(bucket_bytes, max(left // 2, bucket_bytes // 4))
-        if bucket.nbytes and bucket.nbytes + nbytes > longest:
+        longest = min(limit, max(left // 2, bucket_bytes // 4))
+        if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
             yield _complete(bucket, rows, max(order, end))
             bucket, rows = Bucket(), _RowsOfABucket(dtypes)
+            # The caller has the tensor before it, and the bucket before that may be gone.
+            limit = max(bucket_bytes, min(larger_bytes, most - sizes[order - 1]))
         # A unit of FSDP1 may go on in the next bucket.
         end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
-        bucket.nbytes += nbytes
+        bucket.gathered_bytes += nbytes
+        bucket.copied_bytes = max(bucket.copied_bytes, copied)
         left -= nbytes
         if isinstance(part, TensorTransfer):
             bucket.transfers.append(part)
@@ -201,16 +227,21 @@ def _parts(
     """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
     packs = {pack.order: (pack, nbytes) for pack, nbytes in _packs(sources, dtypes, bucket_bytes, extra_bytes)}
     packed = {order for pack, _ in packs.values() for order in pack.orders}
-    order = 0
+    most = most_bytes(sources, dtypes, bucket_bytes)
+    order = last_bytes = 0
     for source in sources:
         if order in packs:
             yield order, *packs[order]
         elif isinstance(source, Rows) and order not in packed:
             yield order, source, _nbytes(source, dtypes.of(source.spec)) + extra_bytes.get(source.spec.names[0], 0)
         elif not isinstance(source, Rows):
-            for transfer in _transfers(order, source, dtypes, bucket_bytes, extra_bytes):
+            # The caller has the last tensor of those before, and what is left of the memory is there anyway.
+            room = max(bucket_bytes, most - last_bytes)
+            for transfer in _transfers(order, source, dtypes, bucket_bytes, room, extra_bytes):
                 yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
         order += len(specs(source))
+        last = specs(source)[-1]
+        last_bytes = last.numel * dtypes.of(last).itemsize
 
 
 def _packs(
@@ -239,7 +270,12 @@ def _packs(
 
 
 def _transfers(
-    order: int, source: Plain | Placed | FlatUnit, dtypes: OutputDtypes, bucket_bytes: int, merged: Collection[str]
+    order: int,
+    source: Plain | Placed | FlatUnit,
+    dtypes: OutputDtypes,
+    bucket_bytes: int,
+    room: int,
+    merged: Collection[str],
 ) -> Iterator[TensorTransfer]:
     match source:
         case Plain():
@@ -247,6 +283,6 @@ def _transfers(
         case Placed():
             yield Redistribution(order, source, dtypes.of(source.spec))
         case FlatUnit():
-            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, merged)
+            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, room, merged)
         case _:
             assert_never(source)

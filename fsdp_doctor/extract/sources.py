@@ -120,7 +120,7 @@ def specs(source: Source) -> list[TensorSpec]:
 def sources_of(held: HeldModel) -> list[Source]:
     """Every parameter and persistent buffer of the model, each once, in the order of the model.
 
-    FSDP1's units come first. Raises RuntimeError for a tensor on the meta device.
+    FSDP1's units come first. Whether they can be gathered is another question: ``check_shards``.
     """
     groups = _ShardGroups()
     found: list[Source] = []
@@ -137,9 +137,20 @@ def shards_of(held: HeldModel) -> list[torch.Tensor]:
     return [*units, *(private.local_tensor(tensor.tensor) for tensor in held.tensors())]
 
 
-def check_lengths(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> None:
-    """Raises RuntimeError for a shard that is not as long as it must be."""
+def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError for a shard on the meta device, or not as long as it must be, and for a group that has no
+    backend for the device."""
     for source in sources:
+        if shards[source.place].is_meta:
+            name = specs(source)[0].names[0]
+            raise RuntimeError(f"{name} is on the meta device: initialize the model before extracting it")
+        if not isinstance(source, Plain) and not private.has_backend_for(
+            source.shard_group.group, source.shard_group.device
+        ):
+            raise RuntimeError(
+                f"the model's process group has no backend for {source.shard_group.device.type}: initialize it with "
+                f'one, as in init_process_group("cpu:gloo,cuda:nccl")'
+            )
         if isinstance(source, Rows) and shards[source.place].numel() != source.held:
             raise RuntimeError(
                 f"{source.spec.names[0]}: this rank holds {shards[source.place].numel()} elements where "
@@ -169,7 +180,6 @@ def device_of(device_type: str) -> torch.device:
 
 def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     tensor = held.tensor
-    _require_values(tensor, held.names)
     spec = TensorSpec(names=held.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)
@@ -194,11 +204,6 @@ def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     length = spec.shape[0]
     chunk = -(-length // shard_group.size) * (spec.numel // length) if length else 0
     return Rows(spec=spec, place=place, mesh=mesh, placements=placements, shard_group=shard_group, chunk=chunk)
-
-
-def _require_values(tensor: torch.Tensor, names: Sequence[str]) -> None:
-    if tensor.is_meta:
-        raise RuntimeError(f"{names[0]} is on the meta device: initialize the model before extracting it")
 
 
 def _require_process_group() -> None:
@@ -230,19 +235,12 @@ class _ShardGroups:
 
 
 def shard_group(group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
-    """Raises RuntimeError for a process group without a backend for the device."""
-    if not private.has_backend_for(group, device):
-        raise RuntimeError(
-            f"the model's process group has no backend for {device.type}: initialize it with one, as in "
-            f'init_process_group("cpu:gloo,cuda:nccl")'
-        )
     ranks = tuple(dist.get_process_group_ranks(group))
     return ShardGroup(group=group, ranks=ranks, size=len(ranks), rank=dist.get_rank(group), device=device)
 
 
 def _unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
     local = unit.shard
-    _require_values(local, unit.names[0])
     parts = [
         (TensorSpec(names=names, shape=part.shape, numel=part.shape.numel(), dtype=local.dtype), part)
         for names, part in zip(unit.names, unit.layout(), strict=True)

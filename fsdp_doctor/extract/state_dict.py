@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.full import BUCKET_BYTES, extract
-from fsdp_doctor.extract.host_copies import flat_bytes
+from fsdp_doctor.extract.full import BUCKET_BYTES, announced, extract
+from fsdp_doctor.extract.host_copies import flat_bytes, threads_of_a_rank
 from fsdp_doctor.extract.kept_plans import Arguments
 from fsdp_doctor.extract.lora import Lora
 
@@ -42,10 +41,11 @@ def full_state_dict(
 
     Raises ValueError for another word.
     """
-    if ranks not in get_args(CollectingRanks):
-        raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
+    with announced(model):
+        if ranks not in get_args(CollectingRanks):
+            raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
+        arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
-    arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora)
     state: dict[str, torch.Tensor] = {}
     with _HostCopies() as copies, contextlib.closing(extract(model, arguments)) as tensors:
         for spec, tensor in tensors:
@@ -66,9 +66,8 @@ class _HostCopies:
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._num_chunks = 0
         self._jobs: list[Future[None]] = []
-        threads = max(2, min(_MOST_THREADS, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self._pool = ThreadPoolExecutor(threads)
-        self._most_chunks = threads
+        self._most_chunks = threads_of_a_rank(_MOST_THREADS)
+        self._pool = ThreadPoolExecutor(self._most_chunks)
 
     def __enter__(self) -> _HostCopies:
         return self

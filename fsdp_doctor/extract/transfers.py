@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ from fsdp_doctor.fsdp import private
 
 if TYPE_CHECKING:
     from fsdp_doctor.extract.flat_transfers import UnitOutputs
+
+
+Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
+"""A tensor, or what copies it out of memory that it shared with others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +55,15 @@ class Call:
 class TensorTransfer(ABC):
     """What one bucket does with some of the model's tensors. It is kept with the plan; ``begun`` is of one call.
 
-    order: where its first tensor comes among all. nbytes: the device memory that it takes at most.
-    shard_group: None where nothing is communicated.
+    order: where its first tensor comes among all. nbytes: the device memory that it takes at most, collecting_bytes of
+    it in ``collect``; copied_bytes: beside that, while its tensors are handed out. shard_group: None where nothing is
+    communicated.
     """
 
     order: int
     nbytes: int
+    collecting_bytes: int = 0
+    copied_bytes: int = 0
     shard_group: ShardGroup | None
 
     def begun(self, call: Call) -> Self:
@@ -89,11 +96,16 @@ class TensorTransfer(ABC):
         """On the gathering stream, after the bucket's collective; with collectives of its own."""
 
     @abstractmethod
-    def results(self) -> Iterable[tuple[int, TensorSpec, torch.Tensor]]:
+    def results(self) -> Iterable[tuple[int, TensorSpec, Result]]:
         """(order, spec, full tensor), on the caller's stream, once it has waited for the gather.
 
         The transfer holds none of them any more.
         """
+
+
+def handed_out(result: Result) -> torch.Tensor:
+    """On the caller's stream; those of one transfer in their order."""
+    return result if isinstance(result, torch.Tensor) else result()
 
 
 class LocalCopy(TensorTransfer):
@@ -227,7 +239,8 @@ class Redistribution(TensorTransfer):
     def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
         self.order, self._source, self._dtype = order, source, dtype
         self.shard_group: ShardGroup = source.shard_group
-        self.nbytes = 4 * source.spec.numel * max(dtype.itemsize, source.spec.dtype.itemsize)
+        nbytes = source.spec.numel * max(dtype.itemsize, source.spec.dtype.itemsize)
+        self.nbytes, self.collecting_bytes = 4 * nbytes, 3 * nbytes
 
     def names(self) -> Iterable[str]:
         return self._source.spec.names[:1]

@@ -75,12 +75,9 @@ def agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object
     """Yields what compares the ranks' models and waits for all of them; who raises tells the others instead."""
     agreement = Agreement(request.plan.ranks)
     agreement.expect(lambda: ComparedPlan(signature(request.sources, request.dtypes, settings, request.adapters)))
-    try:
+    with agreement.leaving():
         yield agreement.proceed
         agreement.end()
-    except BaseException as error:
-        agreement.leave(f"{type(error).__name__}: {error}")
-        raise
 
 
 def _own(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:

@@ -48,10 +48,12 @@ def _tensor_facts(tensor: torch.Tensor | None) -> Any:
         return None
     placed = None
     if isinstance(tensor, DTensor):
-        placed, tensor = (id(tensor), private.placed_as(tensor)), private.local_tensor(tensor)
+        # Meshes of the same ranks are equal, whatever their groups are.
+        placed = id(tensor), private.placed_as(tensor), id(tensor.device_mesh)
+        tensor = private.local_tensor(tensor)
     return id(tensor) if placed is None else placed, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _unit_facts(handle: Any) -> Any:
-    shard = private.flat_shard(handle)
-    return id(handle), private.is_sharded(handle), shard.shape, shard.dtype, shard.device
+    shard, group = private.flat_shard(handle), private.shard_group(handle)
+    return weakref.ref(handle), private.is_sharded(handle), group, shard.shape, shard.dtype, shard.device

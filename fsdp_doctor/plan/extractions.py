@@ -8,7 +8,7 @@ from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
 from fsdp_doctor.extract.plan import SMALL_BYTES
 from fsdp_doctor.ledgers.allocators import rounded, rounded_sum
-from fsdp_doctor.plan.rank_shards import RankShards
+from fsdp_doctor.plan.rank_shards import RankShards, UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
 from fsdp_doctor.plan.timeline import Timeline
 
@@ -28,36 +28,47 @@ def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
     most = BUCKET_BYTES + max(BUCKET_BYTES, _largest(shards, setup))
     buckets: list[tuple[int, int]] = [(0, 0)]
-    for gathered, buffered in _gathers(shards, setup):
-        outputs, buffers = buckets[-1]
-        if outputs + buffers and outputs + buffers + gathered + buffered > BUCKET_BYTES:
+    # FSDP1's tensors are copied out of their unit as they are handed out, a few at a time.
+    joined = max if setup.scenario.version == 1 else sum
+    for gathered, buffered in _gathers(shards, setup, most):
+        outputs, buffers = joined((buckets[-1][0], gathered)), buckets[-1][1] + buffered
+        if sum(buckets[-1]) and outputs + buffers > BUCKET_BYTES:
             buckets.append((0, 0))
-            outputs, buffers = 0, 0
-        buckets[-1] = outputs + gathered, buffers + buffered
+            outputs, buffers = gathered, buffered
+        buckets[-1] = outputs, buffers
     for at in range(len(buckets)):
         outputs = buffers = 0
         for number, (gathered, buffered) in enumerate(buckets[at:]):
-            if number and outputs + buffers + gathered + buffered > most:
+            if number and joined((outputs, gathered)) + buffers + buffered > most:
                 break
-            outputs, buffers = outputs + gathered, buffers + buffered
+            outputs, buffers = joined((outputs, gathered)), buffers + buffered
         with timeline.taken("communication buffers", buffers + cast), timeline.taken("gathered outputs", outputs):
             pass
 
 
-def _gathers(shards: RankShards, setup: RoleSetup) -> list[tuple[int, int]]:
-    """(bytes of outputs, bytes of buffers beside them) of each tensor, in the order of the parameters."""
+def _gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
+    """(bytes of outputs, bytes of buffers beside them) of each tensor or FSDP1 unit, in the order of the parameters."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
     if setup.shard_ranks == 1:
         return [(rounded(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
     if setup.scenario.version == 1:
-        # A part of a flat parameter is gathered by ranks, and then put into the unit's tensors.
-        return [(rounded(numel * itemsize),) * 2 for unit in shards.units for numel in unit.originals]
+        return [gather for unit in shards.units for gather in _unit_gathers(unit, itemsize, most)]
     found = []
     for unit in shards.units:
         for numel in unit.full:
             nbytes = rounded(numel * itemsize)
             found.append((nbytes, nbytes if nbytes <= SMALL_BYTES else 0))
     return found
+
+
+def _unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
+    """A unit of FSDP1 as a whole, where it fits; else in parts, each beside the tensors that it is put into."""
+    sizes = [rounded(numel * itemsize) for numel in unit.originals]
+    largest, flat = max(sizes), rounded(sum(unit.full) * itemsize)
+    if 64 * (flat - largest) <= flat:
+        return [(flat - largest, flat)]
+    copied = min(sum(sizes), max(BUCKET_BYTES // 8, largest + largest // 8) + largest)
+    return [(copied, flat)] if copied + flat <= most else [(0, 2 * nbytes) for nbytes in sizes]
 
 
 def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:

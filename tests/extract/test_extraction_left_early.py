@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.extraction import (
-    all_trainable,
+    Many,
     assert_same,
     extracted,
-    fsdp1,
     fsdp2,
     new_net,
     on_the_device,
     raises_soon,
     shard_qwen2,
 )
-from support.ranks import Setting, on_ranks, this_rank, together, world_size
+from support.ranks import Setting, on_ranks, this_device, this_rank, together, world_size
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_doctor import RankLeft, full_tensors
 from fsdp_doctor.extract import agreement, pipeline
@@ -30,7 +30,7 @@ from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 on_four = on_ranks(Setting("emulated", 2), Setting("cpu", 4))
 
 
-FEW_BYTES = 512
+FEW_BYTES = 128
 
 
 def num_buckets(model: nn.Module, bucket_bytes: int = FEW_BYTES) -> int:
@@ -40,8 +40,8 @@ def num_buckets(model: nn.Module, bucket_bytes: int = FEW_BYTES) -> int:
 def _builds() -> Iterator[tuple[nn.Module, int]]:
     """(model, bytes of a bucket of which it has some ten)."""
     yield fsdp2(new_net()), FEW_BYTES
-    yield fsdp1(new_net(empty=False)), 1 << 18
-    yield fsdp1(all_trainable(new_net(empty=False)), use_orig_params=False), 1 << 18
+    for use_orig_params in (True, False):
+        yield FullyShardedDataParallel(Many(), device_id=this_device(), use_orig_params=use_orig_params), 1 << 16
 
 
 @on_four

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.extraction import (
     EVEN,
     INTEGERS,
@@ -29,8 +31,9 @@ from support.extraction import (
     tensors_of,
     train_step,
 )
-from support.ranks import Setting, accelerator, on_ranks, this_device, this_rank
+from support.ranks import Setting, accelerator, device_type, on_ranks, this_device, this_rank, world_size
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -42,7 +45,7 @@ ARGUMENTS = Arguments.given(None, None, (), 256 << 20, "merged")
 DEFAULTS: dict[str, Any] = {}
 
 
-def plan(model: nn.Module) -> object:
+def plan(model: nn.Module) -> Any:
     return plan_of(model, ARGUMENTS)[0]
 
 
@@ -272,6 +275,43 @@ def test_adapters_that_are_added_switched_or_disabled_between_calls_are_noticed(
         kept_plans.forget(model)
         assert_same(found, expected or extracted(model))
         assert expected or not _are_same(found, merged)
+
+
+@everywhere
+def test_a_model_that_is_sharded_over_another_group_of_the_same_ranks_has_another_plan() -> None:
+    """Of which torch says that the meshes are equal."""
+    every = list(range(world_size()))
+    mesh = DeviceMesh.from_group(dist.new_group(every), device_type(), every, mesh_dim_names=mesh_over().mesh_dim_names)
+    assert mesh == mesh_over()
+    model = fsdp2(new_net(**EVEN))
+    expected, first = extracted(model), plan(model)
+    for parameter in model.parameters():
+        # A parameter made of a DTensor over the new mesh has the old one: torch keeps what it knows of an equal mesh.
+        parameter._spec = dataclasses.replace(parameter._spec, mesh=mesh)
+    assert_same(extracted(model), expected)
+    groups = {source.shard_group.group for source in plan(model).sources if hasattr(source, "shard_group")}
+    assert plan(model) is not first
+    assert groups == {mesh.get_group()}
+
+
+@everywhere
+def test_an_fsdp1_unit_over_another_group_of_the_same_ranks_has_another_plan() -> None:
+    model = fsdp1(new_net(empty=False))
+    expected, first = extracted(model), plan(model)
+    model._handle.process_group = dist.new_group(list(range(world_size())))
+    assert plan(model) is not first
+    assert_same(extracted(model), expected)
+
+
+@on_the_device
+def test_the_plan_that_was_not_used_for_the_longest_is_dropped_first() -> None:
+    net = nn.Linear(2, 2)
+    by_bytes = [Arguments.given(None, None, (), nbytes, "merged") for nbytes in range(1, 6)]
+    made = [plan_of(net, arguments)[0] for arguments in by_bytes[:4]]
+    assert plan_of(net, by_bytes[0])[0] is made[0]
+    plan_of(net, by_bytes[4])
+    assert plan_of(net, by_bytes[0])[0] is made[0]
+    assert plan_of(net, by_bytes[1])[0] is not made[1]
 
 
 # Calls that overlap

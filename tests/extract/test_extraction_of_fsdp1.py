@@ -8,6 +8,7 @@ from support.extraction import (
     INTEGERS,
     MIB,
     UNEVEN,
+    Many,
     all_trainable,
     assert_same,
     cast_of,
@@ -31,6 +32,9 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_doctor.extract.flat_transfers import FlatGather
+from fsdp_doctor.extract.kept_plans import Arguments, plan_of
+
 
 @everywhere
 def test_fsdp1_is_as_before_sharding() -> None:
@@ -45,7 +49,7 @@ def test_fsdp1_is_as_before_sharding() -> None:
 
 
 @everywhere
-def test_an_fsdp1_unit_larger_than_the_bucket_comes_in_strips() -> None:
+def test_an_fsdp1_unit_larger_than_the_bucket_is_as_before_sharding() -> None:
     for use_orig_params in (False, True):
         net = all_trainable(new_net(empty=False))
         expected = tensors_of(net)
@@ -54,6 +58,24 @@ def test_an_fsdp1_unit_larger_than_the_bucket_comes_in_strips() -> None:
             assert_same(extracted(model, bucket_bytes=bucket_bytes), expected)
             cast = extracted(model, bucket_bytes=bucket_bytes, dtype=torch.bfloat16, keep_dtype=(*INTEGERS, "embed*"))
             assert_same(cast, cast_of(expected, torch.bfloat16, "embed.weight", "head.weight"))
+
+
+@everywhere
+def test_an_fsdp1_unit_of_several_buckets_comes_in_strips() -> None:
+    """Of more than two, with no tensor that is as large, for which there would be room for it as a whole."""
+    for use_orig_params in (False, True):
+        net = Many()
+        expected = tensors_of(net)
+        model = FullyShardedDataParallel(net, device_id=this_device(), use_orig_params=use_orig_params)
+        for bucket_bytes in (30_000, 64 << 10, 200_003):
+            arguments = Arguments.given(None, None, (), bucket_bytes, "merged")
+            strips = [one for bucket in plan_of(model, arguments)[0].buckets for one in bucket.transfers]
+            assert len(strips) > 2
+            assert all(isinstance(one, FlatGather) for one in strips)
+            assert_same(extracted(model, bucket_bytes=bucket_bytes), expected)
+        kept = {"dtype": torch.bfloat16, "keep_dtype": ["parts.3", "parts.1?"]}
+        names = ("parts.3", *(f"parts.{index}" for index in range(10, 20)))
+        assert_same(extracted(model, bucket_bytes=64 << 10, **kept), cast_of(expected, torch.bfloat16, *names))
 
 
 @everywhere

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,7 +12,7 @@ from unittest import mock
 
 import torch
 from support.extraction import INTEGERS, assert_same, cast_of, extracted, fsdp2, new_net, on_the_device, raises_soon
-from support.ranks import this_rank, together
+from support.ranks import accelerator, this_device, this_rank, together
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -51,6 +53,23 @@ def test_pageable_shards_are_read_by_eight_threads_at_most_through_little_pinned
     assert threading.get_ident() not in threads
     assert 0 < sum(pinned) <= 512 << 20
     assert not [thread for thread in threading.enumerate() if thread.ident in threads]
+
+
+@on_the_device
+def test_threads_that_have_read_hold_no_device_memory() -> None:
+    """They wait for more until the extraction ends, each with what it read last."""
+    before = accelerator().memory_allocated()
+    copies = host_copies.HostCopies(Streams(this_device()))
+    target = torch.empty(4 << 20, dtype=torch.uint8, device=this_device())
+    copies.copy(host_copies.InMemory(torch.ones(4 << 20, dtype=torch.uint8)), target)
+    copies.finish()
+    del target
+    # A thread says that it has read before it lets go.
+    end = time.monotonic() + 5
+    while accelerator().memory_allocated() > before and time.monotonic() < end:
+        os.sched_yield()
+    assert accelerator().memory_allocated() == before
+    copies.close()
 
 
 @on_the_device

@@ -33,7 +33,7 @@ from support.ranks import (
 Tensors = dict[str, torch.Tensor]
 
 MIB = 1 << 20
-FEW_BYTES = 4096
+FEW_BYTES = 1024
 # What "nobody hangs" means: much less than a collective's own patience.
 SECONDS_TO_NOTICE = 8
 
@@ -87,6 +87,14 @@ class Net(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden) + self.large(torch.ones(512, device=hidden.device)).mean()
+
+
+class Many(nn.Module):
+    """Tensors of 25 kB, none of them large beside the others: an FSDP1 unit of it has more than two small buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(97 + index, 64)) for index in range(24))
 
 
 EVEN = {"rows": 24, "hidden": 12, "large_rows": 1032}

@@ -1,0 +1,162 @@
+"""A rank whose device has no more memory: all are told, before or after it gave its word, and nothing is held."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.extraction import (
+    FEW_BYTES,
+    INTEGERS,
+    adapted,
+    assert_same,
+    extracted,
+    fsdp1,
+    fsdp2,
+    mesh_over,
+    new_net,
+    on_the_device,
+    raises_soon,
+    shard_qwen1,
+    shard_qwen2,
+)
+from support.ranks import accelerator, this_device, this_rank, together
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from fsdp_doctor import RankLeft, full_tensors
+from fsdp_doctor.extract import lora
+from fsdp_doctor.extract.pipeline import Pipeline
+
+
+@contextlib.contextmanager
+def _no_memory_after_the_word(*, from_bucket: int = 0) -> Iterator[None]:
+    """Between a rank's word for a bucket and the end of its collectives every allocation fails."""
+    agree, gather, load = Pipeline._agree, Pipeline._gather, Pipeline._load
+    device = accelerator()
+
+    def agreed(self: Any) -> None:
+        agree(self)
+        if self._num_launched >= from_bucket:
+            device.set_memory_limit(device.memory_allocated())
+
+    def gathered(self: Any, transfers: Any, deltas: Any) -> Any:
+        done = gather(self, transfers, deltas)
+        if any(transfers is pending.transfers for pending in self._pending):
+            device.set_memory_limit(None)
+        return done
+
+    def loaded(self: Any, bucket: Any) -> None:
+        device.set_memory_limit(None)
+        load(self, bucket)
+
+    try:
+        with mock.patch.multiple(Pipeline, _agree=agreed, _gather=gathered, _load=loaded):
+            yield
+    finally:
+        device.set_memory_limit(None)
+
+
+@on_the_device
+def test_nothing_is_allocated_between_a_ranks_word_and_the_collectives() -> None:
+    for model in (
+        fsdp2(new_net()),
+        fsdp2(new_net(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        fsdp1(new_net(empty=False)),
+    ):
+        for options in ({}, {"bucket_bytes": 64 << 10}, {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}):
+            expected = extracted(model, **options)
+            with _no_memory_after_the_word():
+                assert_same(extracted(model, **options), expected)
+
+
+@on_the_device
+def test_a_merge_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None:
+    """Its factors have memory before it gives its word; the products are computed after that."""
+    pytest.importorskip("peft")
+    for model in (shard_qwen2(adapted()), shard_qwen1(adapted())):
+        expected = extracted(model, bucket_bytes=1 << 16)
+        for place in (0, 2):
+            together()
+            if this_rank() == 0:
+                with _no_memory_after_the_word(from_bucket=place), raises_soon(torch.OutOfMemoryError):
+                    extracted(model, bucket_bytes=1 << 16)
+            else:
+                with raises_soon(RankLeft, "rank 0 left after ", "OutOfMemoryError"):
+                    extracted(model, bucket_bytes=1 << 16)
+            assert_same(extracted(model, bucket_bytes=1 << 16), expected)
+
+
+@on_the_device
+def test_what_a_rank_could_not_merge_is_nan_where_the_others_see_it_at_all() -> None:
+    pytest.importorskip("peft")
+    model = shard_qwen2(adapted())
+    expected = extracted(model)
+    together()
+    if this_rank() == 0:
+        failing = mock.patch.object(lora.Delta, "part", side_effect=torch.OutOfMemoryError("there is no more"))
+        with failing, raises_soon(torch.OutOfMemoryError):
+            extracted(model)
+    else:
+        with raises_soon(RankLeft, "rank 0 left after 1 buckets"):
+            for name, tensor in full_tensors(model):
+                same = tensor == expected[name]
+                assert (same | tensor.isnan()).all(), name
+    assert_same(extracted(model), expected)
+
+
+@on_the_device
+def test_a_redistribution_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None:
+    """torch allocates in the midst of its collectives: whether there is so much is tried before."""
+    net = nn.Linear(256, 256, bias=False).to(this_device())
+    model = fully_shard(net, mesh=mesh_over(), shard_placement_fn=lambda _: Shard(1))
+    expected = extracted(model)
+    together()
+    device, try_room = accelerator(), Pipeline._try_room
+
+    def limited(self: Any, transfers: Any) -> None:
+        device.set_memory_limit(device.memory_allocated() + 200 * 1024)
+        try_room(self, transfers)
+
+    with (
+        mock.patch.object(Pipeline, "_try_room", limited) if this_rank() else contextlib.nullcontext(),
+        raises_soon(torch.OutOfMemoryError if this_rank() else RankLeft),
+    ):
+        extracted(model)
+    device.set_memory_limit(None)
+    assert_same(extracted(model), expected)
+
+
+@on_the_device
+def test_a_bucket_that_is_launched_in_spite_of_a_failure_has_the_memory_of_the_one_that_failed() -> None:
+    """So much as two buckets and no more: the second fails halfway, with what it has been given so far."""
+    device, load = accelerator(), Pipeline._load
+    for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
+        expected = extracted(model)
+        together()
+        with contextlib.ExitStack() as stack:
+            if this_rank() == 1:
+                held: list[int] = []
+
+                def failing(self: Any, bucket: Any, held: list[int] = held) -> None:
+                    if self._num_launched == 2 and not held:
+                        held.append(device.memory_allocated())
+                        begun = [transfer.begun(self._call) for transfer in bucket.transfers]
+                        raise torch.OutOfMemoryError(f"there is no more for the rest of {len(begun)}")
+                    if held:
+                        assert device.memory_allocated() <= held[0]
+                        held.append(device.memory_allocated())
+                    load(self, bucket)
+
+                stack.enter_context(mock.patch.object(Pipeline, "_load", failing))
+            with raises_soon(torch.OutOfMemoryError if this_rank() else RankLeft, "there is no more"):
+                for _ in full_tensors(model, bucket_bytes=FEW_BYTES):
+                    pass
+        if this_rank() == 1:
+            assert len(held) > 1
+        assert_same(extracted(model), expected)
