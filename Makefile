@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .PHONY: probe check test lint unit bench clean
@@ -16,8 +17,9 @@ check: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest --quiet -m "not processes"
 
+# Much of it waits: for deadlines, and for ranks to start. So there are more workers than cores; the tests of a file share ranks.
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest --durations=25
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=25
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

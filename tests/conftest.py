@@ -7,9 +7,11 @@ Any other one belongs to ``make check`` and fails if it starts a process.
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +22,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from support.places import SHARED_DIRECTORY
+
 if TYPE_CHECKING:
     from support.ranks import Groups
 
 _START_PROCESSES = ("program", "support.hosts", "support.ranks", "support.forked", "support.plugin_runs")
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared = tempfile.TemporaryDirectory()
+        os.environ[SHARED_DIRECTORY] = shared.name
+        config.add_cleanup(shared.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 
 from support.emulation import needs_emulation
 from support.forked import run_doctor
-from support.places import ROOT, TESTS
+from support.places import ROOT, SHARED_DIRECTORY, TESTS
 
 from fsdp_doctor.machine.launch import num_ranks
 from fsdp_doctor.report.document import CaseResult, Report
@@ -164,18 +164,19 @@ def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: di
 
 @functools.cache
 def default_matrix_file() -> pathlib.Path:
-    """The report of the default matrix with the fix on the emulated device, run once for all tests that read it."""
-    directory = pathlib.Path(_session_directory().name)
-    run = probe(directory, "--fix", device="emulated")
-    assert run.report is not None, run.stderr
-    assert run.report.complete, run.stderr
+    """The report of the default matrix with the fix on the emulated device, run once for all tests that read it.
+
+    pytest's workers share it: the first that asks runs it, and the others wait.
+    """
+    directory = pathlib.Path(os.environ[SHARED_DIRECTORY])
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "whole").exists():
+            run = probe(directory, "--fix", device="emulated")
+            assert run.report is not None, run.stderr
+            assert run.report.complete, run.stderr
+            (directory / "whole").touch()
     return directory / "report.json"
-
-
-@functools.cache
-def _session_directory() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the session ends."""
-    return tempfile.TemporaryDirectory()
 
 
 @functools.cache
