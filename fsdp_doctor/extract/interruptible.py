@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 _SECONDS = 0.5
 
+# Of the thread that waits: it stays for the process's next call, and holds nothing.
+THREAD = "fsdp_doctor waits"
+
 _T = TypeVar("_T")
 
 
@@ -52,7 +55,7 @@ def _calls(process: int) -> queue.SimpleQueue[Callable[[], None]] | None:
             calls.get()()
 
     try:
-        threading.Thread(target=run, name="fsdp_doctor", daemon=True).start()
+        threading.Thread(target=run, name=THREAD, daemon=True).start()
     except RuntimeError:
         return None
     return calls

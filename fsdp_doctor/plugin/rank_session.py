@@ -163,7 +163,7 @@ class RankSession:
     def _tear_down(self, item: pytest.Item) -> None:
         stays = [node for node in item.listchain()[:-1] if node.nodeid in self._command.next_nodes]
         item.ihook.pytest_runtest_teardown(item=item, nextitem=stays[-1] if stays else None)
-        if self._command.still_whole and not self._retire and not self._runtime.group_works():
+        if self._command.still_whole and not self._runtime.group_works():
             pytest.fail("a collective after the test gives a wrong sum: the ranks' own did not match", pytrace=False)
 
     def _phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:

@@ -17,6 +17,7 @@ from fsdp_doctor.plugin.marks import MarkedTest
 from fsdp_doctor.plugin.phase_outcome import PhaseOutcome, outcome_of
 from fsdp_doctor.plugin.rank_host import RankHost
 from fsdp_doctor.plugin.requests import PhaseCommand, PhaseRequest, Refusal, TestPhase
+from fsdp_doctor.verdict.classification import workers_are_whole
 
 _TOLD: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
@@ -126,7 +127,7 @@ class RanksPlugin:
         if self._config.getoption("capture") == "no":
             for title, text in outcome.told:
                 sys.stdout.write(f"\n[{title}]\n{text}")
-        self._still_whole = self._still_whole and outcome.alike
+        self._still_whole = self._still_whole and outcome.alike and workers_are_whole(answer.reports)
         if not answer.goes_on:
             self._running = None
         outcome.raise_if_not_passed()

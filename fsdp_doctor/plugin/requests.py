@@ -31,7 +31,8 @@ class PhaseCommand:
     """One phase of one test, for a rank.
 
     number: counts the tests of a run. next_nodes: ids of the nodes, parents included, of the test that comes next;
-    empty after the last one. still_whole: so far every rank has done the same, so collectives must work.
+    empty after the last one. still_whole: so far every rank has done the same and has left nothing behind, so
+    collectives must work.
     """
 
     phase: TestPhase

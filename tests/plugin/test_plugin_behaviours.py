@@ -23,6 +23,7 @@ def behaviours(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
         "test_passes",
         "test_is_run_by_the_same_process",
         "test_has_directories",
+        "test_leaves_a_thread_on_rank_1",
         "test_captures",
         "test_has_three_ranks_on_the_cpu",
         "test_is_a_method",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import unittest
 from collections.abc import Iterator
 from typing import Any
@@ -69,6 +70,11 @@ def test_asserts_on_rank_1(this_rank: Any) -> None:
 
 def test_asserts_on_all() -> None:
     assert {"a": 1} == {"a": 2}
+
+
+def test_leaves_a_thread_on_rank_1(this_rank: Any) -> None:
+    if this_rank.rank == 1:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def test_exits(this_rank: Any) -> None:
