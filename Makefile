@@ -17,9 +17,10 @@ check: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest --quiet -m "not processes"
 
-# Much of it waits: for deadlines, and for ranks to start. So there are more workers than cores; the tests of a file share ranks.
+# Much of it waits, for deadlines and for ranks to start, so there are more workers than cores. The tests of a file share ranks.
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=25
+	$(BIN)/python -m pytest -m "not alone" --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/python -m pytest -m alone
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     most = BUCKET_BYTES + max(BUCKET_BYTES, _largest(shards, setup))
     buckets: list[tuple[int, int]] = [(0, 0)]
     # FSDP1's tensors are copied out of their unit as they are handed out, a few at a time.
-    joined = max if setup.scenario.version == 1 else sum
+    joined = max if setup.scenario.version == 1 and setup.shard_ranks > 1 else sum
     for gathered, buffered in _gathers(shards, setup, most):
         outputs, buffers = joined((buckets[-1][0], gathered)), buckets[-1][1] + buffered
         if sum(buckets[-1]) and outputs + buffers > BUCKET_BYTES:

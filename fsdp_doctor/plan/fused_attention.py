@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, float32, nn
-from torch.autograd import Function
+import torch
+from torch import Tensor, nn
 
 # As `attn_implementation` of transformers.
 IMPLEMENTATION = "fsdp-doctor-fused"
@@ -49,7 +49,7 @@ def _of_transformers(
     return output.transpose(1, 2), None
 
 
-class _Attention(Function):
+class _Attention(torch.autograd.Function):
     """Keeps its inputs, its output and the logarithm of each row's sum; its backward adds up in float32."""
 
     @staticmethod
@@ -57,14 +57,14 @@ class _Attention(Function):
         sequences, heads, tokens, _ = query.shape
         # The tokens before the heads in memory, so that what joins the heads copies nothing.
         output = query.new_empty(sequences, tokens, heads, value.shape[-1]).transpose(1, 2)
-        sums = query.new_empty(query.shape[:-1], dtype=float32)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, sums)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, _output, sums = ctx.saved_tensors
-        added_up, rows = query.new_empty(query.shape, dtype=float32), sums.new_empty(sums.shape)
+        added_up, rows = query.new_empty(query.shape, dtype=torch.float32), sums.new_empty(sums.shape)
         made = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
         del added_up, rows
         return made

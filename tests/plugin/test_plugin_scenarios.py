@@ -78,6 +78,7 @@ def test_an_fsdp_mark_that_means_nothing_is_one_sentence(scenarios: PytestRun, n
     assert len(scenarios[name].message.splitlines()) == 1
 
 
+@pytest.mark.alone
 def test_the_hundredth_test_costs_less_than_a_fifth_of_a_second(scenarios: PytestRun) -> None:
     many = [result for name, result in scenarios.results.items() if name.startswith("test_many")]
     assert len(many) == 100

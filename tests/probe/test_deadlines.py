@@ -18,6 +18,8 @@ from fsdp_doctor.probe.activity import Activity
 from fsdp_doctor.probe.deadlines import Deadline, Deadlines
 from fsdp_doctor.probe.job import Limits
 
+pytestmark = pytest.mark.alone
+
 _ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "-k", "processes")
 _HANGS = ("collective_of_one_rank", "stopped")
 _COST_SECONDS = 10

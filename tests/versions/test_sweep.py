@@ -53,7 +53,7 @@ def test_a_version_has_its_report_and_one_that_does_not_install_is_a_row_that_sa
     missing, there = swept.run.stdout.splitlines()
     assert missing.startswith("torch 2.99\ttorch 2.99 does not install: ")
     assert "torch==2.99" in missing
-    assert there.startswith("torch 2.98\t1 cases on 2 ranks of cpu: 1 wrong\t")
+    assert there.startswith("torch 2.98\t1 case on 2 ranks of cpu: 1 wrong\t")
     found = read_report(swept.directory / "torch2.98.json")
     assert (found.complete, found.environment["packages"]["torch"]) == (True, "2.98.1")
     nothing = read_report(swept.directory / "torch2.99.json")
