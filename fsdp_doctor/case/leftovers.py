@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.extract import interruptible
-
 # Opened by paths in all, over the life of a process, and not closed.
 _DESCRIPTORS_ALLOWED = 64
 _THREADS_END_SECONDS = 0.5
@@ -64,8 +62,7 @@ class Leftovers:
 
     def _threads_still_running(self) -> list[threading.Thread]:
         """Those of Python that began since; each gets a moment to end, as the threads of a pool that was let go do."""
-        threads = [thread for thread in threading.enumerate() if thread.name != interruptible.THREAD]
-        began = [thread for thread in threads if thread not in self._threads]
+        began = [thread for thread in threading.enumerate() if thread not in self._threads]
         end = time.monotonic() + _THREADS_END_SECONDS
         for thread in began:
             thread.join(max(0.0, end - time.monotonic()))

@@ -62,6 +62,11 @@ class Participant:
         """A connection of the calling thread."""
         return _connection(private.default_store())
 
+    def another_store(self) -> dist.Store:
+        """For the calling thread, in place of a connection over which a thread is still waiting."""
+        _connections.store = None
+        return self.store()
+
     def has_one_store(self) -> bool:
         """Whether all threads have to share one, so that while one waits no other can use it."""
         return self.store() is private.default_store()
@@ -294,13 +299,11 @@ class Agreement:
             raise
         except BaseException as interrupt:
             self._interrupt = interrupt
+            self._store = self._process.another_store()
             return self._answer_with(self._leaves(type(interrupt).__name__))
 
     def _wait(self) -> bytes:
-        store = self._process.store()
-        if store is not self._store:
-            store.set_timeout(self._store.timeout)  # type: ignore[attr-defined]
-        return store.get(self._stage_key())
+        return self._store.get(self._stage_key())
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:

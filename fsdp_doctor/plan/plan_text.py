@@ -13,6 +13,7 @@ from fsdp_doctor.plan.host import PROCESS_BYTES, HostMoment
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
 from fsdp_doctor.plan.outlook import Outlook, RolePlan
 from fsdp_doctor.plan.role_setup import BF16, RoleSetup
+from fsdp_doctor.report.layout import counted
 
 _WIDTH = 116
 _GIB = 1 << 30
@@ -64,8 +65,8 @@ def plan_as_json(outlook: Outlook) -> str:
 
 def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
     job, machines = outlook.job, outlook.job.machines
-    devices = f"{machines.gpus} device{'s' if machines.gpus > 1 else ''} of {_gib(machines.gpu_memory)} GiB"
-    yield f"{job.framework}: {machines.nodes} node{'s' if machines.nodes > 1 else ''} with {devices}"
+    devices = f"{counted(machines.gpus, 'device')} of {_gib(machines.gpu_memory)} GiB"
+    yield f"{job.framework}: {counted(machines.nodes, 'node')} with {devices}"
     for role, setup, model in zip(outlook.roles, job.roles, job.models, strict=True):
         yield from _wrapped(f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_described(setup)}", 2)
     if job.engine:

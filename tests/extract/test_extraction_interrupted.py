@@ -21,7 +21,7 @@ from support.extraction import (
 from support.ranks import Setting, accelerator, device_type, on_ranks, this_rank, together
 
 from fsdp_doctor import PlanMismatch, RankLeft, full_tensors
-from fsdp_doctor.extract import agreement, interruptible
+from fsdp_doctor.extract import agreement
 
 everyone = on_ranks(Setting("emulated", 2), Setting("cpu", 3))
 
@@ -97,10 +97,8 @@ def test_ctrl_c_after_the_others_went_on_is_heeded_when_the_promise_is_kept() ->
 def test_without_a_thread_to_wait_in_a_call_works_as_ever() -> None:
     model = fsdp2(new_net())
     expected = extracted(model)
-    interruptible._calls.cache_clear()
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         assert_same(extracted(model), expected)
-    interruptible._calls.cache_clear()
 
 
 # Threads

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_doctor
-from fsdp_doctor.extract import interruptible
 
 Entries = Iterator[tuple[str, torch.Tensor]]
 Path = Callable[[nn.Module], Entries]
@@ -129,7 +128,7 @@ def looks(model: nn.Module) -> Entries:
         "garbage collection": gc.isenabled(),
         "descriptors": len(os.listdir("/proc/self/fd")) < _DESCRIPTORS,
         "stdout": os.path.exists("/proc/self/fd/1"),
-        "threads": not any(thread.daemon for thread in threading.enumerate() if thread.name != interruptible.THREAD),
+        "threads": not any(thread.daemon for thread in threading.enumerate()),
         "process group": dist.is_initialized(),
         "random numbers": _random_numbers_go_on(),
     }
