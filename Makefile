@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 INSTALLED := $(VENV)/.installed
 
+# Some images set it. The tests start hundreds of interpreters, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: probe check test lint unit bench clean
 
 probe: $(INSTALLED)

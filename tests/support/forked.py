@@ -27,15 +27,6 @@ import torch.distributed as dist
 from support.emulation import needs_emulation
 from support.places import ROOT, TESTS
 
-_IMPORTED_ONCE = [
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.qwen3.modeling_qwen3",
-    "peft",
-    "support.ranks",
-    "fsdp_doctor.probe.worker_process",
-]
 _SECONDS_OF_A_SCRIPT = 180
 _SECONDS_OF_A_PROBE = 600
 # For the other ranks, once rank 0 has ended, and for what they started.
@@ -145,7 +136,7 @@ def _end_all_that_hold(pipe: str) -> list[str]:
 @functools.cache
 def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
+    context.set_forkserver_preload(["support.imported_once"])
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{TESTS}")
         environment.setenv("OMP_NUM_THREADS", "1")
