@@ -5,6 +5,8 @@ This table is read without torch. The functions behind the names are in ``case/p
 
 from __future__ import annotations
 
+import functools
+
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Contract, Direction
 from fsdp_doctor.matrix.extraction_paths import EXTRACTION_PATHS, FIX
@@ -39,6 +41,7 @@ def impossible(path: Path, scenario: Scenario) -> str:
     return scenario.contradiction
 
 
+@functools.cache
 def find_path(name: str, fsdp: int) -> Path:
     """The row of that name for FSDP1 or FSDP2; a ``module:function`` gets a row of its own."""
     if is_user_path(name):
