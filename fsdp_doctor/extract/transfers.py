@@ -103,6 +103,26 @@ class TensorTransfer(ABC):
         """
 
 
+# What gloo and NCCL both carry; anything else (8-bit floats, complex numbers, 16-bit integers) goes as bytes.
+_CARRIED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor that a collective takes."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+
+
 def handed_out(result: Result) -> torch.Tensor:
     """On the caller's stream; those of one transfer in their order."""
     return result if isinstance(result, torch.Tensor) else result()
@@ -256,15 +276,7 @@ class Redistribution(TensorTransfer):
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:
         source, spec = self._source, self._source.spec
         merged = deltas.get(spec.names[0], [])
-        # Without shape and stride, from_local takes every shard to be as long as this one.
-        full = DTensor.from_local(
-            self._local if merged else self._local.to(self._dtype),
-            source.mesh,
-            source.placements,
-            run_check=False,
-            shape=spec.shape,
-            stride=source.stride,
-        ).full_tensor()
+        full = _redistributed(self._local if merged else self._local.to(self._dtype), source)
         for delta in merged:
             full = full + delta.part(0, spec.numel).view(spec.shape)
         self._full.copy_(full)
@@ -272,6 +284,20 @@ class Redistribution(TensorTransfer):
     def results(self) -> Iterable[tuple[int, TensorSpec, torch.Tensor]]:
         del self._local, self._shard
         return [(self.order, self._source.spec, self.__dict__.pop("_full"))]
+
+
+def _redistributed(local: torch.Tensor, source: Placed) -> torch.Tensor:
+    """The full tensor. Where the dtype is not carried its bytes are one dim more, which is not sharded."""
+    shape, stride, dtype = source.spec.shape, source.stride, local.dtype
+    is_carried = dtype in _CARRIED
+    if not is_carried:
+        local = local.unsqueeze(-1).view(torch.uint8)
+        shape, stride = torch.Size((*shape, dtype.itemsize)), (*(step * dtype.itemsize for step in stride), 1)
+    # Without shape and stride, from_local takes every shard to be as long as this one.
+    placed = DTensor.from_local(
+        local, source.mesh, source.placements, run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+    return placed if is_carried else placed.contiguous().view(dtype).squeeze(-1)
 
 
 def all_gather(transfers: Sequence[TensorTransfer]) -> None:
@@ -286,4 +312,5 @@ def all_gather(transfers: Sequence[TensorTransfer]) -> None:
             key = transfer.shard_group.ranks, gather.output.dtype
             gathers.setdefault(key, (transfer.shard_group.group, []))[1].append(gather)
     for group, batch in gathers.values():
-        private.all_gather(group, [g.output for g in batch], [g.input for g in batch]).wait()
+        outputs, inputs = [_as_carried(g.output) for g in batch], [_as_carried(g.input) for g in batch]
+        private.all_gather(group, outputs, inputs).wait()
