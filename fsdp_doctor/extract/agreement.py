@@ -158,24 +158,24 @@ class Agreement:
         return [self._store.add(key, 0) for key in self._counted]
 
     def num_next(self, num_left: int) -> int:
-        """How many buckets the next promise is for, if all ranks can give it."""
+        """How many buckets the next promise may be for."""
         return num_left if self._over else min(max(2 * self._window, 1), num_left)
 
-    def promise(self, num_left: int, *, one_only: bool) -> int:
-        """Of how many buckets from here on every rank launches the collectives, whatever happens to it; 1 at least.
+    def promise(self, num_buckets: int, *, one_only: bool) -> int:
+        """Of how many buckets from here on every rank launches the collectives, whatever happens to it: all or 1.
 
-        num_left: how many there are. one_only: this rank gives its word for no more than one. Raises RankLeft,
-        PlanMismatch.
+        one_only: this rank gives its word for no more than one. Raises RankLeft, PlanMismatch.
         """
         if self._over:
-            return num_left
+            return num_buckets
         # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
         first = next(filter(self.concerns, self._process.under_way), self)
         with self._store_is_there():
             agreed = self._came_to_stage(one_only or first is not self)
-        self._window = 1 if agreed == 1 else self.num_next(num_left)
-        self._buckets += self._window
-        return self._window
+        self._window = 1 if agreed == 1 else max(2 * self._window, 1)
+        promised = 1 if agreed == 1 else num_buckets
+        self._buckets += promised
+        return promised
 
     def proceed(self, word: str = "") -> str:
         """Returns the speaker's word when every rank has come to this bucket, with the same plan.

@@ -55,21 +55,27 @@ class Call:
 class TensorTransfer(ABC):
     """What one bucket does with some of the model's tensors. It is kept with the plan; ``begun`` is of one call.
 
-    order: where its first tensor comes among all. nbytes: the device memory that it takes at most, collecting_bytes of
-    it in ``collect``; copied_bytes: beside that, while its tensors are handed out. shard_group: None where nothing is
-    communicated.
+    order: where its first tensor comes among all. nbytes: the device memory that it takes at most, of which
+    collecting_bytes in ``collect`` and opened_bytes when its tensors are copied out; copied_bytes: beside that, while
+    its tensors are handed out. shard_group: None where nothing is communicated.
     """
 
     order: int
     nbytes: int
     collecting_bytes: int = 0
+    opened_bytes: int = 0
     copied_bytes: int = 0
     shard_group: ShardGroup | None
 
     def begun(self, call: Call) -> Self:
         """With memory, on the caller's stream."""
         transfer = copy.copy(self)
-        transfer.allocate(call)
+        try:
+            transfer.allocate(call)
+        except BaseException:
+            # The error's traceback holds closures, and so what it could allocate.
+            vars(transfer).clear()
+            raise
         return transfer
 
     @abstractmethod

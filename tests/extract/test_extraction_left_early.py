@@ -112,18 +112,22 @@ def test_a_rank_that_leaves_while_adapters_are_merged_leaves_no_rank_waiting() -
 
 
 @on_the_device
-def test_a_rank_without_room_for_a_window_gives_its_word_for_one_bucket_at_a_time() -> None:
+def test_a_rank_without_memory_for_the_largest_of_a_window_gives_its_word_for_one_bucket_at_a_time() -> None:
     model = fsdp2(new_net())
     expected = extracted(model)
     promised = []
     promise = agreement.Agreement.promise
 
-    def noted(self: Any, num_left: int, *, one_only: bool) -> int:
-        promised.append(promise(self, num_left, one_only=one_only))
+    def noted(self: Any, num_buckets: int, *, one_only: bool) -> int:
+        promised.append(promise(self, num_buckets, one_only=one_only))
         return promised[-1]
 
+    def without_room(self: Any, buckets: Any) -> None:
+        if buckets and this_rank() == 0:
+            raise torch.OutOfMemoryError("there is no more")
+
     with mock.patch.object(agreement.Agreement, "promise", noted):
-        with mock.patch.object(pipeline, "_has_room", return_value=this_rank() != 0):
+        with mock.patch.object(pipeline.Pipeline, "_keep_spare", without_room):
             assert_same(extracted(model, bucket_bytes=FEW_BYTES), expected)
         assert promised == [1] * num_buckets(model)
         promised.clear()
