@@ -293,7 +293,8 @@ class Agreement:
             came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
             return self._answer_with(
                 f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._buckets} in time; "
-                f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}"
+                f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}, "
+                f"with a model that is sharded over them"
             )
         except Exception:
             raise

@@ -95,6 +95,8 @@ atexit.register(_kept.clear)
 @without_garbage_collection
 def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
     """The plan, and this rank's shards as they are now, by the places of the sources."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     plans = _kept.get(model, {})
     kept = plans.get(arguments)
     shards = kept.shards_now(model) if kept is not None else None
