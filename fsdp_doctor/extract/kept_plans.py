@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,18 @@ class Arguments:
         bucket_bytes: int,
         lora: Lora,
     ) -> Arguments:
-        """Raises ValueError for a word or a number that makes no sense."""
+        """Raises ValueError for a word or a number that makes no sense, TypeError for what is none."""
         adapters.check(lora)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if not isinstance(bucket_bytes, int):
+            raise TypeError(f"bucket_bytes must be an int, not {bucket_bytes!r}")
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
-        keep = (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype)
-        return cls(device, dtype, keep, bucket_bytes, lora)
+        keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
+        if not all(isinstance(pattern, str) for pattern in keep):
+            raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
+        return cls(device, dtype, tuple(keep), bucket_bytes, lora)
 
 
 class _Kept:

@@ -79,6 +79,22 @@ def test_what_is_refused_of_a_model_without_shards_is_known_to_the_ranks_that_wa
 
 
 @on_the_device
+def test_arguments_of_another_type_are_refused_in_a_sentence() -> None:
+    model = fsdp2(new_net())
+    for odd, words in (
+        ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, not 'bfloat16'"),
+        ({"bucket_bytes": None}, "bucket_bytes must be an int, not None"),
+        ({"bucket_bytes": float("nan")}, "bucket_bytes must be an int, not nan"),
+        ({"keep_dtype": None}, "keep_dtype must be names, or patterns of them, not None"),
+        ({"keep_dtype": [1]}, "keep_dtype must be names, or patterns of them, not [1]"),
+    ):
+        for call in (extracted, full_state_dict, lambda model, **odd: list(local_shards(model, **odd)), fingerprint):
+            together()
+            with raises_soon(TypeError, words):
+                call(model, **odd)  # type: ignore[operator]
+
+
+@on_the_device
 def test_what_is_no_model_is_refused_in_a_sentence() -> None:
     for call in (extracted, full_state_dict, weights_info, lambda model: list(local_shards(model)), fingerprint):
         for odd in ("a model", None, {}, nn.Linear):
