@@ -70,7 +70,7 @@ def in_windows(me: SimulatedRank, num_ranks: int, num_buckets: int, call: int) -
     agreement.expect(lambda: PLAN)
     launched = 0
     while launched < num_buckets:
-        launched += agreement.promise(num_buckets - launched, one_only=False)
+        launched += agreement.promise(agreement.num_next(num_buckets - launched), one_only=False)
     agreement.finish()
 
 

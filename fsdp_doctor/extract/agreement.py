@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ _GO, _LEFT, _DIFFERS = "go", "left", "differs"
 # The fields of the number to which every rank of a stage adds, in bits: how many came; after that, at the first stage
 # the sum of what their plans come to, at the others how many gave their word for one bucket only.
 _RANKS_BITS, _PLAN_BITS = 16, 30
+# To have a thread wait costs more than most waits take: up to so many ranks ask a few times first, after so many
+# seconds each. More of them would be too much work for the store.
+_FEW_RANKS = 64
+_ASKED_AFTER = (0.0, 50e-6, 100e-6, 200e-6)
 
 
 class RankLeft(RuntimeError):
@@ -131,7 +136,7 @@ class Agreement:
         self._verb = verb
         self._speaker = speaker
         self._stage = 0
-        self._buckets = self._window = 0
+        self._buckets = 0
         self._keys = _Keys()
         self._counted: list[str] = []
         self._interrupt: BaseException | None = None
@@ -158,24 +163,23 @@ class Agreement:
         return [self._store.add(key, 0) for key in self._counted]
 
     def num_next(self, num_left: int) -> int:
-        """How many buckets the next promise is for, if all ranks can give it."""
-        return num_left if self._over else min(max(2 * self._window, 1), num_left)
+        """How many buckets the next promise may be for: one more than there were, so 1, 2, 4, ..."""
+        return num_left if self._over else min(self._buckets + 1, num_left)
 
-    def promise(self, num_left: int, *, one_only: bool) -> int:
-        """Of how many buckets from here on every rank launches the collectives, whatever happens to it; 1 at least.
+    def promise(self, num_buckets: int, *, one_only: bool) -> int:
+        """Of how many buckets from here on every rank launches the collectives, whatever happens to it: all or 1.
 
-        num_left: how many there are. one_only: this rank gives its word for no more than one. Raises RankLeft,
-        PlanMismatch.
+        one_only: this rank gives its word for no more than one. Raises RankLeft, PlanMismatch.
         """
         if self._over:
-            return num_left
+            return num_buckets
         # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
         first = next(filter(self.concerns, self._process.under_way), self)
         with self._store_is_there():
             agreed = self._came_to_stage(one_only or first is not self)
-        self._window = 1 if agreed == 1 else self.num_next(num_left)
-        self._buckets += self._window
-        return self._window
+        promised = 1 if agreed == 1 else num_buckets
+        self._buckets += promised
+        return promised
 
     def proceed(self, word: str = "") -> str:
         """Returns the speaker's word when every rank has come to this bucket, with the same plan.
@@ -286,14 +290,17 @@ class Agreement:
     def _awaited_answer(self) -> str:
         """An interrupt is heeded once the others know, or at the next stage where they have gone on meanwhile."""
         try:
-            return self._wait().decode() if self._process.has_one_store() else interruptible(self._wait).decode()
+            if self._process.has_one_store() or self._is_answered_soon():
+                return self._wait().decode()
+            return interruptible(self._wait).decode()
         except dist.DistNetworkError:
             raise
         except dist.DistStoreError:
             came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
             return self._answer_with(
                 f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._buckets} in time; "
-                f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}"
+                f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}, "
+                f"with a model that is sharded over them"
             )
         except Exception:
             raise
@@ -301,6 +308,15 @@ class Agreement:
             self._interrupt = interrupt
             self._store = self._process.another_store()
             return self._answer_with(self._leaves(type(interrupt).__name__))
+
+    def _is_answered_soon(self) -> bool:
+        if len(self._ranks) > _FEW_RANKS:
+            return False
+        for seconds in _ASKED_AFTER:
+            time.sleep(seconds)
+            if self._store.check([self._stage_key()]):
+                return True
+        return False
 
     def _wait(self) -> bytes:
         return self._store.get(self._stage_key())

@@ -48,9 +48,12 @@ class FlatLayout:
     def nbytes_of_each(self) -> list[int]:
         return [self.nbytes(index) for index in range(len(self.dtypes))]
 
+    def name(self, index: int) -> str:
+        """The first one of the tensor."""
+        return self.source.spans[index].spec.names[0]
+
     def names(self) -> list[str]:
-        """The first of each tensor."""
-        return [span.spec.names[0] for span in self.source.spans]
+        return list(map(self.name, range(len(self.source.spans))))
 
     def rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
         """What each rank has of the spans that are gathered in that dtype, in the order of its shard."""
@@ -123,9 +126,8 @@ def flat_gathers(unit: FlatLayout, bucket_bytes: int, room: int, merged: Collect
                 segments += _take(unit, row, longest, missing, bucket_bytes // 2, must_take=rank == first)
             for segment in segments:
                 missing[segment.index] -= segment.numel
-            opened = sum(map(unit.nbytes, {segment.index for segment in segments} - begun))
             missing = {index: numel for index, numel in missing.items() if numel}
-            yield FlatGather(unit, dtype, segments, max(segment.offset + segment.numel for segment in segments), opened)
+            yield FlatGather(unit, dtype, segments, begun)
 
 
 def _take(
@@ -154,16 +156,19 @@ def _take(
 
 
 class FlatGather(TensorTransfer):
-    """A stretch of every rank's shard of an FSDP1 unit, in one all-gather, and a copy out of it."""
+    """A stretch of every rank's shard of an FSDP1 unit, in one all-gather, and a copy out of it.
 
-    def __init__(
-        self, unit: FlatLayout, dtype: torch.dtype, segments: list[_Segment], length: int, opened_bytes: int
-    ) -> None:
+    The tensors have memory from when their first part is copied out. begun: those of which gathers before it have some.
+    """
+
+    def __init__(self, unit: FlatLayout, dtype: torch.dtype, segments: list[_Segment], begun: set[int]) -> None:
         self.unit = unit
+        length = max(segment.offset + segment.numel for segment in segments)
         self._dtype, self._segments, self._length = dtype, segments, length
         self.order = unit.order
         self.shard_group: ShardGroup = unit.source.shard_group
-        self.nbytes = length * self.shard_group.size * dtype.itemsize + opened_bytes
+        self.opened_bytes = sum(map(unit.nbytes, {segment.index for segment in segments} - begun))
+        self.nbytes = length * self.shard_group.size * dtype.itemsize + self.opened_bytes
         self._own = [segment for segment in segments if segment.rank == self.shard_group.rank]
         self._places = [(s.index, s.start, s.start + s.numel) for s in segments]
         self._parts = [(s.rank * length + s.offset, s.rank * length + s.offset + s.numel) for s in segments]
@@ -176,27 +181,23 @@ class FlatGather(TensorTransfer):
         return start if in_one and start + self._length <= self.unit.source.chunk else None
 
     def names(self) -> Iterable[str]:
-        spans = self.unit.source.spans
-        return dict.fromkeys(spans[segment.index].spec.names[0] for segment in self._segments)
+        return dict.fromkeys(self.unit.name(segment.index) for segment in self._segments)
 
     def allocate(self, call: Call) -> None:
         length, rank = self._length, self.shard_group.rank
         shard = call.shards[self.unit.source.place]
         self._outputs = call.units.setdefault(self.unit.order, UnitOutputs(self.unit))
         self._rows = torch.empty(self.shard_group.size * length, dtype=self._dtype, device=call.device)
-        flat = {index: self._outputs.flat(index, call.device) for index, _, _ in self._places}
-        self._targets = [flat[index][start:end] for index, start, end in self._places]
         own = self._rows[rank * length : (rank + 1) * length]
         self._pieces: list[Piece] = []
         if self._start is not None and self.unit.source.place in call.ready:
             own = shard[self._start : self._start + length]
         else:
-            spans = self.unit.source.spans
             self._pieces = [
                 Piece(
                     own[s.offset : s.offset + s.numel],
                     shard[s.source : s.source + s.numel],
-                    spans[s.index].spec.names[0],
+                    self.unit.name(s.index),
                     s.start,
                 )
                 for s in self._own
@@ -210,8 +211,10 @@ class FlatGather(TensorTransfer):
         return self._gathers
 
     def results(self) -> Iterator[tuple[int, TensorSpec, torch.Tensor]]:
-        rows, targets = self.__dict__.pop("_rows"), self.__dict__.pop("_targets")
+        rows = self.__dict__.pop("_rows")
         del self._pieces, self._gathers
+        outputs, device = self._outputs, rows.device
+        targets = [outputs.flat(index, device)[start:end] for index, start, end in self._places]
         parts = [rows[begin:end] for begin, end in self._parts]
         private.copy_all(targets, parts)
         del rows, targets, parts

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.agreement import Agreement
@@ -103,13 +104,22 @@ def weights_info(
 
 @contextlib.contextmanager
 def announced(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks that this one was refused, where it can be told who they are."""
+    """Tells the other ranks that this one was refused: all, where its model does not say who they are."""
     try:
         yield
     except Exception as error:
+        # Without a process group there are no others.
         with contextlib.suppress(Exception):
-            Agreement(ranks_of(sources_of(reader.read(model)))).leave(f"{type(error).__name__}: {error}")
+            Agreement(_ranks_of(model)).leave(f"{type(error).__name__}: {error}")
         raise
+
+
+def _ranks_of(model: nn.Module) -> tuple[int, ...]:
+    with contextlib.suppress(Exception):
+        ranks = ranks_of(sources_of(reader.read(model)))
+        if len(ranks) > 1:
+            return ranks
+    return tuple(range(dist.get_world_size()))
 
 
 _T = TypeVar("_T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +51,18 @@ class Arguments:
         bucket_bytes: int,
         lora: Lora,
     ) -> Arguments:
-        """Raises ValueError for a word or a number that makes no sense."""
+        """Raises ValueError for a word or a number that makes no sense, TypeError for what is none."""
         adapters.check(lora)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if not isinstance(bucket_bytes, int):
+            raise TypeError(f"bucket_bytes must be an int, not {bucket_bytes!r}")
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
-        keep = (keep_dtype,) if isinstance(keep_dtype, str) else tuple(keep_dtype)
-        return cls(device, dtype, keep, bucket_bytes, lora)
+        keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
+        if not all(isinstance(pattern, str) for pattern in keep):
+            raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
+        return cls(device, dtype, tuple(keep), bucket_bytes, lora)
 
 
 class _Kept:
@@ -95,6 +101,8 @@ atexit.register(_kept.clear)
 @without_garbage_collection
 def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
     """The plan, and this rank's shards as they are now, by the places of the sources."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     plans = _kept.get(model, {})
     kept = plans.get(arguments)
     shards = kept.shards_now(model) if kept is not None else None

@@ -91,6 +91,8 @@ class Loader:
         self._copies = copies
         self._to_cast: list[Piece] = []
         self._held: tuple[_Copies, ...] = ()
+        # What is yet to be loaded.
+        self._missing: list[torch.Tensor] = []
         self._submitted = 0
         self.is_reading = False
 
@@ -106,7 +108,9 @@ class Loader:
         pageable: list[Piece] = []
         for transfer in transfers:
             turns[0].add(*transfer.copies())
-        for piece in (piece for transfer in transfers for piece in transfer.pieces()):
+        pieces = [piece for transfer in transfers for piece in transfer.pieces()]
+        self._missing = [*turns[0].targets, *(piece.target for piece in pieces)]
+        for piece in pieces:
             on_host = piece.source.device != self._device
             if piece.name in merged or (on_host and piece.source.dtype != piece.target.dtype):
                 self._to_cast.append(piece)
@@ -121,6 +125,7 @@ class Loader:
             if copies.targets:
                 with self._streams.loading(turn):
                     private.copy_all(copies.targets, copies.sources, non_blocking=True)
+        self._missing = [piece.target for piece in (*pageable, *self._to_cast)]
         for piece in pageable:
             self._copy(piece.target, piece.source)
         self.is_reading = bool(pageable)
@@ -133,6 +138,7 @@ class Loader:
         deltas: what is to be added to which tensor, its adapters unsharded and on the device.
         """
         self._copies.flush(self._submitted)
+        self._missing = [piece.target for piece in self._to_cast]
         batch: list[Piece] = []
         held = 0
         for piece in (part for whole in self._to_cast for part in _split(whole)):
@@ -143,12 +149,13 @@ class Loader:
             batch.append(piece)
             held += nbytes
         self._cast_batch(batch, deltas)
+        self._missing = []
 
     def spoil(self) -> None:
-        """Instead of ``finish``: what it would have cast or merged becomes NaN, for which no memory is needed."""
+        """Where ``begin`` or ``finish`` has failed: what is missing becomes NaN or 0, for which no memory is needed."""
         with self._streams.casting():
-            for piece in self._to_cast:
-                piece.target.fill_(torch.nan)
+            for target in self._missing:
+                target.fill_(torch.nan if target.is_floating_point() or target.is_complex() else 0)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copies.copy(InMemory(source.view(torch.uint8)), target.view(torch.uint8))

@@ -117,10 +117,16 @@ def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if lora not in ("base", "adapter") and adapters.read(adapters.adapter_modules(reader.innermost(model))).found:
+        if lora not in ("base", "adapter") and _has_adapters(model):
             with announced(model):
                 raise
         raise
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    with contextlib.suppress(Exception):
+        return adapters.read(adapters.adapter_modules(reader.innermost(model))).found
+    return False
 
 
 def _named(request: ShardRequest, factors: FactorStream | None) -> Iterator[LocalShard]:

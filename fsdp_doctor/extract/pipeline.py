@@ -6,7 +6,7 @@ import collections
 import contextlib
 import operator
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,10 @@ class Pipeline:
         # collectives of the next have begun.
         self._num_launched = self._promised = 0
         self._has_begun = False
+        # What the largest of those needs beside the memory of buckets that are pending: the caller, or another process,
+        # may take all other memory. Whether this rank only carries out what it has promised.
+        self._spare: torch.Tensor | None = None
+        self._leaves = False
 
     def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
         """Yields every tensor. As many buckets are pending at once as fit into the plan's ``most_bytes``.
@@ -93,6 +97,7 @@ class Pipeline:
                     self._launch(pending[0])
                 last_done.append(pending[0].done)
                 results = self._results(pending.popleft())
+                self._keep_spare(self._promised_buckets())
                 while results:
                     _, spec, result = results.pop()
                     tensor = handed_out(result)
@@ -126,10 +131,22 @@ class Pipeline:
     @without_garbage_collection
     def _load(self, bucket: Bucket) -> None:
         """Loading this rank's part needs no other rank."""
+        self._spare = None
         transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
         self._pending.append(_PendingBucket(bucket, transfers, loader))
-        loader.begin(transfers, self._wanted(bucket))
+        with self._loading(loader):
+            loader.begin(transfers, self._wanted(bucket))
+
+    @contextlib.contextmanager
+    def _loading(self, loader: Loader) -> Iterator[None]:
+        """What a rank that leaves cannot load is NaN or 0: that it is gathered all the same is what it has promised."""
+        try:
+            yield
+        except Exception:
+            if not self._leaves:
+                raise
+            loader.spoil()
 
     def _launch_loaded(self) -> None:
         """All but the last where threads are reading that: they go on while the one before is gathered."""
@@ -148,14 +165,15 @@ class Pipeline:
         wanted = self._wanted(pending.bucket)
         factors = self._loaded_factors(wanted) if wanted else None
         if factors is None:
-            pending.loader.finish({})
+            with self._loading(pending.loader):
+                pending.loader.finish({})
         self._try_room(pending.transfers)
         self._agree()
         failure = self._merge(pending, wanted, factors) if factors is not None else None
         pending.done = self._gather(pending.transfers, pending.deltas)
         pending.is_launched = True
         self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
-        if failure is not None:
+        if failure is not None and not self._leaves:
             raise failure
 
     def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
@@ -167,12 +185,35 @@ class Pipeline:
 
     def _agree(self) -> None:
         """Before the first collective of a bucket."""
-        if not self._promised:
-            left = self._plan.buckets[self._num_launched :]
-            num_next = self._agreement.num_next(len(left))
-            nbytes = sum(bucket.nbytes for bucket in left[:num_next])
-            one_only = num_next > 1 and not _has_room(self._plan.device, nbytes)
-            self._promised = self._agreement.promise(len(left), one_only=one_only)
+        if self._promised:
+            return
+        first = self._num_launched
+        num_left = len(self._plan.buckets) - first
+        if len(self._plan.ranks) == 1:
+            self._promised = num_left
+            return
+        num_next = self._plan.num_promisable(first, self._agreement.num_next(num_left))
+        one_only = False
+        try:
+            self._keep_spare(self._plan.buckets[first + 1 : first + num_next])
+        except RuntimeError:
+            one_only = True
+        self._promised = self._agreement.promise(num_next, one_only=one_only)
+
+    def _promised_buckets(self) -> Sequence[Bucket]:
+        """Those that are yet to be launched, for other ranks."""
+        if len(self._plan.ranks) == 1:
+            return ()
+        return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
+
+    def _keep_spare(self, promised: Sequence[Bucket]) -> None:
+        """Raises where what is pending, once it is let go of, is not memory enough to launch each of these."""
+        self._spare = None
+        needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
+        units = sum(unit.held_bytes() for unit in self._call.units.values())
+        held = units + sum(pending.bucket.held_bytes for pending in self._pending)
+        if needed > held:
+            self._spare = torch.empty(needed - held, dtype=torch.uint8, device=self._plan.device)
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
         """Launches all of it; the event after it."""
@@ -194,13 +235,19 @@ class Pipeline:
         self._call.units.clear()
         # What it leaves with is to be known, not that it could not take part in the rest.
         with contextlib.suppress(Exception):
-            while self._promised and not self._has_begun and len(self._plan.ranks) > 1:
-                self._load(self._plan.buckets[self._num_launched])
-                self._launch(self._pending[0])
-                self._streams.wait(self._pending.popleft().done)
+            self._carry_out()
         self._copies.close()
         if self._plan.adapters:
             private.release_workspaces(self._plan.device)
+
+    def _carry_out(self) -> None:
+        """Launches what is promised, one bucket after the other: for that there is memory."""
+        self._leaves, self._spare = True, None
+        while self._promised_buckets() and not self._has_begun:
+            self._load(self._plan.buckets[self._num_launched])
+            self._launch(self._pending[0])
+            self._streams.wait(self._pending.popleft().done)
+            self._call.units.clear()
 
     @torch.no_grad()
     @without_garbage_collection
@@ -230,8 +277,9 @@ class Pipeline:
         parts = buckets(factors, OutputDtypes(), bucket_bytes=1 << 62, extra_bytes={})
         transfers = [transfer.begun(call) for part in parts for transfer in part.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
-        loader.begin(transfers, ())
-        loader.finish({})
+        with self._loading(loader):
+            loader.begin(transfers, ())
+            loader.finish({})
         self._try_room(transfers)
         return _LoadedFactors(transfers, loader)
 
@@ -259,18 +307,7 @@ class Pipeline:
             pending.loader.finish(pending.deltas)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
-            pending.deltas = {}
+            pending.deltas.clear()
             pending.loader.spoil()
             return error
         return None
-
-
-def _has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether the device has so much memory that nobody uses."""
-    if device.type == "cpu":
-        return True
-    module = torch.get_device_module(device)
-    free = module.mem_get_info(device)[0]
-    if free < nbytes:
-        free += module.memory_reserved(device) - module.memory_allocated(device)
-    return bool(free >= nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,19 @@ class Plan:
     most_bytes: int
     ready: frozenset[int]
     compared: ComparedPlan
+
+    def num_promisable(self, first: int, wanted: int) -> int:
+        """Of how many buckets from ``first`` on a rank may give its word at once: 1 at least, ``wanted`` at most.
+
+        While the caller has the tensors of one, there is to be memory to launch any of the later ones.
+        """
+        beside, last_bytes = 0, self.buckets[first - 1].last_bytes if first else 0
+        for count, (bucket, following) in enumerate(itertools.pairwise(self.buckets[first : first + wanted]), 1):
+            beside = max(beside, last_bytes + bucket.nbytes)
+            if beside + following.launched_bytes > self.most_bytes:
+                return count
+            last_bytes = bucket.last_bytes
+        return wanted
 
 
 def signature(
@@ -131,18 +145,35 @@ class Bucket:
 
     gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
     them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
-    with it, too.
+    with it, too. last_bytes: of the last tensor before that.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
     gathered_bytes: int = 0
     copied_bytes: int = 0
     end: int = 0
+    last_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """The device memory that it takes at most."""
         return self.gathered_bytes + self.copied_bytes
+
+    @functools.cached_property
+    def launched_bytes(self) -> int:
+        """The device memory without which its collectives cannot be launched."""
+        return self.gathered_bytes - sum(transfer.opened_bytes for transfer in self.transfers)
+
+    @functools.cached_property
+    def rounding_bytes(self) -> int:
+        """How much more an allocator may take for that: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
+        num_tensors = len(self.names()) + len(self.transfers)
+        return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """The device memory that it has from then on, until its tensors are handed out."""
+        return sum(one.nbytes - one.collecting_bytes - one.opened_bytes for one in self.transfers)
 
     @functools.cached_property
     def units(self) -> frozenset[int]:
@@ -159,14 +190,16 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
 
-    Where two larger ones fit into ``most_bytes`` they are larger: what the largest tensor needs is there anyway.
+    Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is there
+    anyway.
 
     extra_bytes: what is needed beside the tensor of that name while it is gathered.
     """
     parts = list(_parts(sources, dtypes, bucket_bytes, extra_bytes))
     most = most_bytes(sources, dtypes, bucket_bytes)
-    larger_bytes = min((most - bucket_bytes // 8) // 2, _MOST_TIMES * bucket_bytes)
     sizes = _sizes(sources, dtypes)
+    usual = max((size for size in sizes if size <= bucket_bytes), default=0)
+    larger_bytes = min((most - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
     limit = bucket_bytes
     left = sum(nbytes for _, _, nbytes in parts)
     bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
@@ -175,7 +208,7 @@ def buckets(
         # Nothing runs beside the last gather.
         longest = min(limit, max(left // 2, bucket_bytes // 4))
         if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
-            yield _complete(bucket, rows, max(order, end))
+            yield _complete(bucket, rows, max(order, end), sizes)
             bucket, rows = Bucket(), _RowsOfABucket(dtypes)
             # The caller has the tensor before it, and the bucket before that may be gone.
             limit = max(bucket_bytes, min(larger_bytes, most - sizes[order - 1]))
@@ -188,7 +221,7 @@ def buckets(
             bucket.transfers.append(part)
         else:
             rows.add(order, part)
-    last = _complete(bucket, rows, sum(len(specs(source)) for source in sources))
+    last = _complete(bucket, rows, len(sizes), sizes)
     if last.transfers:
         yield last
 
@@ -211,9 +244,9 @@ class _RowsOfABucket:
             yield RowsGather(orders, sources, dtype)
 
 
-def _complete(bucket: Bucket, rows: _RowsOfABucket, end: int) -> Bucket:
+def _complete(bucket: Bucket, rows: _RowsOfABucket, end: int, sizes: Sequence[int]) -> Bucket:
     bucket.transfers += rows.transfers()
-    bucket.end = end
+    bucket.end, bucket.last_bytes = end, sizes[end - 1] if end else 0
     return bucket
 
 

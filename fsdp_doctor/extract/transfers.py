@@ -55,21 +55,27 @@ class Call:
 class TensorTransfer(ABC):
     """What one bucket does with some of the model's tensors. It is kept with the plan; ``begun`` is of one call.
 
-    order: where its first tensor comes among all. nbytes: the device memory that it takes at most, collecting_bytes of
-    it in ``collect``; copied_bytes: beside that, while its tensors are handed out. shard_group: None where nothing is
-    communicated.
+    order: where its first tensor comes among all. nbytes: the device memory that it takes at most, of which
+    collecting_bytes in ``collect`` and opened_bytes when its tensors are copied out; copied_bytes: beside that, while
+    its tensors are handed out. shard_group: None where nothing is communicated.
     """
 
     order: int
     nbytes: int
     collecting_bytes: int = 0
+    opened_bytes: int = 0
     copied_bytes: int = 0
     shard_group: ShardGroup | None
 
     def begun(self, call: Call) -> Self:
         """With memory, on the caller's stream."""
         transfer = copy.copy(self)
-        transfer.allocate(call)
+        try:
+            transfer.allocate(call)
+        except BaseException:
+            # The error's traceback holds closures, and so what it could allocate.
+            vars(transfer).clear()
+            raise
         return transfer
 
     @abstractmethod
@@ -101,6 +107,26 @@ class TensorTransfer(ABC):
 
         The transfer holds none of them any more.
         """
+
+
+# What gloo and NCCL both carry; anything else (8-bit floats, complex numbers, 16-bit integers) goes as bytes.
+_CARRIED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor that a collective takes."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def handed_out(result: Result) -> torch.Tensor:
@@ -256,15 +282,7 @@ class Redistribution(TensorTransfer):
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:
         source, spec = self._source, self._source.spec
         merged = deltas.get(spec.names[0], [])
-        # Without shape and stride, from_local takes every shard to be as long as this one.
-        full = DTensor.from_local(
-            self._local if merged else self._local.to(self._dtype),
-            source.mesh,
-            source.placements,
-            run_check=False,
-            shape=spec.shape,
-            stride=source.stride,
-        ).full_tensor()
+        full = _redistributed(self._local if merged else self._local.to(self._dtype), source)
         for delta in merged:
             full = full + delta.part(0, spec.numel).view(spec.shape)
         self._full.copy_(full)
@@ -272,6 +290,20 @@ class Redistribution(TensorTransfer):
     def results(self) -> Iterable[tuple[int, TensorSpec, torch.Tensor]]:
         del self._local, self._shard
         return [(self.order, self._source.spec, self.__dict__.pop("_full"))]
+
+
+def _redistributed(local: torch.Tensor, source: Placed) -> torch.Tensor:
+    """The full tensor. Where the dtype is not carried its bytes are one dim more, which is not sharded."""
+    shape, stride, dtype = source.spec.shape, source.stride, local.dtype
+    is_carried = dtype in _CARRIED
+    if not is_carried:
+        local = local.unsqueeze(-1).view(torch.uint8)
+        shape, stride = torch.Size((*shape, dtype.itemsize)), (*(step * dtype.itemsize for step in stride), 1)
+    # Without shape and stride, from_local takes every shard to be as long as this one.
+    placed = DTensor.from_local(
+        local, source.mesh, source.placements, run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+    return placed if is_carried else placed.contiguous().view(dtype).squeeze(-1)
 
 
 def all_gather(transfers: Sequence[TensorTransfer]) -> None:
@@ -286,4 +318,5 @@ def all_gather(transfers: Sequence[TensorTransfer]) -> None:
             key = transfer.shard_group.ranks, gather.output.dtype
             gathers.setdefault(key, (transfer.shard_group.group, []))[1].append(gather)
     for group, batch in gathers.values():
-        private.all_gather(group, [g.output for g in batch], [g.input for g in batch]).wait()
+        outputs, inputs = [_as_carried(g.output) for g in batch], [_as_carried(g.input) for g in batch]
+        private.all_gather(group, outputs, inputs).wait()

@@ -144,7 +144,7 @@ def _distributed_tensors(
     import torch.distributed.checkpoint as dcp
 
     try:
-        state = {name: torch.empty(shape, dtype=own) for name, (shape, own) in batch.items()}
+        state = {name: torch.empty(shape, dtype=own, device="cpu") for name, (shape, own) in batch.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp.load(state, checkpoint_id=path, no_dist=True)

@@ -116,13 +116,15 @@ def _tensor(about: Any) -> TensorFingerprint:
 def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
     """Adds what several ranks have summed of the same tensors, each replica once.
 
-    Raises FingerprintError where the parts are of versions that sum otherwise, of tensors that differ in shape or
-    dtype, where a part that several ranks hold is not the same on them, or where parts overlap.
+    Raises FingerprintError where there are none, where the parts are of versions that sum otherwise, of tensors that
+    differ in shape or dtype, where a part that several ranks hold is not the same on them, or where parts overlap.
     """
     sums = PartialSums()
     seen: dict[tuple[str, int, int], TensorFingerprint] = {}
     tied: dict[tuple[str, ...], None] = {}
+    is_empty = True
     for part in parts:
+        is_empty = False
         require_version(part.version, "fingerprints to be combined")
         tied |= dict.fromkeys(part.tied)
         for name, one in part.tensors.items():
@@ -133,6 +135,8 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
                 raise FingerprintError(
                     f"{name}: elements {one.first} and on are held by several ranks, and not the same"
                 )
+    if is_empty:
+        raise FingerprintError("there are no fingerprints to combine")
     return Fingerprints(sums.tensors, tuple(tied))
 
 

@@ -64,9 +64,9 @@ def fingerprint(
         return _with_ties(request, _own(request, deltas))
     settings = f"fingerprints dtype={dtype} lora={lora}"
     with agreed(request, settings) as agree:
-        own = _own(request, deltas)
+        sums = GroupSums(request.sources, _own(request, deltas), request.device)
         agree()
-        added = added_over_groups(request.sources, own, request.device)
+        added = sums.added()
     return _with_ties(request, added)
 
 
@@ -97,20 +97,35 @@ def _add(sums: FingerprintSums, shard: LoadedShard) -> None:
     sums.add_blocks(spec.names[0], one, blocks, held=tensor.nbytes * is_copy)
 
 
-def added_over_groups(
-    sources: Sequence[Source], own: dict[str, TensorFingerprint], device: torch.device
-) -> dict[str, TensorFingerprint]:
-    """Each tensor's sums added over the groups that divide it. Every rank must call it, with the same sources."""
-    together: dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[str]]] = {}
-    for source in sources:
-        groups = _dividing_groups(source)
-        _, names = together.setdefault(tuple(map(id, groups)), (groups, []))
-        names += [spec.names[0] for spec in specs(source)]
-    added: dict[str, TensorFingerprint] = {}
-    for groups, names in together.values():
-        of_groups = {name: own[name] for name in names}
-        added |= _all_reduced(of_groups, groups, device) if groups else of_groups
-    return {name: added[name] for name in own}
+class GroupSums:
+    """What this rank adds to each tensor's sums, and the memory to add it over the groups that divide them.
+
+    Made before the ranks agree, so that no rank waits in a collective for one that has not the memory.
+    """
+
+    def __init__(self, sources: Sequence[Source], own: Mapping[str, TensorFingerprint], device: torch.device) -> None:
+        together: dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[str]]] = {}
+        for source in sources:
+            groups = _dividing_groups(source)
+            _, names = together.setdefault(tuple(map(id, groups)), (groups, []))
+            names += [spec.names[0] for spec in specs(source)]
+        self._own = own
+        self._together = [
+            (groups, names, _numbers([own[name] for name in names], device))
+            for groups, names in together.values()
+            if groups
+        ]
+
+    def added(self) -> dict[str, TensorFingerprint]:
+        """The sums of all ranks. Every rank must call it, with the same sources."""
+        added = dict(self._own)
+        for groups, names, numbers in self._together:
+            for group in groups:
+                dist.all_reduce(numbers, group=group)
+            for name, (*lanes, num_summed) in zip(names, numbers.tolist(), strict=True):
+                one = self._own[name]
+                added[name] = TensorFingerprint(one.dtype, one.shape, 0, num_summed, lanes_of(lanes))
+        return added
 
 
 def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
@@ -126,17 +141,10 @@ def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
             assert_never(source)
 
 
-def _all_reduced(
-    own: dict[str, TensorFingerprint], groups: Iterable[dist.ProcessGroup], device: torch.device
-) -> dict[str, TensorFingerprint]:
-    numbers = torch.tensor([(*map(_signed, one.lanes), one.num_summed) for one in own.values()], dtype=torch.int64)
-    numbers = numbers.to(device)
-    for group in groups:
-        dist.all_reduce(numbers, group=group)
-    return {
-        name: TensorFingerprint(one.dtype, one.shape, 0, num_summed, lanes_of(lanes))
-        for (name, one), (*lanes, num_summed) in zip(own.items(), numbers.tolist(), strict=True)
-    }
+def _numbers(sums: Iterable[TensorFingerprint], device: torch.device) -> torch.Tensor:
+    """A row for each tensor."""
+    rows = [(*map(_signed, one.lanes), one.num_summed) for one in sums]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
 
 
 def _signed(lane: int) -> int:

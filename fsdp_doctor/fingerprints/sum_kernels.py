@@ -88,15 +88,16 @@ def _element_programs(grid: ElementGrid) -> torch.Tensor:
     missing = _MOST_DIMS - len(grid.sizes)
     sizes, strides = (1,) * missing + grid.sizes, (0,) * missing + grid.strides
     place = (grid.base, *strides, *sizes[1:], grid.number)
-    begins = torch.arange(0, grid.elements.numel(), _ELEMENTS_A_PROGRAM)
-    programs = torch.tensor([grid.elements.data_ptr(), 0, grid.elements.numel(), *place]).repeat(len(begins), 1)
+    begins = torch.arange(0, grid.elements.numel(), _ELEMENTS_A_PROGRAM, device="cpu")
+    first = torch.tensor([grid.elements.data_ptr(), 0, grid.elements.numel(), *place], device="cpu")
+    programs = first.repeat(len(begins), 1)
     programs[:, 1] = begins
     return programs
 
 
 def _on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     """Through pageable memory, which torch copies before it returns."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 # Triton reads annotations as code: only those that it knows are there.

@@ -27,7 +27,7 @@ from fsdp_doctor.extract.sources import FlatUnit, Source, specs
 from fsdp_doctor.fingerprints.differences import FingerprintVariant, VariantKind
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Lanes, TensorFingerprint
 from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, grid_block
-from fsdp_doctor.fingerprints.model_fingerprint import added_over_groups, agreed
+from fsdp_doctor.fingerprints.model_fingerprint import GroupSums, agreed
 from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, to_be_summed
 
 _INTERMEDIATE = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,9 +56,9 @@ def fingerprint_variants(
         request = _restricted(request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora), set(names))
     deltas = gathered_deltas(request, factor_stream(request))
     with agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
-        own = list(_variants(request, deltas))
+        sums = [(variant, _group_sums(request, own)) for variant, own in _variants(request, deltas)]
         agree()
-        found = [(variant, _added(request, tensors)) for variant, tensors in own]
+        found = [(variant, _whole(one.added())) for variant, one in sums]
     by_first_name: dict[str, list[FingerprintVariant]] = {}
     for variant, lanes_of_all in found:
         for name, lanes in lanes_of_all.items():
@@ -106,10 +106,12 @@ def _of(kind: VariantKind, detail: str) -> FingerprintVariant:
     return FingerprintVariant(kind, detail, (0, 0))
 
 
-def _added(request: ShardRequest, own: dict[str, TensorFingerprint]) -> dict[str, Lanes]:
-    """The sums of all ranks."""
+def _group_sums(request: ShardRequest, own: dict[str, TensorFingerprint]) -> GroupSums:
     chosen = [kept for source in request.sources if (kept := _kept(source, own))]
-    added = added_over_groups(chosen, own, request.device)
+    return GroupSums(chosen, own, request.device)
+
+
+def _whole(added: Mapping[str, TensorFingerprint]) -> dict[str, Lanes]:
     return {name: one.lanes for name, one in added.items() if one.is_whole}
 
 

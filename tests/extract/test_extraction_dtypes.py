@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from support.extraction import (
     FEW_BYTES,
@@ -19,6 +21,7 @@ from support.extraction import (
 )
 from support.ranks import (
     this_device,
+    world_size,
 )
 from torch import nn
 from torch.distributed.fsdp import (
@@ -27,6 +30,9 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
+
+from fsdp_doctor import compare_fingerprints, fingerprint, local_shards
 
 
 @everywhere
@@ -89,3 +95,60 @@ def test_a_cast_of_offloaded_shards_is_the_cast_of_the_whole() -> None:
     model = fsdp1(net, cpu_offload=CPUOffload(offload_params=True))
     del expected["empty"]
     assert_same(extracted(model, dtype=torch.bfloat16, keep_dtype=(*INTEGERS, "sc*")), expected)
+
+
+# What gloo carries under no name of its own, and 16-bit integers, which NCCL does not carry either.
+_UNCARRIED = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.complex128, torch.int16, torch.uint16)
+
+
+class _OfBits(nn.Module):
+    """Tensors of any bits: one that is gathered for itself, small ones, one row, and a buffer."""
+
+    def __init__(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for index, shape in enumerate(shapes):
+            bits = torch.randint(0, 100, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+            setattr(self, f"part{index}", nn.Parameter(bits.view(dtype).squeeze(-1), requires_grad=False))
+        self.register_buffer("whole", self.part0.data[:1].clone())
+
+
+def _bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, list[int]]]:
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.cpu().contiguous().view(-1).view(torch.uint8).tolist())
+        for name, tensor in tensors.items()
+    }
+
+
+@everywhere
+def test_dtypes_that_no_backend_carries_are_gathered_bit_by_bit() -> None:
+    for dtype in _UNCARRIED:
+        net = _OfBits(dtype, (7, 6), (1, 4), (300, 4000 // dtype.itemsize), (6,))
+        expected, fingerprints = _bits(tensors_of(net)), fingerprint(net)
+        model = _whole_fsdp2(net)
+        assert _bits(extracted(model)) == expected, dtype
+        assert [shard.tensor.dtype for shard in local_shards(model)] == [dtype] * 5
+        assert compare_fingerprints(fingerprint(model), fingerprints) == []
+        across = _OfBits(dtype, (3, 4 * world_size()), (2, 5, world_size()))
+        expected = _bits(tensors_of(across))
+        model = fully_shard(across.to(this_device()), mesh=mesh_over(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        assert _bits(extracted(model)) == expected, dtype
+
+
+@everywhere
+def test_fsdp1_units_of_8_bit_floats_are_gathered_bit_by_bit() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for use_orig_params in (True, False):
+            net = _OfBits(dtype, (48, 64), (64, 48))
+            expected = _bits(tensors_of(net))
+            model = FullyShardedDataParallel(net, device_id=this_device(), use_orig_params=use_orig_params)
+            for options in ({}, {"bucket_bytes": FEW_BYTES}):
+                assert _bits(extracted(model, **options)) == expected
+
+
+@everywhere
+def test_a_cast_to_8_bit_floats_is_the_cast_of_the_whole() -> None:
+    dtype = torch.float8_e4m3fn
+    for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
+        expected = cast_of(extracted(model), dtype, *INTEGERS)
+        assert _bits(extracted(model, dtype=dtype, keep_dtype=INTEGERS)) == _bits(expected)

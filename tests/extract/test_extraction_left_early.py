@@ -112,18 +112,22 @@ def test_a_rank_that_leaves_while_adapters_are_merged_leaves_no_rank_waiting() -
 
 
 @on_the_device
-def test_a_rank_without_room_for_a_window_gives_its_word_for_one_bucket_at_a_time() -> None:
+def test_a_rank_without_memory_for_the_largest_of_a_window_gives_its_word_for_one_bucket_at_a_time() -> None:
     model = fsdp2(new_net())
     expected = extracted(model)
     promised = []
     promise = agreement.Agreement.promise
 
-    def noted(self: Any, num_left: int, *, one_only: bool) -> int:
-        promised.append(promise(self, num_left, one_only=one_only))
+    def noted(self: Any, num_buckets: int, *, one_only: bool) -> int:
+        promised.append(promise(self, num_buckets, one_only=one_only))
         return promised[-1]
 
+    def without_room(self: Any, buckets: Any) -> None:
+        if buckets and this_rank() == 0:
+            raise torch.OutOfMemoryError("there is no more")
+
     with mock.patch.object(agreement.Agreement, "promise", noted):
-        with mock.patch.object(pipeline, "_has_room", return_value=this_rank() != 0):
+        with mock.patch.object(pipeline.Pipeline, "_keep_spare", without_room):
             assert_same(extracted(model, bucket_bytes=FEW_BYTES), expected)
         assert promised == [1] * num_buckets(model)
         promised.clear()
@@ -145,8 +149,36 @@ def test_a_call_asks_the_store_a_few_times_however_many_buckets_there_are() -> N
 
     with mock.patch.object(agreement, "_connection", return_value=Counting()):
         extracted(model, bucket_bytes=FEW_BYTES)
-    # Two for each window and for the end, and what the rank that comes first deletes.
-    assert len(requests) <= 4 * (buckets.bit_length() + 1) + 4, requests
+    # Two for each window and for the end, what the rank that comes first deletes, and the asking before a thread waits.
+    assert len(requests) <= 8 * (buckets.bit_length() + 1) + 4, requests
+
+
+@on_the_device
+def test_a_thread_waits_only_for_ranks_that_do_not_come_soon() -> None:
+    model = fsdp2(new_net())
+    expected = extracted(model)
+    answered = mock.patch.object(agreement.Agreement, "_is_answered_soon", return_value=True)
+    with mock.patch.object(agreement, "interruptible") as waiting, answered:
+        assert_same(extracted(model), expected)
+    assert not waiting.called
+    come = agreement.Agreement._came_to_stage
+
+    def late(self: Any, one_only: bool) -> int:
+        if this_rank() == 1 and not self._stage:
+            together()
+        return come(self, one_only)
+
+    def waited(wait: Any) -> Any:
+        if this_rank() == 0 and waiting.call_count == 1:
+            together()
+        return wait()
+
+    with (
+        mock.patch.object(agreement.Agreement, "_came_to_stage", late),
+        mock.patch.object(agreement, "interruptible", side_effect=waited) as waiting,
+    ):
+        # Rank 1 comes to the first stage once rank 0 has begun to wait in a thread.
+        assert_same(extracted(model), expected)
 
 
 @on_ranks(Setting("cpu", 3), last_of_its_ranks=True)

@@ -56,6 +56,54 @@ def test_arguments_that_make_no_sense_on_one_rank_are_refused_on_every_rank() ->
 
 
 @everywhere
+def test_what_is_refused_of_a_model_without_shards_is_known_to_the_ranks_that_wait_with_theirs() -> None:
+    """Who they are is not in that model."""
+    model, odd = fsdp2(new_net()), world_size() - 1
+    expected = extracted(model)
+    whole: Any = new_net().to(this_device())
+    for kind, other, options in (
+        (ValueError, whole, {"bucket_bytes": 0}),
+        (RuntimeError, new_net().to("meta"), {}),
+        (TypeError, "a model", {}),
+    ):
+        for call in (extracted, fingerprint):
+            together()
+            with raises_soon(
+                kind if this_rank() == odd else RankLeft, *(() if this_rank() == odd else (kind.__name__,))
+            ):
+                call(other if this_rank() == odd else model, **(options if this_rank() == odd else {}))
+            assert_same(extracted(model), expected)
+    with raises_soon(ValueError, "bucket_bytes"):
+        extracted(whole, bucket_bytes=0)
+    assert_same(extracted(model), expected)
+
+
+@on_the_device
+def test_arguments_of_another_type_are_refused_in_a_sentence() -> None:
+    model = fsdp2(new_net())
+    for odd, words in (
+        ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, not 'bfloat16'"),
+        ({"bucket_bytes": None}, "bucket_bytes must be an int, not None"),
+        ({"bucket_bytes": float("nan")}, "bucket_bytes must be an int, not nan"),
+        ({"keep_dtype": None}, "keep_dtype must be names, or patterns of them, not None"),
+        ({"keep_dtype": [1]}, "keep_dtype must be names, or patterns of them, not [1]"),
+    ):
+        for call in (extracted, full_state_dict, lambda model, **odd: list(local_shards(model, **odd)), fingerprint):
+            together()
+            with raises_soon(TypeError, words):
+                call(model, **odd)  # type: ignore[operator]
+
+
+@on_the_device
+def test_what_is_no_model_is_refused_in_a_sentence() -> None:
+    for call in (extracted, full_state_dict, weights_info, lambda model: list(local_shards(model)), fingerprint):
+        for odd in ("a model", None, {}, nn.Linear):
+            with raises_soon(TypeError, "the model must be a torch.nn.Module, not"):
+                call(odd)  # type: ignore[operator]
+            together()
+
+
+@everywhere
 def test_a_shard_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
     model = fsdp2(new_net())
     expected = extracted(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,8 +13,10 @@ import torch
 from support.extraction import (
     FEW_BYTES,
     INTEGERS,
+    SECONDS_TO_NOTICE,
     adapted,
     assert_same,
+    everywhere,
     extracted,
     fsdp1,
     fsdp2,
@@ -24,13 +27,14 @@ from support.extraction import (
     shard_qwen1,
     shard_qwen2,
 )
-from support.ranks import accelerator, this_device, this_rank, together
+from support.ranks import accelerator, of_all_ranks, this_device, this_rank, together
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
 from fsdp_doctor import RankLeft, full_tensors
 from fsdp_doctor.extract import lora
+from fsdp_doctor.extract.loader import Loader
 from fsdp_doctor.extract.pipeline import Pipeline
 
 
@@ -136,7 +140,7 @@ def test_a_redistribution_that_has_no_memory_on_one_rank_leaves_no_rank_waiting(
 def test_a_bucket_that_is_launched_in_spite_of_a_failure_has_the_memory_of_the_one_that_failed() -> None:
     """So much as two buckets and no more: the second fails halfway, with what it has been given so far."""
     device, load = accelerator(), Pipeline._load
-    for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
+    for model in _unequal():
         expected = extracted(model)
         together()
         with contextlib.ExitStack() as stack:
@@ -155,8 +159,94 @@ def test_a_bucket_that_is_launched_in_spite_of_a_failure_has_the_memory_of_the_o
 
                 stack.enter_context(mock.patch.object(Pipeline, "_load", failing))
             with raises_soon(torch.OutOfMemoryError if this_rank() else RankLeft, "there is no more"):
-                for _ in full_tensors(model, bucket_bytes=FEW_BYTES):
+                for _ in full_tensors(model, bucket_bytes=60 << 10):
                     pass
         if this_rank() == 1:
             assert len(held) > 1
         assert_same(extracted(model), expected)
+
+
+class _Unequal(nn.Module):
+    """Tensors of 24 to 400 KiB: some are larger than a bucket, and than what comes before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = (100, 100, 104, 96, 100, 1600, 100, 100, 300, 100, 100, 100, 900, 100, 400)
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(count, 64)) for count in rows)
+
+
+def _unequal() -> Iterator[nn.Module]:
+    pageable = CPUOffloadPolicy(pin_memory=False)
+    yield fully_shard(_Unequal().to(this_device()), mesh=mesh_over())
+    yield fully_shard(_Unequal().to(this_device()), mesh=mesh_over(), offload_policy=pageable)
+    yield fully_shard(_Unequal().to(this_device()), mesh=mesh_over(), shard_placement_fn=lambda _: Shard(1))
+    for use_orig_params in (False, True):
+        yield FullyShardedDataParallel(_Unequal(), device_id=this_device(), use_orig_params=use_orig_params)
+
+
+@on_the_device
+def test_memory_that_others_take_while_the_caller_has_a_tensor_leaves_no_rank_waiting() -> None:
+    """All that is free, at any tensor: what was promised has the memory of what is not handed out any more."""
+    for model in _unequal():
+        for options in ({"bucket_bytes": 60 << 10}, {"bucket_bytes": 60 << 10, "dtype": torch.bfloat16}):
+            expected = extracted(model, **options)
+            found = []
+            for place in range(len(expected)):
+                together()
+                found.append(_ended(model, options, expected, place))
+                together()
+            endings = of_all_ranks(found)
+            assert any(endings[1]), "rank 1 had enough memory wherever the others took theirs"
+            for others, own in zip(*endings, strict=True):
+                assert own.startswith("OutOfMemoryError: emulated out of memory") if own else not others
+                assert not own or others.startswith("RankLeft: rank 1 left after ")
+                assert not own or "OutOfMemoryError: emulated out of memory" in others
+            assert_same(extracted(model, **options), expected)
+
+
+def _ended(model: nn.Module, options: dict[str, Any], expected: dict[str, torch.Tensor], place: int) -> str:
+    """What an extraction raises in which rank 1 has no more memory from the tensor at that place on."""
+    device = accelerator()
+    begin = time.monotonic()
+    try:
+        for index, (name, tensor) in enumerate(full_tensors(model, **options)):
+            assert torch.equal(tensor.cpu(), expected[name].cpu()), name
+            del tensor
+            if index == place and this_rank() == 1:
+                device.set_memory_limit(device.memory_allocated())
+    except (RankLeft, torch.OutOfMemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        device.set_memory_limit(None)
+        assert time.monotonic() - begin < SECONDS_TO_NOTICE
+    return ""
+
+
+@everywhere
+def test_what_a_rank_that_leaves_cannot_load_either_is_nan_or_0_where_the_others_see_it_at_all() -> None:
+    """Whatever it fails with, and however often: the buckets that it has promised are launched."""
+    begin = Loader.begin
+    models = [(fsdp2(new_net()), {}), (fsdp2(new_net()), {"dtype": torch.bfloat16, "keep_dtype": INTEGERS})]
+    models += [(fsdp1(new_net(empty=False)), {"dtype": torch.bfloat16, "keep_dtype": INTEGERS})]
+    for model, options in models:
+        expected = extracted(model, **options)
+        for place in (0, 1, 2):
+            count = 0
+
+            def failing(self: Any, transfers: Any, merged: Any, place: int = place) -> None:
+                nonlocal count
+                count += 1
+                if count > place and this_rank() == 0:
+                    self._missing = [piece.target for one in transfers for piece in one.pieces()]
+                    raise OSError("what it is loaded from is gone")
+                begin(self, transfers, merged)
+
+            together()
+            with (
+                mock.patch.object(Loader, "begin", failing),
+                raises_soon(RankLeft if this_rank() else OSError, "what it is loaded from is gone"),
+            ):
+                for name, tensor in full_tensors(model, bucket_bytes=FEW_BYTES, **options):
+                    same = tensor == expected[name]
+                    assert (same | tensor.isnan() | (tensor == 0)).all(), name
+        assert_same(extracted(model, **options), expected)

@@ -264,3 +264,10 @@ def test_a_cast_on_the_way_to_another_dtype_is_named(model: nn.Module, held: Ten
         "gate.weight: cast twice: to float16 first",
         "norm: cast twice: to float8_e5m2 first",
     }
+
+
+def test_no_parts_do_not_combine_to_a_fingerprint() -> None:
+    """Which would be that of any other model without tensors."""
+    for nothing in ([], iter(())):
+        with pytest.raises(FingerprintError, match="there are no fingerprints to combine"):
+            combine_fingerprints(nothing)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import torch
 from support.extraction import (
     EVEN,
@@ -22,7 +25,7 @@ from support.extraction import (
     shard_qwen1,
     shard_qwen2,
 )
-from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank, world_size
+from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank, together, world_size
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -50,6 +53,36 @@ def assert_equal(actual: Fingerprints, expected: Fingerprints) -> None:
     differing = [name for name, one in actual.tensors.items() if one != expected.tensors[name]]
     assert not differing, differing
     assert sorted(actual.tied) == sorted(expected.tied)
+
+
+@everywhere
+def test_a_default_device_or_dtype_changes_no_fingerprint() -> None:
+    model = fsdp2(new_net())
+    expected = fingerprint(model)
+    try:
+        torch.set_default_dtype(torch.float64)
+        for device in ("meta", "cpu"):
+            torch.set_default_device(device)
+            assert_equal(fingerprint(model), expected)
+            assert fingerprint_tensors(full_tensors(model)).tensors == expected.tensors
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+@everywhere
+def test_a_rank_without_memory_for_the_sums_of_all_ranks_leaves_none_waiting() -> None:
+    model = fsdp2(new_net())
+    expected, failing = fingerprint(model), torch.OutOfMemoryError("there is no more")
+    without = mock.patch("fsdp_doctor.fingerprints.model_fingerprint._numbers", side_effect=failing)
+    for call in (lambda: fingerprint(model), lambda: fingerprint_variants(model, ["large.weight"])):
+        together()
+        with (
+            without if this_rank() == 0 else contextlib.nullcontext(),
+            raises_soon(RankLeft if this_rank() else torch.OutOfMemoryError, "there is no more"),
+        ):
+            call()
+        assert_equal(fingerprint(model), expected)
 
 
 @everywhere
