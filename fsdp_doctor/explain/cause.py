@@ -70,8 +70,8 @@ class Explanation:
 
 # What the kernel, Slurm and Ray say of a process that they killed for want of host memory.
 _KILLED_FOR_MEMORY = re.compile(
-    r"invoked oom-killer|\boom-kill:constraint|\boom_kill events?\b|[Oo]ut of memory: Killed process \d|\bOOM[ -]?Killed"
-    r"|node running low on memory"
+    r"invoked oom-killer|\boom-kill:constraint|\boom_kill events?\b|[Oo]ut of memory: Killed process \d"
+    r"|\bOOM[ -]?Killed|node running low on memory"
 )
 _HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory")
 
