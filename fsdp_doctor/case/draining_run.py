@@ -21,6 +21,8 @@ from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.verdict.records import Problem
 
+# Nothing that goes on after it has yielded each name twice comes to an end.
+_TIMES_OVER = 2
 # Threads of a process group hold the tensors of the last collective a little longer than it runs.
 _RELEASE_SECONDS = 0.5
 
@@ -98,6 +100,10 @@ class DrainingRun(RecordedRun):
             verifier.check(entry)
             self._stay("extract")
             self._show_progress(yielded.total())
+            if yielded.total() > _TIMES_OVER * max(verifier.num_promised, 1):
+                detail = f"goes on after {yielded.total()} entries, where {verifier.num_promised} were promised"
+                self._add(problems=(Problem(kind="wrong", detail=detail),))
+                break
         peak = self._runtime.peak_bytes()
         del items
         self._add(
@@ -154,6 +160,9 @@ class _Timed:
         while True:
             with self._watch():
                 entry = next(entries, None)
+                # What is yielded on the host must be there: a wait for the device would let its copy arrive.
+                if self._synchronize and not (entry and yielded_entries.is_on_host(entry[1])):
+                    self._runtime.synchronize()
             if entry is None:
                 return
             yield entry
@@ -163,8 +172,6 @@ class _Timed:
     def _watch(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if self._synchronize:
-            self._runtime.synchronize()
         self.seconds += time.perf_counter() - start
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.case import reference, verification
+from fsdp_doctor.case import reference, training_state, verification
 from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.draining_run import DrainingRun, ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
@@ -18,6 +18,7 @@ from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.ledgers.stage_ledger import JobStage
 from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
+from fsdp_doctor.verdict.records import Problem
 
 
 class ExtractionRun(CaseRun, DrainingRun):
@@ -63,6 +64,13 @@ class ExtractionRun(CaseRun, DrainingRun):
         with self._in_life("trained again", self._path.name):
             trainer.step()
             self._runtime.synchronize()
+        if self._holds_weights and not training_state.lost_weights(trainer.model, self.truth):
+            self._add(problems=(Problem(kind="poisoned", detail="the next training step changes no weight"),))
+
+    @property
+    def _holds_weights(self) -> bool:
+        """Whether there is anything on this rank that a step could change."""
+        return any(shard.numel() for shard in (*self.truth.flat.values(), *self.truth.local.values()))
 
     def _is_reusable(self, trainer: Trainer) -> bool:
         return self._case.scenario.phase == "trained"

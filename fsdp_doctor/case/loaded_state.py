@@ -69,6 +69,7 @@ class LoadedState:
         pieces = held_pieces.of_model(model, right)
         self._before = {piece.name: self._facts(piece) for piece in pieces}
         self._ties = {piece.names for piece in pieces}
+        self._modes = {name: module.training for name, module in model.named_modules()}
         self._found = Findings()
 
     def problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
@@ -85,6 +86,9 @@ class LoadedState:
             self._found.note("incomplete", "not in the model any more", name)
         for tensor in reader.read(self._model).transient_buffers:
             self._check_transient(tensor.names[0], tensor.tensor)
+        for name, module in self._model.named_modules():
+            if module.training != self._modes.get(name, module.training):
+                self._found.note("poisoned", f"training is {module.training} where it was not", name or "the model")
         return self._found.problems()
 
     def _facts(self, piece: HeldPiece) -> _Facts:

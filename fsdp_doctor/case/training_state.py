@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,8 @@ class _StateTensor:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Shards, buffers and their placements; which tensors are parameters, which of them train and have
-    gradients; the optimizer's state and whether it still holds the model's parameters; train or eval.
+    gradients; the optimizer's state and options and whether it still holds the model's parameters; train or
+    eval; and what else runs in a step: the hooks, and a forward that was put in the place of the class's.
     """
     tensors = [*_of_model(model), *_of_optimizer(optimizer)]
     state: StateDigest = {}
@@ -50,7 +52,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
         state[tensor.name] = (*place, digest, *(role if isinstance(shown, nn.Parameter) else ()))
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     state["parameters of the optimizer"] = (str(held),)
+    state["options of the optimizer"] = (str([_options(group) for group in optimizer.param_groups]),)
     state["training mode"] = (str([module.training for module in model.modules()]),)
+    state["hooks and forwards"] = (str([_runs_in_a_step(module) for module in model.modules()]),)
     return state
 
 
@@ -91,9 +95,19 @@ def _of_model(model: nn.Module) -> Iterator[_StateTensor]:
         local = unit.shard if unit.keeps_originals else flat.detach()
         yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
         yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
-    for tensor in held.tensors():
+    for tensor in (*held.tensors(), *held.transient_buffers):
         local = private.local_tensor(tensor.tensor).detach()
         yield from (_StateTensor(name, tensor.shown, local) for name in tensor.names)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _runs_in_a_step(module: nn.Module) -> tuple[Any, ...]:
+    """Of a module: its hooks by the numbers that torch gave them, and its own forward if it has one."""
+    own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
+    return (own_forward, *map(tuple, private.hooks_of_a_step(module)))
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[_StateTensor]:

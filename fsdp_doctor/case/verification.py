@@ -58,6 +58,11 @@ class Verifier:
         self._seen: set[str] = set()
         self._found = Findings()
 
+    @property
+    def num_promised(self) -> int:
+        """How many entries are promised."""
+        return len(self._expected)
+
     def check(self, entry: YieldedEntry) -> None:
         """Compares one entry. Nothing here touches the device."""
         if entry.name in self._seen:

@@ -95,7 +95,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             shape=value.shape,
             dtype=value.dtype,
             device=value.device,
-            data=local.detach().cpu(),
+            data=_on_host(local),
             local_device=local.device,
             mesh=value.device_mesh.mesh,
             placements=tuple(value.placements),
@@ -109,7 +109,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             shape=value.shape,
             dtype=value.dtype,
             device=value.device,
-            data=value.detach().cpu(),
+            data=_on_host(value),
         )
     return YieldedEntry(
         name=name,
@@ -121,6 +121,11 @@ def read(name: str, value: Any) -> YieldedEntry:
     )
 
 
+def _on_host(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its data; None on the meta device, where there is none."""
+    return None if tensor.is_meta else tensor.detach().cpu()
+
+
 def _read_local_shard(name: str, shard: LocalShard) -> YieldedEntry:
     return YieldedEntry(
         name=name,
@@ -128,7 +133,7 @@ def _read_local_shard(name: str, shard: LocalShard) -> YieldedEntry:
         shape=shard.shape,
         dtype=shard.tensor.dtype,
         device=shard.tensor.device,
-        data=shard.tensor.detach().cpu(),
+        data=_on_host(shard.tensor),
         place=shard.place,
     )
 
@@ -147,10 +152,15 @@ def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
         shape=value.size(),
         dtype=value.dtype,
         device=local.device,
-        data=local.detach().cpu(),
+        data=_on_host(local),
         own_part=own_part,
         num_elements=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata),
     )
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether it is a tensor whose data, or this rank's part of it, lies in host memory."""
+    return isinstance(value, torch.Tensor) and private.local_tensor(value).device.type == "cpu"
 
 
 def entries_of(result: Any) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ the Trainer's the keywords stand below its name: ``FSDPStrategy.cpu_offload=true
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ PLUGIN = "FullyShardedDataParallelPlugin"
 # torch's own calls; what a script does with them only running it would show.
 TORCH_CALLS = ("fully_shard", "FullyShardedDataParallel", "FSDP")
 TORCH = "torch_fsdp"
+_OFFLOAD = re.compile(r"(?:\w+\.)*CPUOffload\((?:offload_params=)?(True|False)?\)")
 
 
 def python_settings(text: str, name: str) -> list[Setting]:
@@ -43,6 +45,12 @@ def python_settings(text: str, name: str) -> list[Setting]:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     found = [row for call in calls for row in _of_call(call, constants, name, of_lightning=of_lightning)]
     return sorted(found, key=lambda row: int(row.where.rpartition(":")[2]))
+
+
+def called_offload(value: Any) -> bool | None:
+    """Whether a script's ``CPUOffload(...)`` offloads; None for what is no such call, or does not say it."""
+    called = _OFFLOAD.fullmatch(str(value))
+    return called[1] == "True" if called else None
 
 
 def _imported(nodes: list[ast.AST]) -> Iterator[str]:

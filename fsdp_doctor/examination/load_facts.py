@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ class LoadFacts:
     holds_masters: whether the optimizer has parameters in their stead that are in a dtype of more bits, as masters are.
     rounded: the names of parameters with a state in a floating dtype of fewer bits; rounded_entries: the state's keys.
     untied: pairs of names that the model's configuration ties, and that are two tensors.
+    replaced: the names under which modules have parameters that FSDP2 does not gather, but others in their place.
+    recast: the names of parameters that FSDP2 takes to be in another dtype than they are.
     """
 
     held: tuple[str, ...] = ()
@@ -28,27 +31,44 @@ class LoadFacts:
     rounded: tuple[str, ...] = ()
     rounded_entries: tuple[str, ...] = ()
     untied: tuple[tuple[str, str], ...] = ()
+    replaced: tuple[str, ...] = ()
+    recast: tuple[str, ...] = ()
 
 
 def read_load_facts(model: nn.Module, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> LoadFacts:
     """held: of the model, as the reader gives it."""
-    untied = tuple(_untied(model, held))
+    facts = LoadFacts(
+        untied=tuple(_untied(model, held)),
+        replaced=tuple(_replaced(model, held)),
+        recast=_names(held, [parameter for unit in held.fsdp2_units for parameter in unit.recast]),
+    )
     if optimizer is None:
-        return LoadFacts(untied=untied)
+        return facts
     names = {id(parameter): name for name, parameter in _parameters(held)}
     in_groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, id(parameter) in in_groups) for name, parameter in _parameters(held) if parameter.requires_grad]
     own_bits = max((_bits(parameter) for _, parameter in _parameters(held)), default=0)
     others = [parameter for key, parameter in in_groups.items() if key not in names]
     rounded = list(_rounded(optimizer, names))
-    return LoadFacts(
+    return dataclasses.replace(
+        facts,
         held=tuple(name for name, is_held in trained if is_held),
         unheld=tuple(name for name, is_held in trained if not is_held),
         holds_masters=bool(others) and min(map(_bits, others)) > own_bits,
         rounded=tuple(dict.fromkeys(name for name, _ in rounded)),
         rounded_entries=tuple(dict.fromkeys(entry for _, entry in rounded)),
-        untied=untied,
     )
+
+
+def _replaced(model: nn.Module, held: HeldModel) -> Iterator[str]:
+    if places := [place for unit in held.fsdp2_units for place in unit.replaced]:
+        prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+        yield from (unwrapped(prefixes[id(module)] + name) for module, name in places)
+
+
+def _names(held: HeldModel, parameters: list[nn.Parameter]) -> tuple[str, ...]:
+    wanted = set(map(id, parameters))
+    return tuple(tensor.names[0] for tensor in held.parameters if id(tensor.tensor) in wanted)
 
 
 def _parameters(held: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,6 +71,30 @@ def rounded_moments(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def replaced(facts: Facts) -> Iterator[Finding]:
+    if names := facts.load.replaced:
+        yield Finding(
+            kind="replaced",
+            severity="bad",
+            sentence=f"Assigned after the first forward, while FSDP2 goes on gathering what was there before: "
+            f"{few(names)}; the next forward drops what the module has now.",
+            names=names,
+            remedy="copy the values into the parameter that FSDP2 has, or tie and assign before fully_shard.",
+        )
+
+
+def recast(facts: Facts) -> Iterator[Finding]:
+    if names := facts.load.recast:
+        yield Finding(
+            kind="recast",
+            severity="bad",
+            sentence=f"Cast after the first forward, while FSDP2 takes them to be as they were: {few(names)}; the next "
+            "forward or backward fails over the dtype.",
+            names=names,
+            remedy="cast back, and cast before the first forward or compute in another dtype by MixedPrecisionPolicy.",
+        )
+
+
 def untied(facts: Facts) -> Iterator[Finding]:
     """transformers does not tie where a checkpoint has two tensors, whatever the configuration says."""
     if pairs := facts.load.untied:
@@ -90,4 +114,6 @@ LOAD_FINDINGS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     not_in_the_optimizer,
     rounded_moments,
     untied,
+    replaced,
+    recast,
 )

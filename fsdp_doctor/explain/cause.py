@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -38,6 +39,7 @@ class Explanation:
     others: the exceptions that are neither the cause nor a consequence, in order.
     summary: what torchrun said. dropped: the number of exceptions that were too many to keep. truncated: files that
     were not read to their end. dumps: how many of the files were a flight recorder's.
+    killed_for_memory: where the log says that a process was killed for want of host memory; empty where it does not.
     """
 
     showing: Showing
@@ -53,6 +55,7 @@ class Explanation:
     dropped: int = 0
     truncated: tuple[str, ...] = ()
     dumps: int = 0
+    killed_for_memory: str = ""
 
     @property
     def grade(self) -> Grade | None:
@@ -65,6 +68,14 @@ class Explanation:
         return self.matches[0].entry if self.grade == "known" else None
 
 
+# What the kernel, Slurm and Ray say of a process that they killed for want of host memory.
+_KILLED_FOR_MEMORY = re.compile(
+    r"invoked oom-killer|\boom-kill:constraint|\boom_kill events?\b|[Oo]ut of memory: Killed process \d"
+    r"|\bOOM[ -]?Killed|node running low on memory"
+)
+_HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory")
+
+
 class _Logs:
     """What has been read of all files."""
 
@@ -75,14 +86,19 @@ class _Logs:
         self.summary: FirstFailure | None = None
         self.dumps: list[Dump] = []
         self.truncated: list[str] = []
+        self.killed_for_memory = ""
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := dump_in(path, len(self.dumps))) is not None:
             self.dumps.append(dump)
             return
         log = LogInput(path)
-        reader, summaries = Reader(log.name), SummaryReader()
+        reader, summaries, number = Reader(log.name), SummaryReader(), 0
         for text, lines in log.chunks():
+            if not self.killed_for_memory and any(hint in text for hint in _HINTS_OF_KILLERS):
+                told = (at for at, line in enumerate(lines, number + 1) if _KILLED_FOR_MEMORY.search(line))
+                self.killed_for_memory = next((f"{log.name}, line {at}" for at in told), "")
+            number += len(lines)
             self.groups.add(reader.read(text, lines))
             summaries.read(text, lines)
             self.collectives.read(text, lines)
@@ -152,6 +168,7 @@ def _explanation(logs: _Logs) -> Explanation:
         dropped=logs.groups.dropped,
         truncated=tuple(logs.truncated),
         dumps=len(logs.dumps),
+        killed_for_memory=logs.killed_for_memory,
     )
 
 

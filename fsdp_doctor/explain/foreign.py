@@ -51,6 +51,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
         "the inference engine and its memory",
         re.compile(r"Free memory on device|KV cache|gpu_memory_utilization|EngineCore|EngineDeadError|max_model_len"),
     ),
+    ("memory of the host", re.compile(r"node running low on memory|DefaultCPUAllocator|[Cc]annot allocate memory")),
     ("memory of the device, in training or in an engine", re.compile(r"out of memory|OutOfMemory|OOM", re.IGNORECASE)),
     (
         "NCCL, its network or its driver",

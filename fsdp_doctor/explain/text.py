@@ -49,6 +49,8 @@ def _heading(found: Explanation) -> list[str]:
         return ["The job hung: a collective did not end."]
     if cause is None:
         told = f"There is no exception in the log. {summary.sentence}." if summary else "The log shows no failure."
+        if found.killed_for_memory and summary is None:
+            told = "There is no exception in the log."
         if found.dumps:
             told = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
         return [told, *_ended(found)]
@@ -63,12 +65,23 @@ def _heading(found: Explanation) -> list[str]:
 
 def _ended(found: Explanation) -> list[str]:
     """What a process that said nothing may have died of."""
+    if found.killed_for_memory:
+        return [f"A process was killed for want of host memory ({found.killed_for_memory}): look there first."]
     if found.summary is None or found.summary.ended != "SIGKILL":
         return []
     return [
         "SIGKILL is mostly the kernel's, for want of host memory: `dmesg | grep -i oom` on that host says so, or the "
         "container's limit was reached."
     ]
+
+
+def _came_first(other: Raised, cause: Group | None) -> bool:
+    """Whether it ended another rank, as far as one can see, before the cause was raised: it may be one, too."""
+    if cause is None or not other.source or other.source in cause.sources or not other.frames:
+        return False
+    if other.swallowed or other.logged or other.quoted or other.file != cause.first.file:
+        return False
+    return other.line < cause.first.line
 
 
 def _cause(heading: str, group: Group) -> list[str]:
@@ -82,13 +95,15 @@ def _cause(heading: str, group: Group) -> list[str]:
 
 def _notes(found: Explanation) -> list[str]:
     lines = []
-    if found.showing == "consequences":
+    if found.showing == "consequences" and not found.killed_for_memory:
         lines.append(
             "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
         )
+    if found.showing == "consequences" or (found.killed_for_memory and found.showing != "nothing"):
         lines += _ended(found)
     for other in found.others[:_SHOWN_OTHERS]:
-        lines.append(f"Probably not the cause: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
+        doubt = "Came first, on another rank" if _came_first(other, found.cause) else "Probably not the cause"
+        lines.append(f"{doubt}: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
     if (more := max(0, len(found.others) - _SHOWN_OTHERS) + found.dropped) > 0:
         lines.append(f"and {more} more exceptions")
     for name, count in found.consequences.items() if found.showing != "hang" else ():

@@ -140,7 +140,9 @@ def _explanation(
         if variant.lanes == held.lanes:
             return variant.kind, variant.detail
     if held.lanes == wanted.lanes and held.dtype == wanted.dtype:
-        return "shape", f"the same values in the shape {list(held.shape)}, not {list(wanted.shape)}"
+        # Zeros add nothing to a sum, so it does not tell how many of them are behind the others.
+        zeros = "" if held.numel == wanted.numel else ", but for zeros at the end,"
+        return "shape", f"the same values{zeros} in the shape {list(held.shape)}, not {list(wanted.shape)}"
     return _other_tensor(known, name, held) or _form(wanted, held)
 
 

@@ -36,6 +36,16 @@ class Fsdp2Unit:
         """Whether it is under CPUOffloadPolicy."""
         return isinstance(self.policy, CPUOffloadPolicy)
 
+    @property
+    def replaced(self) -> list[tuple[nn.Module, str]]:
+        """Modules and names under which they have another parameter than the one that it goes on gathering."""
+        return private.replaced_parameters(self._state) if self.is_initialized else []
+
+    @property
+    def recast(self) -> list[nn.Parameter]:
+        """Its parameters that were given another dtype after its first forward."""
+        return private.recast_parameters(self._state) if self.is_initialized else []
+
     def follow_materialized(self, parameter: nn.Parameter) -> None:
         """After one of its parameters was given memory: the unit gathers from there, padded and pinned as it needs."""
         private.follow_materialized(self._state, parameter)

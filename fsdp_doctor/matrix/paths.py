@@ -30,10 +30,19 @@ def paths_for(scenario: Scenario, direction: Direction | None = None) -> tuple[P
     return tuple(path for path in PATHS if path.applies(scenario) and direction in (None, path.direction))
 
 
+# What fits a model otherwise than the exact one: of the weights, there is none of an optimizer's state.
+_CHECKPOINTS_OF_WEIGHTS = ("bf16", "extra-key", "missing-key")
+
+
 def impossible(path: Path, scenario: Scenario) -> str:
     """Why the path cannot be tried in the scenario, wherever it runs; empty if it can."""
     if path.direction == "out" and path.contract.form == "optimizer" and scenario.phase == "fresh":
         return "there is no optimizer state before the first step"
+    if path.direction == "in" and path.contract.loads != "model":
+        if scenario.init == "meta":
+            return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"
+        if scenario.checkpoint in _CHECKPOINTS_OF_WEIGHTS:
+            return f"{scenario.checkpoint} is a checkpoint of weights, and {path.name} loads an optimizer"
     if path.without_mesh and scenario.sharding != "full":
         return f"{path.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
     if path.contract.form == "flat" and scenario.strategy == "fsdp1-orig":

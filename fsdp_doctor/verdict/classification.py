@@ -63,11 +63,17 @@ _CASCADE = re.compile(
     r"|socket closed|No such file or directory.*shm|Watchdog caught collective",
     re.IGNORECASE,
 )
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory\. Tried to allocate|error: out of memory|OutOfMemoryError|can't allocate memory"
+    r"|cannot allocate memory|std::bad_alloc|(?:CUDA|HIP|XPU|NPU|NCCL)\b.* out of memory",
+    re.IGNORECASE,
+)
 _DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
 _DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
 _SECONDS = re.compile(r" for [\d.]+ s\b")
 _IN_TORCH = re.compile(r"(^|/)torch/")
+# Modules of Python in which a thread waits for another one, a process or a file.
+_WAITS_OF_PYTHON = re.compile(r"(^|/)(threading|queue|selectors|socket|subprocess|multiprocessing/\w+)\.py$")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 
@@ -152,13 +158,24 @@ def waiting_in(stack: str) -> str:
 
     ``stack`` is what faulthandler wrote; its current thread is the main thread of the worker.
     """
-    current = stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]
-    frames = [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
+    frames = _frames(stack)
     if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
         return "synchronize, for the device"
     in_torch = itertools.takewhile(lambda frame: _IN_TORCH.search(frame[0]), frames)
     named = [function for file, function in in_torch if "torch/distributed/" in file and function != "wrapper"]
     return named[-1] if named else ""
+
+
+def _frames(stack: str) -> list[tuple[str, str]]:
+    """(file, function) of the main thread, the innermost first."""
+    current = stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]
+    return [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
+
+
+def _is_idle(stack: str) -> bool:
+    """Whether the rank waited for something of its own process, or of the system, and for no other rank."""
+    frames = _frames(stack)
+    return bool(frames and _WAITS_OF_PYTHON.search(frames[0][0]))
 
 
 def _by_cause(event: _Event) -> tuple[bool, float, int]:
@@ -232,8 +249,9 @@ def _standing(report: RankReport) -> str:
     """Where a rank stood when it was stopped."""
     if report.process_state:
         return report.process_state + _in_stage(report)
-    waits = waiting_in(report.stack)
-    return (f"waited in {waits}" if waits else "was busy") + _in_stage(report)
+    if waits := waiting_in(report.stack):
+        return f"waited in {waits}{_in_stage(report)}"
+    return ("waited for no other rank" if _is_idle(report.stack) else "was busy") + _in_stage(report)
 
 
 def _in_stage(report: RankReport) -> str:

@@ -18,6 +18,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "rounds_through_bfloat16": ("wrong", "elements differ"),
     "replaces_the_parameters": ("poisoned", "the optimizer holds 0 of the model's 25 parameters"),
     "freezes_a_parameter": ("poisoned", "requires_grad is False where it was True: model.norm.weight"),
+    "leaves_one_layer_in_eval_mode": ("poisoned", "training is False where it was not: model.layers.1.mlp"),
     "spoils_a_buffer_that_no_state_dict_has": ("wrong", "a buffer that no state dict has"),
     "loses_a_parameter": ("incomplete", "not in the model any more: model.norm.weight"),
     "loads_when_the_step_comes": ("poisoned", "the next training step ends otherwise"),
@@ -79,6 +80,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused_everywhere_or_loaded_right(
     kind, reason = _MISFITS[checkpoint, loader]
     verdict = misfits.result(f"{checkpoint}/faults.loaders:{loader}").verdict
     assert (verdict.kind, reason in verdict.reason) == (kind, True), verdict
+
+
+@pytest.mark.parametrize("axis", [("--init", "meta"), ("--checkpoint", "bf16,extra-key,missing-key")])
+def test_a_loader_of_an_optimizer_is_not_tried_where_only_weights_can_be_loaded(
+    tmp_path: pathlib.Path, axis: tuple[str, str]
+) -> None:
+    run = probe(tmp_path, *_LOADING, *axis, *user_paths("loaders:honest_optimizer"))
+    assert run.report is not None
+    found = [result.verdict for result in run.report.results if ":honest_optimizer" in result.id]
+    assert {verdict.kind for verdict in found} == {"unsupported"}
+    assert all("optimizer" in verdict.reason for verdict in found)
 
 
 def test_a_loader_that_gives_up_on_one_rank_alone_is_no_refusal(tmp_path: pathlib.Path) -> None:

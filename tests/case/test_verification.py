@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 from program import Run, probe, user_paths
 
@@ -25,6 +27,15 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "leaves_eval_mode": ("poisoned", "parts of the training state: training mode"),
     "freezes_a_parameter": ("poisoned", "the extraction changed 1 of"),
     "replaces_a_parameter": ("poisoned", "parts of the training state: model.norm.weight"),
+    "leaves_a_hook": ("poisoned", "parts of the training state: hooks and forwards"),
+    "leaves_no_hook": ("ok", ""),
+    "wraps_a_forward": ("poisoned", "parts of the training state: hooks and forwards"),
+    "changes_a_buffer_of_no_state_dict": ("poisoned", "parts of the training state: model.rotary_emb.inv_freq"),
+    "changes_an_option_of_the_optimizer": ("poisoned", "parts of the training state: options of the optimizer"),
+    "has_the_optimizer_do_nothing": ("poisoned", "the next training step changes no weight"),
+    "never_ends": ("wrong", "goes on after 51 entries, where 25 were promised"),
+    "yields_what_has_no_data": ("misplaced", "on meta where"),
+    "raises_with_the_words_of_a_full_memory": ("crash", "TypeError: the policy"),
     "yields_names_that_are_none": ("crash", "with a str for a name, not list"),
     "breaks_the_next_step": ("poisoned", "RuntimeError: planted in the next training step"),
     "raises_everywhere": ("crash", "KeyError: 'planted on every rank'"),
@@ -45,6 +56,14 @@ def test_a_planted_fault_is_found_for_what_it_is(planted: Run, fault: str) -> No
     verdict = planted.result(f":{fault}").verdict
     assert verdict.kind == kind, verdict
     assert reason in verdict.reason
+
+
+def test_what_is_yielded_on_the_host_must_have_arrived(tmp_path: pathlib.Path) -> None:
+    """The doctor waits for the device before it looks at what lies there, and not before it looks at the host."""
+    names = ("yields_what_is_in_flight", "returns_what_is_in_flight", "returns_what_has_arrived")
+    paths = user_paths(*(f"values:{name}" for name in names))
+    run = probe(tmp_path, *_ONE_SCENARIO, *paths, device="emulated")
+    assert {name: run.kind(f":{name}") for name in names} == dict(zip(names, ("wrong", "wrong", "ok"), strict=True))
 
 
 def test_a_fault_does_not_reach_the_case_after_it(planted: Run) -> None:

@@ -214,6 +214,29 @@ def test_lightnings_model_parallel_strategy_under_the_policy_is_a_conflict() -> 
     assert "refuses under CPUOffloadPolicy" in said(checked("lightning_fsdp2.py"), "conflict")
 
 
+def test_a_model_parallel_strategy_whose_fully_shard_is_elsewhere_is_not_said_to_have_no_policy(
+    tmp_path: pathlib.Path,
+) -> None:
+    script = tmp_path / "fit.py"
+    script.write_text("import lightning as L\nfabric = L.Fabric(strategy=ModelParallelStrategy(), devices=4)\n")
+    result = check([str(script)])
+    assert "whether it has a policy is not known" in said(result, "note")
+    script.write_text(script.read_text() + "fully_shard(model)\n")
+    assert "policy" not in said(check([str(script)]), "note")
+
+
+@pytest.mark.parametrize(
+    ("written", "offload"),
+    [("CPUOffload(True)", "policy"), ("fsdp.CPUOffload(offload_params=True)", "policy"), ("CPUOffload()", "none")],
+)
+def test_accelerates_plugin_takes_torchs_own_word_of_the_offload(
+    tmp_path: pathlib.Path, written: str, offload: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"plugin = FullyShardedDataParallelPlugin(use_orig_params=True, cpu_offload={written})\n")
+    assert use_of(check([str(script)], framework_version="1.10"), "model").scenario.offload == offload
+
+
 def test_a_recipe_of_torchtune_for_one_device_is_not_fsdp(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "8B_lora_single_device.yaml"
     file.write_text("model: {_component_: torchtune.models.llama3.llama3_8b}\noptimizer: {lr: 1.0}\n")

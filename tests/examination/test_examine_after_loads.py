@@ -33,7 +33,15 @@ from fsdp_doctor import examine
 from fsdp_doctor.known import catalogue
 
 _FULL = StateDictOptions(full_state_dict=True)
-_OF_LOADS = ("meta", "optimizer-holds-none", "optimizer-holds-some", "moments-rounded", "untied")
+_OF_LOADS = (
+    "meta",
+    "optimizer-holds-none",
+    "optimizer-holds-some",
+    "moments-rounded",
+    "untied",
+    "replaced",
+    "recast",
+)
 
 
 class TyingNet(Net):
@@ -195,6 +203,49 @@ def test_two_tensors_that_the_configuration_does_not_tie_are_no_finding() -> Non
     model = sharded(TyingNet(ties=False).to(this_device()))
     model.load_state_dict(model.state_dict(), assign=True)
     equal(kinds(examine(model)), [])
+
+
+@on_two_ranks
+def test_what_is_tied_or_untied_after_the_first_forward_is_bad_for_fsdp2_gathers_the_old_weight() -> None:
+    model = fsdp2_model()
+    train(model)
+    model.up.bias = model.embed.weight
+    equal(finding(model, "replaced").names, ("up.bias",))
+    model = fsdp2_model()
+    train(model)
+    was = model.head.weight
+    model.head.weight = nn.Parameter(was.detach().clone())
+    found = finding(model, "replaced")
+    equal((found.severity, found.names), ("bad", ("head.weight",)))
+    forward(model).backward()
+    assert model.head.weight is was
+    equal(kinds(examine(model)), [])
+
+
+@on_two_ranks
+def test_what_is_assigned_before_the_first_forward_or_by_a_load_is_gathered_and_no_finding() -> None:
+    net = Net()
+    net.head.weight = nn.Parameter(torch.ones(4, 4))
+    model = sharded(net.to(this_device()))
+    model.up.weight = nn.Parameter(model.up.weight.detach().clone())
+    equal([kind for kind in kinds(examine(model)) if kind in _OF_LOADS], [])
+    train(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    equal([kind for kind in kinds(examine(model)) if kind in _OF_LOADS], [])
+
+
+@on_two_ranks
+def test_a_cast_after_the_first_forward_is_bad_and_one_before_it_is_not() -> None:
+    model = fsdp2_model()
+    model.double()
+    equal([kind for kind in kinds(examine(model)) if kind in _OF_LOADS], [])
+    model = fsdp2_model()
+    train(model)
+    model.down.half()
+    found = finding(model, "recast")
+    equal((found.severity, "down.weight" in found.names, "up.weight" in found.names), ("bad", True, False))
+    model.down.float()
+    equal([kind for kind in kinds(examine(model)) if kind in _OF_LOADS], [])
 
 
 def test_every_entry_that_a_finding_of_loads_names_is_in_the_catalogue() -> None:

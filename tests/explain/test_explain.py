@@ -237,6 +237,53 @@ def test_where_only_consequences_are_in_the_log_that_is_said(tmp_path: pathlib.P
     assert "The rank that failed or hung first is not in this log" in run.stdout
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "Nov 22 11:02:09 gpu-7 kernel: Out of memory: Killed process 77123 (pt_main_thread) total-vm:90210kB",
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),task=python,pid=31337,uid=0",
+        "    Reason:       OOMKilled",
+        "slurmstepd: error: Detected 3 oom_kill events in StepId=4.batch.",
+    ],
+)
+def test_a_process_that_was_killed_for_host_memory_is_where_to_look(tmp_path: pathlib.Path, told: str) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text(f"INFO saving\n{told}\n[rank1]: RuntimeError: Connection closed by peer [10.0.0.1]:40214\n")
+    run = doctor("explain", str(file))
+    assert "killed for want of host memory" in run.stdout
+    assert "log.txt, line 2" in run.stdout
+    assert "is not in this log" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    "words", ["the zoom-kill event of the dataset", "set vm.overcommit so that no OOM comes", "torch: out of memory?"]
+)
+def test_words_of_memory_alone_are_no_process_that_was_killed(tmp_path: pathlib.Path, words: str) -> None:
+    assert not _explained(tmp_path, [words, *_traceback(_UNSHARD.format(0))]).killed_for_memory
+
+
+def test_what_ended_another_rank_before_the_known_failure_is_not_called_no_cause(tmp_path: pathlib.Path) -> None:
+    other = [_BEGIN, '  File "/opt/me/reward.py", line 8, in score', "    return table[answer]", "IndexError: 7"]
+    known = _traceback(_UNSHARD.format(0))
+    file = tmp_path / "log.txt"
+    for streams, words in (((other, known), "Came first, on another rank"), ((known, other), "Probably not the cause")):
+        lines = [f"[rank{rank}]: {line}" for rank, stream in enumerate(streams) for line in stream]
+        file.write_text("\n".join(lines) + "\n")
+        run = doctor("explain", str(file))
+        assert f"{words}: IndexError: 7" in run.stdout
+
+
+def test_memory_that_was_not_allocated_is_fsdp1s_only_where_fsdp1_ran(tmp_path: pathlib.Path) -> None:
+    raised = "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet."
+    ran = '  File "/opt/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 854, in forward'
+    used = '  File "/opt/me/value_head.py", line 31, in forward'
+    compiled = '  File "/opt/torch/_inductor/runtime/triton_heuristics.py", line 1200, in run'
+    of_fsdp2 = '  File "/opt/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line 250, in _pre_forward'
+    assert _entry(_explained(tmp_path, [_BEGIN, ran, used, raised])) == "fsdp1-freed-parameter-is-used"
+    for others in ([used], [ran, compiled], [of_fsdp2, used]):
+        assert _entry(_explained(tmp_path, [_BEGIN, *others, raised])) == ""
+
+
 def test_what_is_not_known_is_said_with_what_is_near_and_what_to_attach(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "log.txt"
     file.write_text(

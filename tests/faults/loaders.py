@@ -82,6 +82,12 @@ def freezes_a_parameter(model: nn.Module, state: State) -> None:
 
 
 @_loads
+def leaves_one_layer_in_eval_mode(model: nn.Module, state: State) -> None:
+    _load(model, state)
+    model.get_submodule("model.layers.1.mlp").eval()
+
+
+@_loads
 def spoils_a_buffer_that_no_state_dict_has(model: nn.Module, state: State) -> None:
     _load(model, state)
     next(iter(model.buffers())).mul_(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +122,67 @@ def freezes_a_parameter(model: nn.Module) -> Entries:
     next(model.parameters()).requires_grad_(False)
 
 
+def leaves_a_hook(model: nn.Module) -> Entries:
+    yield from honest(model)
+    model.model.layers[1].register_full_backward_hook(lambda module, coming, going: None)
+
+
+def leaves_no_hook(model: nn.Module) -> Entries:
+    handle = model.model.layers[1].register_full_backward_hook(lambda module, coming, going: None)
+    yield from honest(model)
+    handle.remove()
+
+
+def wraps_a_forward(model: nn.Module) -> Entries:
+    yield from honest(model)
+    layer = model.model.layers[0].self_attn
+    layer.forward = functools.partial(layer.forward)
+
+
+def changes_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
+    yield from honest(model)
+    model.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq.flip(0))
+
+
+def changes_an_option_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
+    yield from honest(model)
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def has_the_optimizer_do_nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
+    yield from honest(model)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+
+
+def never_ends(model: nn.Module) -> Entries:
+    yield from honest(model)
+    for number in itertools.count():
+        yield f"model.surprise.{number}", torch.zeros(1)
+
+
+def yields_what_has_no_data(model: nn.Module) -> Entries:
+    for name, tensor in honest(model):
+        yield name, torch.empty_like(tensor, device="meta") if name == "lm_head.weight" else tensor
+
+
+@fsdp_doctor.promises(device="cpu")
+def yields_what_is_in_flight(model: nn.Module) -> Entries:
+    for name, tensor in honest(model):
+        yield name, tensor.to("cpu", non_blocking=True)
+
+
+@fsdp_doctor.promises(device="cpu")
+def returns_what_is_in_flight(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(yields_what_is_in_flight(model))
+
+
+@fsdp_doctor.promises(device="cpu")
+def returns_what_has_arrived(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = returns_what_is_in_flight(model)
+    torch.accelerator.synchronize()
+    return tensors
+
+
 def replaces_a_parameter(model: nn.Module) -> Entries:
     """With an equal one, which the optimizer does not know."""
     yield from honest(model)
@@ -141,6 +204,10 @@ def breaks_the_next_step(model: nn.Module) -> Entries:
 
 def raises_everywhere(model: nn.Module) -> Any:
     raise KeyError("planted on every rank")
+
+
+def raises_with_the_words_of_a_full_memory(model: nn.Module) -> Any:
+    raise TypeError("the policy 'kill when out of memory' takes no argument")
 
 
 def raises_out_of_memory(model: nn.Module) -> Any:

@@ -174,6 +174,16 @@ def test_another_dtype_or_shape_is_named(model: nn.Module, held: Tensors) -> Non
     assert kinds(model, held) == {"norm": "dtype", "gate.weight": "shape", "up.weight": "shape"}
 
 
+def test_zeros_behind_the_values_are_told_from_the_same_values_in_another_shape() -> None:
+    rows, norm = torch.randn(5, 4), torch.ones(3)
+    wanted = fingerprint_tensors({"head": rows, "norm": norm})
+    padded = fingerprint_tensors({"head": torch.cat([rows, torch.zeros(3, 4)]), "norm": norm})
+    reshaped = fingerprint_tensors({"head": rows.view(4, 5), "norm": norm})
+    (of_padding,), (of_shape,) = compare_fingerprints(wanted, padded), compare_fingerprints(wanted, reshaped)
+    assert str(of_padding) == "head: the same values, but for zeros at the end, in the shape [8, 4], not [5, 4]"
+    assert str(of_shape) == "head: the same values in the shape [4, 5], not [5, 4]"
+
+
 def test_zeros_that_are_shorter_or_of_another_dtype_differ() -> None:
     assert compare_fingerprints(*(fingerprint_tensors({"a": torch.zeros(n), "b": torch.ones(1)}) for n in (3, 4)))
     of_dtypes = (fingerprint_tensors({"a": torch.zeros(3, dtype=dtype)}) for dtype in (torch.float32, torch.int32))

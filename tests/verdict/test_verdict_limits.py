@@ -50,6 +50,13 @@ def test_running_out_of_memory_is_oom_however_it_shows(report):
     assert (verdict.kind, verdict.ranks) == ("oom", (0,))
 
 
+@pytest.mark.parametrize(
+    "message", ["unknown option: on_out_of_memory", "a worker ran out of memory cards", "the out of memory policy"]
+)
+def test_the_words_alone_are_no_out_of_memory(message):
+    assert classify([failed(0, message, type="ValueError"), fine(1)], 2).kind == "crash"
+
+
 def test_a_sigkill_that_was_not_the_kernels_is_no_oom():
     assert classify([ended(0, "SIGKILL", oom_killed=False)], 1).kind == "died"
 
@@ -72,6 +79,15 @@ def test_a_hang_names_the_rank_that_waits_for_nobody(culprit, stacks):
     assert verdict.reason.startswith("not done after 60 s: ")
     assert f"rank {culprit} was busy" in verdict.reason
     assert f"rank {1 - culprit} waited in unshard" in verdict.reason
+
+
+def test_a_rank_that_waits_within_its_own_process_is_to_blame_and_not_called_busy():
+    locked = WAITING.replace("torch/distributed/distributed_c10d.py", "lib/python3.12/threading.py").replace(
+        "all_gather_single", "wait"
+    )
+    verdict = classify([stopped(0, WAITING), stopped(1, locked)], 2)
+    assert (verdict.kind, verdict.ranks) == ("hang", (1,))
+    assert "rank 1 waited for no other rank" in verdict.reason
 
 
 def test_a_hang_in_which_all_wait_names_all():

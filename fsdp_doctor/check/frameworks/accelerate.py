@@ -27,7 +27,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, Plugin, keys
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.python_calls import PLUGIN
+from fsdp_doctor.check.python_calls import PLUGIN, called_offload
 from fsdp_doctor.check.reading import followed
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, Use
@@ -96,7 +96,8 @@ def _complete(settings: Settings) -> Settings:
         for row in settings.below(PLUGIN):
             name = {"cpu_offload": "offload_params"}.get(row.key.rpartition(".")[2], row.key.rpartition(".")[2])
             if name != "called":
-                found.put(Setting(f"{SECTION}.{name}", row.value, row.where))
+                called = called_offload(row.value)
+                found.put(Setting(f"{SECTION}.{name}", row.value if called is None else called, row.where))
     return found
 
 

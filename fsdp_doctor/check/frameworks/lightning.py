@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from fsdp_doctor.check.config_findings import conflict
+from fsdp_doctor.check.config_findings import conflict, note
 from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
@@ -22,7 +22,7 @@ from fsdp_doctor.check.frameworks.framework import (
     in_question,
     not_under_fsdp,
 )
-from fsdp_doctor.check.python_calls import TORCH
+from fsdp_doctor.check.python_calls import TORCH, called_offload
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
 from fsdp_doctor.matrix.axes import Sharding
@@ -105,10 +105,8 @@ def _offload(settings: Settings) -> Chosen:
         strategy = settings.first(*_STRATEGY)
         offloads = strategy is not None and "offload" in str(strategy.value)
         return Chosen("policy", strategy) if offloads else Chosen("none", "cpu_offload=None is the default")
-    called = re.fullmatch(r"(?:\w+\.)*CPUOffload\((?:offload_params=)?(True|False)?\)", str(row.value))
-    if called:
-        return Chosen("policy" if called[1] == "True" else "none", row)
-    return Chosen("policy" if settings.flag(row.key) else "none", row)
+    called = called_offload(row.value)
+    return Chosen("policy" if (settings.flag(row.key) if called is None else called) else "none", row)
 
 
 def _sharding(settings: Settings) -> Chosen:
@@ -136,7 +134,7 @@ def _model_parallel(settings: Settings) -> ModelReading:
         "",
         {
             "strategy": Chosen("fsdp2", called or "ModelParallelStrategy has the script call fully_shard"),
-            "offload": Chosen("policy" if offloads else "none", policy or "the script's fully_shard has no policy"),
+            "offload": Chosen("policy" if offloads else "none", policy or (called and "its fully_shard has no policy")),
             "backend": Chosen("device-only", "Lightning's default is NCCL alone"),
         },
         lambda scenario: [extraction("checkpoint", scenario, path)],
@@ -145,7 +143,11 @@ def _model_parallel(settings: Settings) -> ModelReading:
         "ModelParallelStrategy moves the model to the device as it sets it up, which FSDP2 refuses under "
         "CPUOffloadPolicy: its parameters must stay on the CPU"
     )
-    return ModelReading(uses=(use,), findings=[conflict(sentence, policy)] if offloads else [])
+    findings = [conflict(sentence, policy)] if offloads else []
+    if called is None:
+        sentence = "the fully_shard that configure_model calls is not here: whether it has a policy is not known"
+        findings.append(note(sentence, settings.first(f"{_MODEL_PARALLEL}.called", *_STRATEGY)))
+    return ModelReading(uses=(use,), findings=findings)
 
 
 def _world_size(settings: Settings) -> int | None:

@@ -112,6 +112,9 @@ from fsdp_doctor.fsdp.private.of_torch import (
     has_placements_on_meshes as has_placements_on_meshes,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
+    hooks_of_a_step as hooks_of_a_step,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
     is_sharded_tensor as is_sharded_tensor,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
@@ -133,7 +136,13 @@ from fsdp_doctor.fsdp.private.of_torch import (
     placement_on as placement_on,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
+    recast_parameters as recast_parameters,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
     release_workspaces as release_workspaces,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
+    replaced_parameters as replaced_parameters,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     replicate as replicate,

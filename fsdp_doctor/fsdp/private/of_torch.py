@@ -97,6 +97,11 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def hooks_of_a_step(module: nn.Module) -> list[Any]:
+    """By their numbers, the hooks that run in a forward or a backward: no public name lists what is registered."""
+    return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
+
+
 # DTensors.
 
 
@@ -126,6 +131,8 @@ def num_interleaved(placement: Placement) -> int | None:
 
 # FSDP2.
 
+_SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
+
 
 def unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """(what an FSDP2 module shows now or showed last in place of its shard, the sharded parameter).
@@ -136,9 +143,37 @@ def unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Paramete
     """
     for group in _fsdp2_groups(state):
         for parameter in group.fsdp_params:
-            for shown in ("_unsharded_param", "_sharded_post_forward_param"):
+            for shown in _SHOWN_IN_ITS_PLACE:
                 if (other := getattr(parameter, shown, None)) is not None:
                     yield other, get(parameter, "sharded_param")
+
+
+def replaced_parameters(state: Any) -> list[tuple[nn.Module, str]]:
+    """The places, of a tied parameter each, at which an initialized FSDP2 module gathers another one than is there now.
+
+    ``state``: its ``FSDPState``. ``FSDPParam._module_info``: a unit looks at its modules again in ``Module._apply`` and
+    in a load, so what ``setattr`` puts there, as tying does, is gone at the next forward.
+    """
+    places: list[tuple[nn.Module, str]] = []
+    for group in _fsdp2_groups(state):
+        for parameter in group.fsdp_params:
+            own = [getattr(parameter, name, None) for name in ("sharded_param", *_SHOWN_IN_ITS_PLACE)]
+            info = get(parameter, "_module_info")
+            modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+            for module, name in zip(modules, names, strict=True):
+                if not any(getattr(module, name, None) is one for one in own):
+                    places.append((module, name))
+    return places
+
+
+def recast_parameters(state: Any) -> list[nn.Parameter]:
+    """The sharded parameters of an initialized FSDP2 module in another dtype than it noted at its first forward.
+
+    ``state``: its ``FSDPState``. ``FSDPParam.orig_dtype``, by which it sizes its buffers and casts its gradients.
+    """
+    held = [parameter for group in _fsdp2_groups(state) for parameter in group.fsdp_params]
+    pairs = [(get(parameter, "sharded_param"), get(parameter, "orig_dtype")) for parameter in held]
+    return [parameter for parameter, noted in pairs if parameter.dtype != noted]
 
 
 def _fsdp2_groups(state: Any) -> list[Any]:
