@@ -14,13 +14,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp_doctor.fsdp.reader import Fsdp1Unit
 from fsdp_doctor.fsdp.shards import HeldPart, Slices, held_part
+from fsdp_doctor.load.outcome import LoadError
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same part. source: the one that has it first, from which the others get it."""
+    """Ranks that hold the same part.
 
-    group: dist.ProcessGroup
+    group: None for all that the model is on. source: the one that has it first, from which the others get it.
+    """
+
+    group: dist.ProcessGroup | None
     source: int
 
 
@@ -52,10 +56,15 @@ class Layout(ABC):
 
 
 class OnMesh(Layout):
-    """A DTensor's."""
+    """A DTensor's. Raises LoadError for a mesh on which torch's own parts do not agree who has which shard."""
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         self._ranks = mesh.mesh
+        if any(not _ascend(self._ranks, dim) for dim, one in enumerate(placements) if not isinstance(one, Replicate)):
+            raise LoadError(
+                f"the mesh {self._ranks.tolist()} has its ranks in another order than their process group, by which "
+                "FSDP2 divides, while DTensor divides by the mesh: give it ranks in ascending order"
+            )
         self._placements = tuple(placements)
         self._known: dict[tuple[torch.Size, int], HeldPart] = {}
         copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
@@ -63,10 +72,9 @@ class OnMesh(Layout):
         self.owners = tuple(self._ranks[firsts].flatten().tolist())
         here = mesh.get_coordinate() or [0] * mesh.ndim
         self.replicas = tuple(
-            Replicas(group, dist.get_global_rank(group, 0))
+            Replicas(mesh.get_group(dim), int(self._ranks[(*here[:dim], 0, *here[dim + 1 :])]))
             for dim in copied
             if mesh.size(dim) > 1 and not any(here[later] for later in copied if later > dim)
-            for group in [mesh.get_group(dim)]
         )
 
     def __str__(self) -> str:
@@ -82,9 +90,9 @@ class OnMesh(Layout):
 class Whole(Layout):
     """Of a tensor that every rank has: a buffer, or a parameter that is not sharded."""
 
-    def __init__(self, group: dist.ProcessGroup | None, first: int) -> None:
-        self.owners = (first,)
-        self.replicas = (Replicas(group, first),) if group is not None else ()
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.owners = ranks[:1]
+        self.replicas = (Replicas(None, ranks[0]),) if len(ranks) > 1 else ()
 
     def __str__(self) -> str:
         return "whole"
@@ -96,8 +104,8 @@ class Whole(Layout):
 class Layouts:
     """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask."""
 
-    def __init__(self, group: dist.ProcessGroup | None, first: int) -> None:
-        self._whole = Whole(group, first)
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._whole = Whole(ranks)
         self._on_meshes: dict[tuple[int, tuple[Placement, ...]], OnMesh] = {}
 
     def of(self, tensor: torch.Tensor) -> Layout:
@@ -158,5 +166,9 @@ class InFlatParameter(Layout):
         return [(run.start, len(run)) for run in part.runs[0] if len(run)]
 
 
-def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    return tuple(tensor.device_mesh.mesh.flatten().tolist())
+def _ascend(ranks: torch.Tensor, dim: int) -> bool:
+    return ranks.shape[dim] < 2 or bool((ranks.diff(dim=dim) > 0).all())
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
