@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp_doctor.fsdp.reader import Fsdp1Unit
-from fsdp_doctor.fsdp.shards import HeldPart, Slices, held_part
+from fsdp_doctor.fsdp.shards import HeldPart, Slices, Stretches, held_part
 from fsdp_doctor.load.outcome import LoadError
 
 
@@ -50,9 +50,9 @@ class Layout(ABC):
         """The full tensor in the order in which it is divided: a view."""
         return full
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[tuple[int, int]] | None:
-        """(first element, how many) of what the part has of the flattened tensor; None where rows are not in order."""
-        return [stretch for stretch in part.stretches(shape) if stretch[1]]
+    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
+        """What the part has of the flattened tensor; None where rows are not in order."""
+        return [some for some in part.stretches(shape) if some.length and some.rows]
 
 
 class OnMesh(Layout):
@@ -160,10 +160,10 @@ class InFlatParameter(Layout):
         order = sorted(range(full.ndim), key=lambda dim: -self._stride[dim])
         return full.permute(order).reshape(-1)
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[tuple[int, int]] | None:
+    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
         if list(self._stride) != sorted(self._stride, reverse=True):
             return None
-        return [(run.start, len(run)) for run in part.runs[0] if len(run)]
+        return super().stretches(torch.Size([shape.numel()]), part)
 
 
 def _ascend(ranks: torch.Tensor, dim: int) -> bool:
