@@ -67,6 +67,7 @@ class OnMesh(Layout):
             )
         self._placements = tuple(placements)
         self._known: dict[tuple[torch.Size, int], HeldPart] = {}
+        self._stretches: dict[tuple[torch.Size, HeldPart], list[Stretches] | None] = {}
         copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
         firsts = tuple(slice(1) if dim in copied else slice(None) for dim in range(mesh.ndim))
         self.owners = tuple(self._ranks[firsts].flatten().tolist())
@@ -85,6 +86,12 @@ class OnMesh(Layout):
         if key not in self._known:
             self._known[key] = held_part(rank, shape, self._ranks, self._placements)
         return self._known[key]
+
+    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
+        key = shape, part
+        if key not in self._stretches:
+            self._stretches[key] = super().stretches(shape, part)
+        return self._stretches[key]
 
 
 class Whole(Layout):

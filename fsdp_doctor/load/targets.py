@@ -76,7 +76,8 @@ def loaded_model(held: HeldModel) -> LoadedModel:
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
-    ranks, of_parts = ranks_of(held), _ranks_of_parts(held)
+    of_parts = _ranks_of_parts(held)
+    ranks = max(of_parts, key=len)
     if strange := [some for some in of_parts if not set(some) <= set(ranks)]:
         raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(strange[0])}: load them apart")
     spans = all(len(some) == len(ranks) and some[0] == ranks[0] for some in of_parts)
