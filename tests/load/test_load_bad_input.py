@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from support.extraction import Tensors, assert_same, extracted, fsdp2, new_net, raises_soon
 from support.loading import everywhere, local_of, on_first, other_tensors
@@ -36,6 +37,20 @@ def test_a_megabyte_of_garbage_is_no_header(tmp_path: pathlib.Path) -> None:
             SafetensorsFile(path)
 
 
+def _is_written(dtype: torch.dtype, path: pathlib.Path) -> bool:
+    with contextlib.suppress(KeyError, RuntimeError, SafetensorError):
+        save_file({"w": torch.zeros(16, dtype=torch.uint8).view(dtype)}, path)
+    return path.exists() and "float4" not in str(dtype)
+
+
+def test_every_dtype_of_whole_bytes_that_safetensors_writes_is_read(tmp_path: pathlib.Path) -> None:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    written = {dtype: path for dtype in dtypes if _is_written(dtype, path := tmp_path / str(dtype))}
+    assert len(written) >= 16
+    for dtype, path in written.items():
+        assert SafetensorsFile(path).tensors["w"].dtype == dtype
+
+
 def test_what_is_no_file_is_not_waited_for(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / "directory.safetensors").mkdir()
@@ -50,8 +65,13 @@ def test_an_index_that_names_files_that_are_not_there_names_them(tmp_path: pathl
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "x": "gone.safetensors"}}))
     with pytest.raises(LoadError, match=r"names files that are not there: .*gone.safetensors"):
         open_files(tmp_path)
-    index.write_text("[" * 200_000)
-    with pytest.raises(LoadError, match="is no index of a checkpoint"):
+    for text in ("[" * 200_000, '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}'):
+        index.write_text(text)
+        with pytest.raises(LoadError, match="is no index of a checkpoint"):
+            open_files(tmp_path)
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(LoadError, match=r"index.json is no file"):
         open_files(tmp_path)
 
 
