@@ -173,6 +173,8 @@ def _of_tensor(held: HeldTensor, layout: Layout, rank: int, compute_device: torc
         raise LoadError(
             f"{held.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
         )
+    if any(length > 1 and not stride for length, stride in zip(local.shape, local.stride(), strict=True)):
+        raise LoadError(f"{held.names[0]} is expanded: several of its elements share memory; clone it before the load")
 
     def shard() -> torch.Tensor:
         if private.local_tensor(tensor).is_meta:

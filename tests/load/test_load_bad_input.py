@@ -127,6 +127,17 @@ def test_arguments_that_make_no_sense_are_said_on_every_rank() -> None:
 
 
 @_on_two
+def test_an_expanded_buffer_is_refused_before_anything_is_written() -> None:
+    model, tensors = fsdp2(new_net()), other_tensors()
+    before = extracted(model)
+    model.scale = torch.ones(1).expand(8)
+    for source in (tensors, on_first(tensors)):
+        with raises_soon(LoadError, "scale is expanded: several of its elements share memory", "written nothing"):
+            load_full_tensors(model, source)
+    assert_same(extracted(model), before | {"scale": torch.ones(8)})
+
+
+@_on_two
 def test_an_optimizers_state_of_another_form_is_said_on_every_rank() -> None:
     model = fsdp2(new_net())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
