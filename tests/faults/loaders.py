@@ -181,5 +181,5 @@ def loads_on_one_rank(model: nn.Module, state: State) -> None:
 
 
 @_loads
-def loads_on_every_rank(model: nn.Module, state: State) -> None:
-    fsdp_doctor.load_full_tensors(model, state)
+def loads_with_the_others(model: nn.Module, state: State, buffers: State) -> None:
+    fsdp_doctor.load_full_tensors(model, state, buffers=buffers)
