@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Unsupported
+from fsdp_doctor.extract.agreement import num_agreements
 from fsdp_doctor.verdict.records import Problem, Record, Stage
 from fsdp_doctor.verdict.tracebacks import failure_from
 
@@ -32,6 +33,7 @@ class RecordedRun:
         self._tell = report
         self._reported_at = 0.0
         self._changed_somewhere = False
+        self._in_step = True
         self.record = Record(case_id=case_id, stage="build")
 
     @property
@@ -51,7 +53,7 @@ class RecordedRun:
         try:
             same = self._same_everywhere(failed)
             works = same and self._runtime.group_works()
-            self._add(healthy=self.record.healthy and works, stage=stage)
+            self._add(healthy=self.record.healthy and works and self._in_step, stage=stage)
         except Exception as error:
             if not failed:
                 self._add(failure=failure_from(error))
@@ -66,11 +68,13 @@ class RecordedRun:
     def _same_everywhere(self, failed: bool) -> bool:
         changed = any(problem.kind == "poisoned" for problem in self.record.problems)
         # The path may have left another default device.
-        mine = torch.tensor([int(failed), int(changed)], device="cpu")
+        mine = torch.tensor([int(failed), int(changed), num_agreements()], device="cpu")
         everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
         dist.all_gather(everyone, mine, group=self._runtime.control)
         # All ranks build the scenario anew, or none does.
         self._changed_somewhere = any(bool(other[1]) for other in everyone)
+        # A path may have loaded on one rank alone, and what it was told would be the next path's answer.
+        self._in_step = all(int(other[2]) == int(mine[2]) for other in everyone)
         return all(int(other[0]) == int(failed) for other in everyone)
 
     @contextlib.contextmanager

@@ -104,6 +104,11 @@ class Participant:
 _here = Participant()
 
 
+def num_agreements() -> int:
+    """Of this process so far. Where another rank has made fewer, the two take part in different ones from now on."""
+    return sum(_here.num_agreements.values())
+
+
 class ComparedPlan:
     """What all ranks must have alike. lines: a sentence is made of the first that differs."""
 

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import Placement, Replicate
@@ -20,6 +20,19 @@ _Runs: TypeAlias = tuple[range, ...]
 
 class LayoutError(RuntimeError):
     """Shards that do not fit together as their placements say, or placements that are not understood."""
+
+
+class Stretches(NamedTuple):
+    """Elements of a flattened tensor: ``rows`` times ``length`` of them, each ``step`` after the row before."""
+
+    first: int
+    length: int
+    step: int
+    rows: int
+
+    def in_bytes(self, begin: int, itemsize: int) -> Stretches:
+        """Of the tensor whose first byte is at ``begin``."""
+        return Stretches(begin + self.first * itemsize, self.length * itemsize, self.step * itemsize, self.rows)
 
 
 @dataclass(frozen=True)
@@ -55,15 +68,19 @@ class HeldPart:
         for whole, own in self.blocks():
             full[whole] = shard[own]
 
-    def stretches(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(first element in the flattened tensor of that shape, how many) of each stretch, in the shard's order."""
+    def stretches(self, shape: Sequence[int]) -> Iterator[Stretches]:
+        """Of the flattened tensor of that shape, in the shard's order."""
         last = max((dim for dim, runs in enumerate(self.runs) if runs != (range(shape[dim]),)), default=0)
-        row = math.prod(shape[last + 1 :])
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(last)]
-        for place in itertools.product(*(itertools.chain(*runs) for runs in self.runs[:last])):
-            begin = sum(index * stride for index, stride in zip(place, strides, strict=True))
-            for run in self.runs[last] if self.runs else (range(1),):
-                yield begin + run.start * row, len(run) * row
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
+        columns = self.runs[last] if self.runs else (range(1),)
+        rows = self.runs[last - 1] if last else (range(1),)
+        if len(columns) > 1:
+            rows = tuple(range(index, index + 1) for index in itertools.chain(*rows))
+        for place in itertools.product(*(itertools.chain(*runs) for runs in self.runs[: max(last - 1, 0)])):
+            begin = sum(index * stride for index, stride in zip(place, strides, strict=False))
+            for row, column in itertools.product(rows, columns):
+                first = begin + row.start * strides[last - 1] + column.start * strides[last]
+                yield Stretches(first, len(column) * strides[last], strides[last - 1], len(row))
 
     def blocks(self) -> Iterator[tuple[Slices, Slices]]:
         """(where it lies in the tensor, where it lies in the shard) of each block."""

@@ -98,7 +98,6 @@ class FromFirstRank:
         self._model, self._targets, self._agree = model, targets, agree
         self._copies, self._streams = copies, streams
         self._rank = dist.get_rank()
-        assert model.group is not None
         self._group = model.group
         self._ranks = dist.get_process_group_ranks(model.group)
         self._bucket_bytes = bucket_bytes
@@ -245,8 +244,8 @@ class FromFirstRank:
                 group=self._group,
             )
             for piece in own:
-                for group in self._layout(piece).replicas if sizes[piece] else ():
-                    dist.broadcast(places[piece], group.source, group=group.group)
+                for replicas in self._layout(piece).replicas if sizes[piece] else ():
+                    dist.broadcast(places[piece], replicas.source, group=replicas.group or self._group)
         self._pending.append(_Pending(self._streams.gathered(), memory))
         self._put(places)
 

@@ -78,6 +78,9 @@ def check_value(name: Any, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if isinstance(value, DTensor):
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
+    # Of a wrapper, such as a fake tensor or what a collective is yet to fill, the values are somewhere else.
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise LoadError(f"{name} is a {type(value).__name__} in the source: only ordinary tensors can be loaded")
     if value.layout != torch.strided or value.is_quantized:
         raise LoadError(f"{name} is {_kind(value)} in the source: only dense tensors can be loaded")
     if value.is_meta:

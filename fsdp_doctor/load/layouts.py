@@ -13,14 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp_doctor.fsdp.reader import Fsdp1Unit
-from fsdp_doctor.fsdp.shards import HeldPart, Slices, held_part
+from fsdp_doctor.fsdp.shards import HeldPart, Slices, Stretches, held_part
+from fsdp_doctor.load.outcome import LoadError
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same part. source: the one that has it first, from which the others get it."""
+    """Ranks that hold the same part.
 
-    group: dist.ProcessGroup
+    group: None for all that the model is on. source: the one that has it first, from which the others get it.
+    """
+
+    group: dist.ProcessGroup | None
     source: int
 
 
@@ -46,27 +50,32 @@ class Layout(ABC):
         """The full tensor in the order in which it is divided: a view."""
         return full
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[tuple[int, int]] | None:
-        """(first element, how many) of what the part has of the flattened tensor; None where rows are not in order."""
-        return [stretch for stretch in part.stretches(shape) if stretch[1]]
+    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
+        """What the part has of the flattened tensor; None where rows are not in order."""
+        return [some for some in part.stretches(shape) if some.length and some.rows]
 
 
 class OnMesh(Layout):
-    """A DTensor's."""
+    """A DTensor's. Raises LoadError for a mesh on which torch's own parts do not agree who has which shard."""
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         self._ranks = mesh.mesh
+        if any(not _ascend(self._ranks, dim) for dim, one in enumerate(placements) if not isinstance(one, Replicate)):
+            raise LoadError(
+                f"the mesh {self._ranks.tolist()} has its ranks in another order than their process group, by which "
+                "FSDP2 divides, while DTensor divides by the mesh: give it ranks in ascending order"
+            )
         self._placements = tuple(placements)
         self._known: dict[tuple[torch.Size, int], HeldPart] = {}
+        self._stretches: dict[tuple[torch.Size, HeldPart], list[Stretches] | None] = {}
         copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
         firsts = tuple(slice(1) if dim in copied else slice(None) for dim in range(mesh.ndim))
         self.owners = tuple(self._ranks[firsts].flatten().tolist())
         here = mesh.get_coordinate() or [0] * mesh.ndim
         self.replicas = tuple(
-            Replicas(group, dist.get_global_rank(group, 0))
+            Replicas(mesh.get_group(dim), int(self._ranks[(*here[:dim], 0, *here[dim + 1 :])]))
             for dim in copied
             if mesh.size(dim) > 1 and not any(here[later] for later in copied if later > dim)
-            for group in [mesh.get_group(dim)]
         )
 
     def __str__(self) -> str:
@@ -78,13 +87,19 @@ class OnMesh(Layout):
             self._known[key] = held_part(rank, shape, self._ranks, self._placements)
         return self._known[key]
 
+    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
+        key = shape, part
+        if key not in self._stretches:
+            self._stretches[key] = super().stretches(shape, part)
+        return self._stretches[key]
+
 
 class Whole(Layout):
     """Of a tensor that every rank has: a buffer, or a parameter that is not sharded."""
 
-    def __init__(self, group: dist.ProcessGroup | None, first: int) -> None:
-        self.owners = (first,)
-        self.replicas = (Replicas(group, first),) if group is not None else ()
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.owners = ranks[:1]
+        self.replicas = (Replicas(None, ranks[0]),) if len(ranks) > 1 else ()
 
     def __str__(self) -> str:
         return "whole"
@@ -96,8 +111,8 @@ class Whole(Layout):
 class Layouts:
     """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask."""
 
-    def __init__(self, group: dist.ProcessGroup | None, first: int) -> None:
-        self._whole = Whole(group, first)
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._whole = Whole(ranks)
         self._on_meshes: dict[tuple[int, tuple[Placement, ...]], OnMesh] = {}
 
     def of(self, tensor: torch.Tensor) -> Layout:
@@ -152,11 +167,15 @@ class InFlatParameter(Layout):
         order = sorted(range(full.ndim), key=lambda dim: -self._stride[dim])
         return full.permute(order).reshape(-1)
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[tuple[int, int]] | None:
+    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
         if list(self._stride) != sorted(self._stride, reverse=True):
             return None
-        return [(run.start, len(run)) for run in part.runs[0] if len(run)]
+        return super().stretches(torch.Size([shape.numel()]), part)
 
 
-def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    return tuple(tensor.device_mesh.mesh.flatten().tolist())
+def _ascend(ranks: torch.Tensor, dim: int) -> bool:
+    return ranks.shape[dim] < 2 or bool((ranks.diff(dim=dim) > 0).all())
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import base64
+import collections
+import numbers
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.load.given import check_value
 from fsdp_doctor.load.outcome import LoadError
 
+# What a bare value of a parameter's state may be; a text or None is for optimizers of others.
+_SINGLE = (numbers.Number, str, NoneType)
 _FORMAT = "the source must be what get_optimizer_state_dict(..., full_state_dict=True) returns"
 
 
@@ -41,6 +47,14 @@ class StateOutline:
 
     entries: dict[str, dict[str, TensorEntry | ScalarEntry]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Of two outlines that are alike, the same."""
+        lines = [f"{entry_name(key, name)}: {e}" for name, of_one in self.entries.items() for key, e in of_one.items()]
+        for index, group in enumerate(self.groups):
+            lines += [f"{name} in param group {index}" for name in group["params"]]
+            lines += [f"param group {index} with {key} = {group[key]!r}" for key in group if key != "params"]
+        return sorted(lines)
 
     def as_word(self) -> str:
         return base64.b85encode(pickle.dumps(self)).decode()
@@ -72,12 +86,19 @@ def outline_of(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
             elif isinstance(value, torch.Tensor):
                 check_value(entry_name(key, name), value)
                 outline.entries[name][key] = ScalarEntry(value.item(), value.dtype)
-            else:
+            elif isinstance(value, _SINGLE):
                 outline.entries[name][key] = ScalarEntry(value, None)
+            else:
+                raise LoadError(
+                    f"{entry_name(key, name)} is a {type(value).__name__} in the source: state is tensors and numbers"
+                )
     for group in source["param_groups"]:
         if not all(isinstance(name, str) for name in group["params"]):
             raise LoadError(f"{_FORMAT}: its param_groups have indices where parameters' names are expected")
         outline.groups.append({key: _on_host(value) for key, value in group.items()})
+    listed = collections.Counter(name for group in outline.groups for name in group["params"])
+    if twice := [name for name, count in listed.items() if count > 1]:
+        raise LoadError(f"the source has {some(twice)} in two param groups")
     return outline, tensors
 
 

@@ -31,7 +31,6 @@ class StateMatching:
         self._outline = outline
         self._dtype = dtype
         self._group_of = {name: index for index, group in enumerate(outline.groups) for name in group["params"]}
-        self._used: set[str] = set()
         self.found: list[tuple[Optimized, dict[str, TensorEntry | ScalarEntry]]] = []
         self.stateless: list[Optimized] = []
         self.missing: list[str] = []
@@ -46,6 +45,11 @@ class StateMatching:
             raise LoadError(
                 f"the source has {len(self.superfluous)} parameters that the optimizer does not have: "
                 f"{some(self.superfluous)}"
+            )
+        ungrouped = [name for name in outline.entries if name in known and name not in self._group_of]
+        if strict and ungrouped:
+            raise LoadError(
+                f"the source has {len(ungrouped)} parameters with state in none of its param groups: {some(ungrouped)}"
             )
         self.options = self._options(parameters)
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fsdp_doctor.extract.agreement import first_difference
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
 from fsdp_doctor.load.given import GivenSource
@@ -15,7 +17,7 @@ from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name, outline_of
 from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
-from fsdp_doctor.load.outcome import LoadReport
+from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.targets import Target, loaded_model, settle
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
@@ -58,8 +60,8 @@ def load_optimizer_state(
     a gradient, has none afterwards; the report names these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, for
-    other shapes and dtypes, for param groups that do not correspond, and for an optimizer of parameters that are not
-    the model's.
+    other shapes and dtypes, for param groups that do not correspond, for ranks whose sources differ in more than the
+    values of their tensors, and for an optimizer of parameters that are not the model's.
     Raises TypeError for a source that is not of the format, ValueError for a rule that there is not.
     """
     with refused(model):
@@ -80,7 +82,9 @@ def load_optimizer_state(
             have, lambda: _plan(parameters, f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}")
         )
         of_first = StateOutline.of_word(together.agree(outline.as_word()))
-        matching = StateMatching(parameters, of_first if holders == "first" else outline, strict=strict, dtype=dtype)
+        if source and (difference := _difference(of_first, outline, place.first)):
+            raise LoadError(difference)
+        matching = StateMatching(parameters, of_first, strict=strict, dtype=dtype)
         state = NewState(optimizer, matching)
         wanted = {name for target in state.targets for name in target.names}
         have.tensors = {name: tensor for name, tensor in tensors.items() if name in wanted}
@@ -104,6 +108,13 @@ def _plan(parameters: Sequence[Optimized], settings: str) -> list[str]:
             for stretch in one.stretches
         ),
     ]
+
+
+def _difference(of_first: StateOutline, own: StateOutline, first: int) -> str:
+    """A sentence about the first, empty for none."""
+    lines, own_lines = of_first.lines(), own.lines()
+    rank = dist.get_rank()
+    return first_difference(f"rank {first}", lines, f"rank {rank}", own_lines, "load") if lines != own_lines else ""
 
 
 class NewState:

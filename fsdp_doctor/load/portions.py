@@ -8,32 +8,54 @@ from collections.abc import Iterator
 import torch
 
 from fsdp_doctor.extract.host_copies import InMemory, Portion, flat_bytes
-from fsdp_doctor.fsdp.shards import HeldPart
+from fsdp_doctor.fsdp.shards import HeldPart, Stretches
 from fsdp_doctor.load.given import Value
 from fsdp_doctor.load.layouts import Layout
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
 
 _WEIGHTS = 1 << 17
+# Of stretches that are read at once, and what is read for nothing between two rather than with a call of its own.
+_BLOCK_BYTES = 256 << 10
+_LONGEST_GAP = 64 << 10
 
 
 class InFile(Portion):
-    """stretches: (where in the file, how many bytes) of each."""
+    """stretches: in bytes of the file."""
 
-    def __init__(self, file: SafetensorsFile, stretches: list[tuple[int, int]]) -> None:
+    def __init__(self, file: SafetensorsFile, stretches: list[Stretches]) -> None:
         self._file, self._stretches = file, stretches
-        self.nbytes = sum(length for _, length in stretches)
+        self.nbytes = sum(some.length * some.rows for some in stretches)
 
     def fill(self, target: torch.Tensor, start: int) -> None:
-        into = _bytes_of(target)
-        for offset, length in self._stretches:
-            if not into:
-                break
+        for some in self._stretches:
+            length = some.length * some.rows
             if start < length:
-                count = min(length - start, len(into))
-                self._file.read(offset + start, into[:count])
-                into, start = into[count:], 0
+                nbytes = min(length - start, target.numel())
+                self._read(some, start, target[:nbytes])
+                target, start = target[nbytes:], length
+                if not target.numel():
+                    break
+            start -= length
+
+    def _read(self, some: Stretches, start: int, target: torch.Tensor) -> None:
+        memory, done = _bytes_of(target), 0
+        while done < len(memory):
+            row, within = divmod(start + done, some.length)
+            offset = some.first + row * some.step + within
+            rows = 0 if within else min((len(memory) - done) // some.length, _BLOCK_BYTES // max(some.step, 1))
+            if rows > 1 and some.step - some.length <= _LONGEST_GAP:
+                nbytes = rows * some.length
+                target[done : done + nbytes].view(rows, -1).copy_(self._columns(some, offset, rows))
             else:
-                start -= length
+                nbytes = min(some.length - within, len(memory) - done)
+                self._file.read(offset, memory[done : done + nbytes])
+            done += nbytes
+
+    def _columns(self, some: Stretches, offset: int, rows: int) -> torch.Tensor:
+        """Rows that are read with one call, and with what is between them."""
+        block = torch.empty((rows - 1) * some.step + some.length, dtype=torch.uint8, device="cpu")
+        self._file.read(offset, _bytes_of(block))
+        return block.as_strided((rows, some.length), (some.step, 1))
 
 
 class Cast(Portion):
@@ -57,9 +79,9 @@ def portion(value: Value, layout: Layout, part: HeldPart, dtype: torch.dtype) ->
     stretches = layout.stretches(value.shape, part)
     size = value.dtype.itemsize
     if stretches is None:
-        whole = _some_of(InFile(value.file, [(value.begin, value.shape.numel() * size)]))
+        whole = _some_of(InFile(value.file, [Stretches(value.begin, value.shape.numel() * size, 0, 1)]))
         return _in_memory(whole.view(value.dtype).view(value.shape), layout, part, dtype)
-    in_file = InFile(value.file, [(value.begin + first * size, count * size) for first, count in stretches])
+    in_file = InFile(value.file, [some.in_bytes(value.begin, size) for some in stretches])
     return in_file if value.dtype == dtype else Cast(in_file, value.dtype, dtype)
 
 

@@ -5,6 +5,7 @@ Read with pread, not through a map of the file: a page of a map that has gone wi
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,8 @@ DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -38,6 +41,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # From torch 2.7 on.
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 # As the safetensors package has it.
 _LONGEST_HEADER = 100_000_000
 _LENGTH_BYTES = 8
@@ -90,7 +95,12 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             raise LoadError(f"{self.path} is no safetensors file: its header is no JSON object")
         header.pop("__metadata__", None)
-        return {name: self._tensor(name, about, begin, size) for name, about in header.items()}
+        tensors = {name: self._tensor(name, about, begin, size) for name, about in header.items()}
+        in_order = sorted((one.begin, one.end, name) for name, one in tensors.items())
+        for (_, end, name), (start, _, other) in itertools.pairwise(in_order):
+            if start < end:
+                raise LoadError(f"{self.path}: {name} and {other} lie in the same bytes")
+        return tensors
 
     def _without_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -124,6 +134,10 @@ class FileTensor:
     begin: int
     shape: torch.Size
     dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel() * self.dtype.itemsize
 
 
 def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +21,9 @@ from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
 from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks
 from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
+
+# Of a group that is made for loads: its collectives begin on all ranks at once.
+_PATIENCE = datetime.timedelta(minutes=5)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -40,13 +45,13 @@ class Target:
 class LoadedModel:
     """Where a model lies.
 
-    ranks: those that take part, rank 0 first, which is the first of the model's mesh. group: of all of them, None
-    for a rank alone. device: where this rank communicates. spans: whether each tensor is on all of the ranks; under
-    tensor parallelism, those that it does not divide are sharded over a part of them.
+    ranks: those that take part, rank 0 first, which is the first of the model's mesh. known_group: one of all of them
+    that there is, None if it has to be made. device: where this rank communicates. spans: whether each tensor is on
+    all of the ranks; under tensor parallelism, those that it does not divide are sharded over a part of them.
     """
 
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
+    known_group: dist.ProcessGroup | None
     device: torch.device
     spans: bool
 
@@ -54,35 +59,41 @@ class LoadedModel:
     def first(self) -> int:
         return self.ranks[0]
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Where none is known, each rank waits here until all others have come, too."""
+        return self.known_group or _new_group(self.ranks, _world())
+
+
+def ranks_of(held: HeldModel) -> tuple[int, ...]:
+    """Those that the largest part of the model is on; none where nothing is sharded."""
+    return max(_ranks_of_parts(held), key=len, default=())
+
 
 def loaded_model(held: HeldModel) -> LoadedModel:
     """Raises LoadError for a model that is not sharded, or whose ranks cannot be told."""
-    meshes = {id(t.tensor.device_mesh): t.tensor for t in held.parameters if isinstance(t.tensor, DTensor)}
-    if not meshes and not held.fsdp1_units:
+    if not held.fsdp1_units and not _meshes(held):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
-    of_parts = [mesh_ranks(tensor) for tensor in meshes.values()] + [_ranks(unit) for unit in held.fsdp1_units]
+    of_parts = _ranks_of_parts(held)
     ranks = max(of_parts, key=len)
     if strange := [some for some in of_parts if not set(some) <= set(ranks)]:
         raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(strange[0])}: load them apart")
     spans = all(len(some) == len(ranks) and some[0] == ranks[0] for some in of_parts)
-    device = _compute_device(held)
-    groups = [tensor.device_mesh.get_group() for tensor in meshes.values() if tensor.device_mesh.ndim == 1]
-    groups += [unit.group for unit in held.fsdp1_units]
-    group = _group_of(ranks, groups)
-    if group is not None and not private.has_backend_for(group, device):
+    device, known_group = _compute_device(held), _known_group(held, ranks)
+    if len(ranks) > 1 and not private.has_backend_for(known_group or _world(), device):
         raise LoadError(
             f"the model's process group has no backend for {device.type}: initialize it with one, as in "
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    return LoadedModel(ranks=ranks, group=group, device=device, spans=spans)
+    return LoadedModel(ranks=ranks, known_group=known_group, device=device, spans=spans)
 
 
 @without_garbage_collection
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
     """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
-    layouts, rank = Layouts(model.group, model.first), dist.get_rank()
+    layouts, rank = Layouts(model.ranks), dist.get_rank()
     targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
     targets += [_of_tensor(tensor, layouts.of(tensor.tensor), rank, model.device) for tensor in held.tensors()]
     return targets
@@ -107,26 +118,37 @@ def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
         unit.reshard()
 
 
-def _ranks(unit: Fsdp1Unit) -> tuple[int, ...]:
+def _meshes(held: HeldModel) -> list[DeviceMesh]:
+    """Each once."""
+    meshes = (tensor.tensor.device_mesh for tensor in held.parameters if isinstance(tensor.tensor, DTensor))
+    return list({id(mesh): mesh for mesh in meshes}.values())
+
+
+def _ranks_of_parts(held: HeldModel) -> list[tuple[int, ...]]:
+    return [*map(mesh_ranks, _meshes(held)), *map(_ranks_of_unit, held.fsdp1_units)]
+
+
+def _ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
     if unit.replica_group is not None:
         return tuple(range(dist.get_world_size()))
     return tuple(dist.get_process_group_ranks(unit.group))
 
 
-def _group_of(ranks: tuple[int, ...], known: list[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
+def _known_group(held: HeldModel, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    groups = [mesh.get_group() for mesh in _meshes(held) if mesh.ndim == 1]
+    groups += [*(unit.group for unit in held.fsdp1_units), _world()]
+    return next((group for group in groups if sorted(dist.get_process_group_ranks(group)) == sorted(ranks)), None)
+
+
+def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
-    for group in (*known, dist.group.WORLD):
-        if sorted(dist.get_process_group_ranks(group)) == sorted(ranks):
-            return group
-    return _new_group(ranks, dist.group.WORLD)
+    return dist.group.WORLD
 
 
 @functools.lru_cache(maxsize=1)
 def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Once for all loads in the same world."""
-    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    """Once for all loads in the same world. A rank that fails here is waited for as long as the group would."""
+    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_PATIENCE, use_local_synchronization=True)
     return made
 
 
@@ -151,6 +173,8 @@ def _of_tensor(held: HeldTensor, layout: Layout, rank: int, compute_device: torc
         raise LoadError(
             f"{held.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
         )
+    if any(length > 1 and not stride for length, stride in zip(local.shape, local.stride(), strict=True)):
+        raise LoadError(f"{held.names[0]} is expanded: several of its elements share memory; clone it before the load")
 
     def shard() -> torch.Tensor:
         if private.local_tensor(tensor).is_meta:

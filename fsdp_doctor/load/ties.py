@@ -14,7 +14,7 @@ from fsdp_doctor.load.portions import fingerprint, portion
 from fsdp_doctor.load.targets import Target
 from fsdp_doctor.load.together import Holders
 
-_WHOLE = Whole(None, 0)
+_WHOLE = Whole((0,))
 
 
 class Ties:

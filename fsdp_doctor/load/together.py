@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, PlanMismatch, RankLeft
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.given import GivenSource, Kind
 from fsdp_doctor.load.outcome import LoadError
+from fsdp_doctor.load.targets import ranks_of
 
 Holders = Literal["first", "all"]
 _KINDS: tuple[Kind, ...] = ("mapping", "iterator", "files")
@@ -94,10 +94,8 @@ def _in_words(error: BaseException) -> str:
 
 
 def _likely_ranks(model: nn.Module) -> tuple[int, ...]:
-    """Those of the largest mesh; where there is none, all."""
-    meshes = [
-        tuple(held.tensor.device_mesh.mesh.flatten().tolist())
-        for held in reader.read(model).parameters
-        if isinstance(held.tensor, DTensor)
-    ]
-    return max(meshes, key=len, default=tuple(range(dist.get_world_size())))
+    """Those of the model, as far as it can be read; where it cannot be, all."""
+    with contextlib.suppress(Exception):
+        if ranks := ranks_of(reader.read(model)):
+            return ranks
+    return tuple(range(dist.get_world_size()))

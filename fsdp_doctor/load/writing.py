@@ -99,6 +99,9 @@ class Load:
         streams: Streams,
         begin: Callable[[], None],
     ) -> LoadReport:
+        if self._place.known_group is None:
+            # One is about to be made, for which each rank waits for all others.
+            self._together.agree()
         way = FromFirstRank(self._place, self._targets, self._bucket_bytes, self._together.agree, copies, streams)
         way.prepare()
         self._together.agree()

@@ -177,3 +177,15 @@ def skips_what_is_missing_and_says_so(model: nn.Module, state: State) -> Any:
 @_loads
 def skips_what_is_superfluous(model: nn.Module, state: State) -> None:
     fsdp_doctor.load_full_tensors(model, state, strict=False)
+
+
+@_loads
+def loads_on_one_rank(model: nn.Module, state: State) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+    fsdp_doctor.load_full_tensors(model, {})
+
+
+@_loads
+def loads_with_the_others(model: nn.Module, state: State, buffers: State) -> None:
+    fsdp_doctor.load_full_tensors(model, state, buffers=buffers)

@@ -43,6 +43,9 @@ def test_every_rank_reads_and_writes_what_torch_gives_it(mesh_shape: tuple[int, 
             assert part.shape == expected.shape, (placements, rank)
             assert torch.equal(part.read(_FULL), expected), (placements, rank)
             part.write(joined, expected.reshape(-1))
+            stretches = part.stretches(_FULL.shape)
+            flat = [_FULL.view(-1)[s.first + i * s.step :][: s.length] for s in stretches for i in range(s.rows)]
+            assert torch.equal(torch.cat([*flat, _FULL.new_empty(0)]), expected.reshape(-1)), (placements, rank)
         assert torch.equal(joined, _FULL), placements
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from support.extraction import Tensors, assert_same, extracted, fsdp2, new_net, raises_soon
 from support.loading import everywhere, local_of, on_first, other_tensors
 from support.ranks import Setting, on_ranks, this_rank, together, world_size
 from support.training import shared_directory
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import LoadError, load_full_tensors, load_optimizer_state
@@ -36,6 +38,20 @@ def test_a_megabyte_of_garbage_is_no_header(tmp_path: pathlib.Path) -> None:
             SafetensorsFile(path)
 
 
+def _is_written(dtype: torch.dtype, path: pathlib.Path) -> bool:
+    with contextlib.suppress(KeyError, RuntimeError, SafetensorError):
+        save_file({"w": torch.zeros(16, dtype=torch.uint8).view(dtype)}, path)
+    return path.exists() and "float4" not in str(dtype)
+
+
+def test_every_dtype_of_whole_bytes_that_safetensors_writes_is_read(tmp_path: pathlib.Path) -> None:
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    written = {dtype: path for dtype in dtypes if _is_written(dtype, path := tmp_path / str(dtype))}
+    assert len(written) >= 16
+    for dtype, path in written.items():
+        assert SafetensorsFile(path).tensors["w"].dtype == dtype
+
+
 def test_what_is_no_file_is_not_waited_for(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / "directory.safetensors").mkdir()
@@ -50,8 +66,13 @@ def test_an_index_that_names_files_that_are_not_there_names_them(tmp_path: pathl
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "x": "gone.safetensors"}}))
     with pytest.raises(LoadError, match=r"names files that are not there: .*gone.safetensors"):
         open_files(tmp_path)
-    index.write_text("[" * 200_000)
-    with pytest.raises(LoadError, match="is no index of a checkpoint"):
+    for text in ("[" * 200_000, '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}'):
+        index.write_text(text)
+        with pytest.raises(LoadError, match="is no index of a checkpoint"):
+            open_files(tmp_path)
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(LoadError, match=r"index.json is no file"):
         open_files(tmp_path)
 
 
@@ -88,18 +109,32 @@ def test_arguments_that_make_no_sense_are_said_on_every_rank() -> None:
     model, tensors = fsdp2(new_net()), other_tensors()
     before = extracted(model)
     sparse = tensors | {"layers.0.up.weight": tensors["layers.0.up.weight"].to_sparse()}
+    with FakeTensorMode():
+        fake = tensors | {"layers.0.up.weight": torch.empty(14, 8)}
     wrong: list[tuple[Callable[[], Any], type[BaseException], str]] = [
         (lambda: load_full_tensors(None, tensors), TypeError, "the model must be a torch.nn.Module, not NoneType"),  # type: ignore[arg-type]
         (lambda: load_full_tensors(model, tensors, buffers=[1]), TypeError, "buffers must be a mapping"),  # type: ignore[arg-type]
         (lambda: load_full_tensors(model, tensors, bucket_bytes=1e6), TypeError, "must be a whole number"),  # type: ignore[arg-type]
         (lambda: load_full_tensors(model, {"model": tensors}), TypeError, "model must be a tensor, not dict"),  # type: ignore[dict-item]
         (lambda: load_full_tensors(model, sparse), LoadError, "is sparse_coo in the source"),
+        (lambda: load_full_tensors(model, fake), LoadError, "is a FakeTensor in the source"),
         (lambda: load_optimizer_state(model, None, {}), TypeError, "the optimizer must be"),  # type: ignore[arg-type]
     ]
     for call, kind, words in wrong:
         with raises_soon(kind, words):
             call()
     assert_same(extracted(model), before)
+
+
+@_on_two
+def test_an_expanded_buffer_is_refused_before_anything_is_written() -> None:
+    model, tensors = fsdp2(new_net()), other_tensors()
+    before = extracted(model)
+    model.scale = torch.ones(1).expand(8)
+    for source in (tensors, on_first(tensors)):
+        with raises_soon(LoadError, "scale is expanded: several of its elements share memory", "written nothing"):
+            load_full_tensors(model, source)
+    assert_same(extracted(model), before | {"scale": torch.ones(8)})
 
 
 @_on_two
@@ -112,6 +147,59 @@ def test_an_optimizers_state_of_another_form_is_said_on_every_rank() -> None:
             with raises_soon(kind, "its state must be a mapping, and its param_groups a list"):
                 load_optimizer_state(model, optimizer, source({"state": state, "param_groups": groups}))
     assert not optimizer.state
+
+
+def _saved_state(model: nn.Module, lr: float = 0.5) -> dict[str, Any]:
+    """As ``get_optimizer_state_dict`` returns it after a step."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    moments = {name: torch.ones(model.get_parameter(name).shape) for name in names}
+    state = {name: {"step": torch.tensor(3.0), "exp_avg": m, "exp_avg_sq": m + 1} for name, m in moments.items()}
+    return {"state": state, "param_groups": [{"params": names, "lr": lr}]}
+
+
+@_on_two
+def test_an_optimizers_state_with_values_or_groups_that_make_no_sense_is_refused_on_every_rank() -> None:
+    model = fsdp2(new_net())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    name = "layers.0.up.bias"
+    array, function, in_none, in_two = (_saved_state(model) for _ in range(4))
+    array["state"][name]["exp_avg"] = array["state"][name]["exp_avg"].numpy()
+    function["state"][name]["step"] = lambda: 3
+    in_none["param_groups"][0]["params"].remove(name)
+    in_two["param_groups"].append({"params": [name]})
+    wrong = {
+        f"exp_avg of {name} is a ndarray in the source": array,
+        f"step of {name} is a function in the source": function,
+        f"1 parameters with state in none of its param groups: {name}": in_none,
+        f"the source has {name} in two param groups": in_two,
+    }
+    for words, state in wrong.items():
+        for source in (on_first, lambda state: state):
+            with raises_soon(LoadError, words, "written nothing"):
+                load_optimizer_state(model, optimizer, source(state))
+    assert not optimizer.state
+
+
+@_on_two
+def test_ranks_whose_optimizers_states_differ_in_more_than_their_tensors_are_told_the_first_difference() -> None:
+    model = fsdp2(new_net())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    name = "layers.0.up.bias"
+    other_lr, other_step, lacking = (_saved_state(model) for _ in range(3))
+    if this_rank() == 1:
+        other_lr["param_groups"][0]["lr"] = 0.25
+        other_step["state"][name]["step"] = torch.tensor(4.0)
+        del lacking["state"][name]["exp_avg_sq"]
+    for state, words in (
+        (other_lr, "param group 0 with lr = 0.25"),
+        (other_step, "4.0"),
+        (lacking, f"exp_avg_sq of {name}"),
+    ):
+        with raises_soon(LoadError, "the ranks do not load the same", words, "written nothing"):
+            load_optimizer_state(model, optimizer, state)
+    assert not optimizer.state
+    load_optimizer_state(model, optimizer, _saved_state(model))
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 class _Rare(nn.Module):

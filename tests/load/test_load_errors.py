@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from support.extraction import Tensors, assert_same, extracted, fsdp2, mesh_over, new_net, raises_soon, tensors_of
-from support.loading import BUCKET_BYTES, everywhere, items_of, on_first, other_tensors
+from support.loading import BUCKET_BYTES, everywhere, items_of, on_first, on_four, other_tensors
 from support.ranks import this_rank, together, world_size
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import LoadError, load_full_tensors
@@ -187,6 +188,39 @@ def test_ranks_with_different_models_or_arguments_are_told_the_first_difference(
         load_full_tensors(fsdp2(new_net()), on_first(other_tensors()), strict=this_rank() == 1)
     with raises_soon(ValueError if this_rank() == 1 else LoadError, "dtype must be one of"):
         load_full_tensors(fsdp2(new_net()), on_first(other_tensors()), dtype="fp8" if this_rank() == 1 else "keep")
+
+
+@on_four
+def test_a_rank_that_fails_leaves_none_in_the_making_of_a_group() -> None:
+    """No group is known of the ranks of a mesh of several dims that is a part of all ranks."""
+    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("half", "replicate", "shard"))
+    model = fsdp2(new_net(), whole["replicate", "shard"])
+    before = extracted(model)
+    is_first = this_rank() % 2 == 0
+    with raises_soon(LoadError if is_first else ValueError, "dtype must be one of"):
+        load_full_tensors(model, other_tensors() if is_first else None, dtype="keep" if is_first else "fp8")
+    with raises_soon(LoadError, f"lacks 1 of the model's tensors: {SMALL}", "written nothing"):
+        load_full_tensors(model, UNFIT["missing"][0]() if is_first else None)
+    assert_same(extracted(model), before)
+    load_full_tensors(model, other_tensors() if is_first else None)
+    assert_same(extracted(model), other_tensors())
+
+
+@on_four
+def test_a_mesh_in_another_order_is_filled_from_its_first_rank_or_refused() -> None:
+    model = fsdp2(new_net(), DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("replicate", "shard")))
+    load_full_tensors(model, other_tensors() if this_rank() == 2 else None)
+    assert_same(extracted(model), other_tensors())
+    model = fsdp2(new_net(), DeviceMesh("cpu", [3, 2, 1, 0]))
+    with raises_soon(LoadError, "the mesh [3, 2, 1, 0] has its ranks in another order", "written nothing"):
+        load_full_tensors(model, other_tensors())
+
+
+@everywhere
+def test_a_model_that_one_rank_alone_does_not_have_is_an_error_on_every_rank() -> None:
+    here = this_rank() == 1
+    with raises_soon(TypeError if here else LoadError, "the model must be a torch.nn.Module, not NoneType"):
+        load_full_tensors(None if here else fsdp2(new_net()), on_first(other_tensors()))  # type: ignore[arg-type]
 
 
 @everywhere
