@@ -16,7 +16,7 @@ from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.plan.configured_machines import at_least_one, configured_machines
+from fsdp_doctor.plan.configured_machines import DEFAULT_GPUS, at_least_one, configured_machines
 from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
 from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
@@ -56,7 +56,8 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
     try:
-        machines = _machines(result, options)
+        gpus, nodes = configured_machines(result.framework, result.settings, result.world_size)
+        machines = _machines(gpus, nodes, options)
         result = _read_for(machines.ranks, result)
         uses = _one_for_each_role(result)
         roles = tuple(_role(use, result, machines, options) for use in uses)
@@ -74,7 +75,7 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         saved_whole=tuple(
             use.role for use in uses if any(point.case.path in _SAVES_WHOLE for point in use.extractions)
         ),
-        unread=(*_unread(uses), *_taken_sizes(result, uses, options)),
+        unread=(*_unread(uses), *_taken_gpus(options.gpus or gpus), *_taken_sizes(result, uses, options)),
     )
 
 
@@ -84,11 +85,10 @@ def _one_for_each_role(result: CheckResult) -> list[Use]:
     return list(found.values())
 
 
-def _machines(result: CheckResult, options: PlanOptions) -> Machines:
+def _machines(gpus: int | None, nodes: int, options: PlanOptions) -> Machines:
     """As configured; an option replaces the one number that it is of."""
-    gpus, nodes = configured_machines(result.framework, result.settings, result.world_size)
     return Machines(
-        gpus=options.gpus or gpus,
+        gpus=options.gpus or gpus or DEFAULT_GPUS,
         nodes=options.nodes or nodes,
         gpu_memory=options.gpu_memory,
         host_memory=options.host_memory,
@@ -213,6 +213,12 @@ def _model(role: Role, result: CheckResult, options: PlanOptions) -> str:
         f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model, a directory or one "
         f"of {', '.join(MODEL_SHAPES)}"
     )
+
+
+def _taken_gpus(gpus: int | None) -> list[str]:
+    if gpus is not None:
+        return []
+    return [f"the configuration does not say how many devices a node has, and {DEFAULT_GPUS} are taken: give --gpus"]
 
 
 def _taken_sizes(result: CheckResult, uses: Sequence[Use], options: PlanOptions) -> list[str]:
