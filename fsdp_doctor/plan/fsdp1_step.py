@@ -13,7 +13,7 @@ from fsdp_doctor.plan.timeline import Timeline
 
 
 class Fsdp1Replay:
-    """views: bytes that only the modules' views of a unit still hold, by its name; they go when it is next unsharded."""
+    """views: bytes that only the modules' views of a unit hold, by its name; they go when it is next unsharded."""
 
     def __init__(self, timeline: Timeline, setup: RoleSetup, views: dict[str, int]) -> None:
         self._timeline = timeline
