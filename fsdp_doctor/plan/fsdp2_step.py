@@ -50,7 +50,7 @@ class Fsdp2Replay:
         self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
         timeline.take("communication buffers", self._reduce_input)
         # A loop of foreach_reduce, which one shard does without, has the last gradient in its variable to the end.
-        outlives = rounded(unit.originals[-1] * dtypes.compute) if self._setup.shard_ranks > 1 else 0
+        outlives = rounded(sum(unit.originals[-1:]) * dtypes.compute) if self._setup.shard_ranks > 1 else 0
         outlives = min(outlives, gradients)
         timeline.give("gradients", gradients - outlives)
         self._reduce(unit)

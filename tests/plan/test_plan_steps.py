@@ -24,13 +24,14 @@ _UNIT = UnitShard(
     full=(_ROWS, _LAST),
     originals=(_ROWS, _LAST),
 )
+_PLAIN = {"strategy": "fsdp2", "offload": "none", "staging": "unstaged"}
 _FP32_SUM = rounded((_ROWS + _LAST) // 2 * 4)
 _INPUT = rounded((_ROWS + _LAST) * 4)
 
 
 def _after_backward(*, offload: str, replicas: int, master: int = 4) -> tuple[DeviceLedger, DeviceLedger]:
     """At the end of a unit's backward, and of the whole."""
-    scenario = scenario_of({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
+    scenario = scenario_of(_PLAIN | {"offload": offload})
     setup = RoleSetup(role="actor", scenario=scenario, shard_ranks=2, replicas=replicas, dtypes=Dtypes(master=master))
     timeline = Timeline()
     replay = Fsdp2Replay(timeline, setup)
@@ -56,6 +57,13 @@ def test_what_replicas_add_up_is_kept_until_the_backward_is_over(offload: str, m
     added_up, end = _after_backward(offload=offload, replicas=2, master=master)
     assert added_up.allocated - alone.allocated == kept * _FP32_SUM
     assert end.held == end_alone.held
+
+
+def test_a_unit_whose_parameters_are_all_in_others_is_reduced_without_any() -> None:
+    setup = RoleSetup(role="actor", scenario=scenario_of(_PLAIN), shard_ranks=2)
+    timeline = Timeline()
+    Fsdp2Replay(timeline, setup).post_backward(UnitShard(name="root", padded=(), own=(), full=(), originals=()), 0)
+    assert timeline.end_stage().peak == 0
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp1-orig"])
