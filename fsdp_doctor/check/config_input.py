@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import select
 import stat
 import sys
@@ -42,7 +41,7 @@ def _bytes(argument: str, name: str) -> bytes:
             return stream.read(_MOST_BYTES + 1)
         return _read(descriptor, name)
     # Without O_NONBLOCK a FIFO that nobody writes to cannot even be opened.
-    descriptor = os.open(pathlib.Path(argument).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(os.path.expanduser(argument), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return _read(descriptor, name)
     finally:

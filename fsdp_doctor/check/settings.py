@@ -16,6 +16,15 @@ _LONGEST_SHOWN = 160
 _LARGEST_NUMBER = 1_000_000_000
 
 
+def _names(value: Any) -> list[Any] | None:
+    """The devices of a list, or of a text such as ``0,1`` or ``0,``; None for what is neither."""
+    if isinstance(value, list):
+        return value
+    parts = [part.strip() for part in str(value).split(",")]
+    named = [part for part in parts if part]
+    return named if len(parts) > 1 and all(map(str.isdecimal, named)) else None
+
+
 class Unreadable(Exception):
     """A setting that decides something has a value which cannot be read; the message says which, for the user."""
 
@@ -111,6 +120,20 @@ class Settings:
         if abs(number) > _LARGEST_NUMBER:
             raise Unreadable(f"{row} is not a number of any use here")
         return number
+
+    def count(self, *keys: str) -> int | None:
+        """A whole number of devices, or how many are named, as ``[0, 1]`` or ``0,1``.
+
+        None for -1, which is all there are, for any other word, and for a value that only running would give.
+        """
+        row = self.first(*keys)
+        if row is None:
+            return None
+        named = _names(row.value)
+        if named is not None:
+            return len(named)
+        text = str(row.value).strip()
+        return self.number(row.key) if text != "-1" and text.removeprefix("-").isdecimal() else None
 
     def word(self, *keys: str, default: str = "") -> str:
         """A text. Raises Unreadable for a reference that leads nowhere, and for what only running would give."""

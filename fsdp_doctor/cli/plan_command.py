@@ -11,7 +11,7 @@ import typer
 
 from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
-from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES, MOST_LAYERS
 
 if TYPE_CHECKING:
     from fsdp_doctor.plan.planned_job import PlanOptions
@@ -21,8 +21,8 @@ EXIT_CODES = (
     "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
     "4 the doctor's own fault."
 )
-# Each is made, and its forward followed.
-_MOST_LAYERS = 1000
+# What a number without a unit comes to, where it is meant in GiB.
+_NO_MEMORY = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class JobSizeOptions:
         for option, number in numbers.items():
             if number is not None:
                 values.positive(option, number)
-        if self.layers is not None and self.layers > _MOST_LAYERS:
-            raise UsageError(f"--layers {self.layers}: at most {_MOST_LAYERS}")
+        if self.layers is not None and self.layers > MOST_LAYERS:
+            raise UsageError(f"--layers {self.layers}: at most {MOST_LAYERS}")
         if self.model is not None and not self.model.strip():
             raise UsageError("--model: give a name or a directory")
         if self.model is not None and self.model not in MODEL_SHAPES:
@@ -65,12 +65,19 @@ class JobSizeOptions:
             layers=self.layers,
             gpus=self.gpus,
             nodes=self.nodes,
-            gpu_memory=values.size("--gpu-memory", self.gpu_memory),
-            host_memory=values.size("--host-memory", self.host_memory) if self.host_memory is not None else None,
+            gpu_memory=_memory("--gpu-memory", self.gpu_memory),
+            host_memory=_memory("--host-memory", self.host_memory) if self.host_memory is not None else None,
             length=self.seq_len,
             sequences=self.micro_batch,
             framework_version=framework_version,
         )
+
+
+def _memory(option: str, text: str) -> int:
+    nbytes = values.size(option, text)
+    if nbytes < _NO_MEMORY:
+        raise UsageError(f"{option} {text}: that is {nbytes} bytes; give a unit, as in 80GiB")
+    return nbytes
 
 
 def run(

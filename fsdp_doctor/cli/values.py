@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 from collections.abc import Collection, Iterable
@@ -85,8 +86,9 @@ def baseline(value: str) -> Baseline:
 
 def model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
     """The directory of a Hugging Face configuration. Raises UsageError where it does not hold one."""
-    directory = pathlib.Path(value).expanduser()
-    if not directory.is_dir():
+    directory = pathlib.Path(os.path.expanduser(value))
+    # Not the path's own question, which fails for a name that is too long.
+    if not os.path.isdir(directory):
         raise UsageError(f"--model {value}: neither a built-in model ({', '.join(built_in)}) nor a directory")
     config = directory / "config.json"
     if not config.is_file():

@@ -175,6 +175,11 @@ class Fsdp1Unit:
         return [self.flat_parameter, *originals, *tied]
 
     @property
+    def views(self) -> list[torch.Tensor]:
+        """Without use_orig_params, what the modules have now: views of what the flat parameter was, when last used."""
+        return private.module_views(self._handle)
+
+    @property
     def shapes(self) -> list[torch.Size]:
         """Of the parameters, in the order of the names."""
         return private.original_shapes(self._handle)

@@ -62,3 +62,4 @@ def _unsharded(held: HeldModel) -> Iterator[torch.Tensor]:
     for unit in held.fsdp1_units:
         yield unit.flat_parameter.detach()
         yield from unit.shown.values()
+        yield from unit.views

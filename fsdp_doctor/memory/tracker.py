@@ -23,15 +23,30 @@ from fsdp_doctor.fsdp import private
 from fsdp_doctor.ledgers.stage_ledger import Bytes, MemoryClass
 from fsdp_doctor.memory.storages import device_bytes, is_wrapper, storages, tensors_in
 
-# What is made in a function of torch is of this class, by the end of its file's name; the innermost function decides.
-_MADE_IN: dict[str, MemoryClass] = {
-    "/fsdp/_fully_shard/_fsdp_param.py": "unsharded parameters",
-    "/fsdp/_fully_shard/_fsdp_param_group.py": "communication buffers",
-    "/fsdp/_fully_shard/_fsdp_collectives.py": "communication buffers",
-    "/fsdp/_flat_param.py": "unsharded parameters",
-    "/fsdp/_runtime_utils.py": "communication buffers",
-}
 _OPTIMIZERS = "/torch/optim/"
+_FSDP = "/torch/distributed/fsdp/"
+# What is made in a file of torch's FSDP is of this class; the innermost function decides, and of a file without a class
+# the one that called it. In a file that is not among them it is unexplained: torch has changed since.
+_MADE_IN: dict[str, MemoryClass | None] = {
+    "_fully_shard/_fsdp_collectives.py": "communication buffers",
+    "_fully_shard/_fsdp_common.py": None,
+    "_fully_shard/_fsdp_init.py": "unsharded parameters",
+    "_fully_shard/_fsdp_param.py": "unsharded parameters",
+    "_fully_shard/_fsdp_param_group.py": "communication buffers",
+    "_fully_shard/_fsdp_state.py": "activations",
+    "_fully_shard/_fully_shard.py": "parameters",
+    "_common_utils.py": None,
+    "_flat_param.py": "unsharded parameters",
+    "_fsdp_extensions.py": None,
+    "_init_utils.py": "unsharded parameters",
+    "_optim_utils.py": "communication buffers",
+    "_runtime_utils.py": "communication buffers",
+    "_shard_utils.py": "communication buffers",
+    "_state_dict_utils.py": "communication buffers",
+    "_unshard_param_utils.py": "unsharded parameters",
+    "fully_sharded_data_parallel.py": None,
+    "sharded_grad_scaler.py": "gradients",
+}
 # What makes shards that are to be gathered, and what makes or moves the shards themselves.
 _MADE_BY: dict[str, MemoryClass] = {
     "all_gather_inputs": "communication buffers",
@@ -184,10 +199,9 @@ class StorageTracker(private.OperatorMode):
                     tracked.memory_class = "gradients"
 
     def _maker(self) -> CodeType | None:
-        """The innermost function of torch's FSDP or optimizers that this thread is in."""
+        """The innermost function of torch's FSDP or optimizers that this thread is in, if it calls no module."""
         frame: FrameType | None = inspect.currentframe()
-        while frame is not None:
-            code = frame.f_code
+        while frame is not None and (code := frame.f_code) is not private.MODULE_CALL:
             if code not in self._class_in:
                 self._class_in[code] = _class_of(code)
             if self._class_in[code] is not None:
@@ -199,8 +213,8 @@ class StorageTracker(private.OperatorMode):
 def _class_of(code: CodeType) -> MemoryClass | None:
     if _OPTIMIZERS in code.co_filename:
         return "optimizer state"
-    made_in = next((found for end, found in _MADE_IN.items() if code.co_filename.endswith(end)), None)
-    return made_in and _MADE_BY.get(code.co_name, made_in)
+    _, is_of_fsdp, file = code.co_filename.partition(_FSDP)
+    return _MADE_BY.get(code.co_name) or _MADE_IN.get(file, "unexplained") if is_of_fsdp else None
 
 
 def _summed(tracked: Iterable[TrackedStorage]) -> Bytes:

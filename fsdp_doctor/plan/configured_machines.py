@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fsdp_doctor.check.frameworks.framework import Keys
 from fsdp_doctor.check.launch_commands import ENVIRONMENT, SECTION
 from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.report.layout import counted
 
-_DEFAULT_GPUS = 8
+DEFAULT_GPUS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +35,14 @@ _KEYS: Mapping[str, _MachineKeys] = {
     "Lightning": _MachineKeys(
         gpus=("lightning.devices", "trainer.devices"), nodes=("lightning.num_nodes", "trainer.num_nodes"), words=True
     ),
+    "axolotl": _MachineKeys(gpus=("nproc_per_node",), nodes=("num_machines", "nnodes"), ranks=("num_processes",)),
     "accelerate": _MachineKeys(nodes=("num_machines",), ranks=("num_processes",)),
 }
 _LAUNCHED_GPUS = (
     *(f"{SECTION}.{name}" for name in ("nproc_per_node", "num_gpus", "gpus_per_node")),
     f"{ENVIRONMENT}.NPROC_PER_NODE",
 )
-_LAUNCHED_NODES = (f"{SECTION}.num_machines",)
+_LAUNCHED_NODES = (*(f"{SECTION}.{name}" for name in ("num_machines", "nnodes", "num_nodes")), f"{ENVIRONMENT}.NNODES")
 
 
 def at_least_one(settings: Settings, *keys: str) -> int | None:
@@ -51,23 +53,27 @@ def at_least_one(settings: Settings, *keys: str) -> int | None:
     return number
 
 
-def configured_machines(framework: str, settings: Settings, ranks: int | None) -> tuple[int, int]:
-    """Devices of each node, and nodes. ranks: as ``check`` read them. Raises Unreadable for less than 1."""
+def configured_machines(framework: str, settings: Settings, ranks: int | None) -> tuple[int | None, int]:
+    """Devices of each node, None where nothing says them, and nodes. ranks: as ``check`` read them.
+
+    Raises Unreadable for less than 1, and for ranks that are not as many on each node.
+    """
     keys = _KEYS.get(framework, _MachineKeys())
     at_least_one(settings, *keys.ranks)
     read = _said if keys.words else at_least_one
     gpus = read(settings, *keys.gpus) or _said(settings, *_LAUNCHED_GPUS)
     nodes = read(settings, *keys.nodes) or _said(settings, *_LAUNCHED_NODES)
     if ranks is None:
-        return gpus or _DEFAULT_GPUS, nodes or 1
-    nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // _DEFAULT_GPUS)
+        return gpus, nodes or 1
+    if nodes and not gpus and ranks % nodes:
+        raise Unreadable(f"{counted(ranks, 'rank')} cannot be as many on each of {counted(nodes, 'node')}")
+    nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // DEFAULT_GPUS)
     return -(-ranks // nodes), nodes
 
 
 def _said(settings: Settings, *keys: str) -> int | None:
-    """A number, or how many a list has. Words such as gpu, auto or -1, and a variable of the shell, say none."""
-    row = settings.first(*keys)
-    if row is None or isinstance(row.value, list):
-        return len(row.value) or None if row else None
-    is_number = str(row.value) != "-1" and str(row.value).removeprefix("-").isdecimal()
-    return at_least_one(settings, *keys) if is_number else None
+    """As ``Settings.count`` has it. Words such as gpu, auto or -1, and a variable of the shell, say none."""
+    count = settings.count(*keys)
+    if count is not None and count < 1:
+        raise Unreadable(f"{settings.first(*keys)} must be at least 1")
+    return count

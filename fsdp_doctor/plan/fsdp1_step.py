@@ -13,7 +13,7 @@ from fsdp_doctor.plan.timeline import Timeline
 
 
 class Fsdp1Replay:
-    """views: bytes of a unit as it was made, by its name, which go when it is first unsharded."""
+    """views: bytes that only the modules' views of a unit hold, by its name; they go when it is next unsharded."""
 
     def __init__(self, timeline: Timeline, setup: RoleSetup, views: dict[str, int]) -> None:
         self._timeline = timeline
@@ -43,8 +43,11 @@ class Fsdp1Replay:
         timeline.give("gradients", gradients)
         self._reshard(unit)
         if self._setup.shard_ranks == 1:
-            # NO_SHARD: the cast gradient is added up among the replicas, and is the one that stays.
+            # NO_SHARD: the cast gradient is added up among the replicas, and stays, or what is cast from it.
             timeline.take("gradients", rounded(numel * dtypes.reduce))
+            if dtypes.reduce != dtypes.master:
+                timeline.take("gradients", rounded(numel * dtypes.master))
+                timeline.give("gradients", rounded(numel * dtypes.reduce))
             timeline.give("gradients", joined)
             return
         reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
@@ -60,13 +63,18 @@ class Fsdp1Replay:
     def end_backward(self) -> None:
         if self._setup.scenario.policy:
             self._timeline.give("gradients", self._timeline.held("gradients"))
-        self._timeline.give("unsharded parameters", self._timeline.held("unsharded parameters"))
+        unsharded = self._timeline.held("unsharded parameters") - sum(self._views.values())
+        self._timeline.give("unsharded parameters", unsharded)
         self._unsharded.clear()
 
     def _unshard(self, unit: UnitShard) -> None:
         if unit.name in self._unsharded:
             return
         dtypes, timeline = self._setup.dtypes, self._timeline
+        self._unsharded.add(unit.name)
+        if self._setup.computes_with_shards and not self._setup.scenario.policy:
+            timeline.give("unsharded parameters", self._views.pop(unit.name, 0))
+            return
         cast = rounded_sum(numel * dtypes.compute for numel in unit.padded) if dtypes.compute != dtypes.master else 0
         if self._setup.scenario.policy:
             arrived = rounded_sum(numel * dtypes.master for numel in unit.padded)
@@ -76,10 +84,11 @@ class Fsdp1Replay:
         with timeline.taken("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
             timeline.take("unsharded parameters", rounded_sum(numel * dtypes.compute for numel in unit.full))
         timeline.give("unsharded parameters", self._views.pop(unit.name, 0))
-        self._unsharded.add(unit.name)
 
     def _reshard(self, unit: UnitShard) -> None:
         self._unsharded.discard(unit.name)
-        self._timeline.give(
-            "unsharded parameters", rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
-        )
+        nbytes = rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+        if not self._setup.computes_with_shards:
+            self._timeline.give("unsharded parameters", nbytes)
+        elif self._setup.scenario.policy:
+            self._views[unit.name] = nbytes

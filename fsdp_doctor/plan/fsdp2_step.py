@@ -2,12 +2,13 @@
 
 In a forward the output of an all-gather outlives its copy until that of the next unit has been made (implicit
 prefetch), in a backward the next unit is gathered while one is computed. The input of a reduce-scatter is kept until
-the next one begins.
+the next one begins, and what replicas have added up until the backward is over.
 """
 
 from __future__ import annotations
 
 from fsdp_doctor.ledgers.allocators import rounded, rounded_sum
+from fsdp_doctor.ledgers.stage_ledger import MemoryClass
 from fsdp_doctor.plan.rank_shards import UnitShard
 from fsdp_doctor.plan.role_setup import RoleSetup
 from fsdp_doctor.plan.timeline import Timeline
@@ -21,6 +22,7 @@ class Fsdp2Replay:
         self._outlived = 0  # that of the unit before
         self._unsharded: set[str] = set()
         self._reduce_input = 0
+        self._added_up = 0  # of all units, what the all-reduces of the replicas read and write
 
     def pre_forward(self, unit: UnitShard) -> None:
         self._unshard(unit)
@@ -43,27 +45,41 @@ class Fsdp2Replay:
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
         self._reshard(unit)
-        dtypes, timeline = self._setup.dtypes, self._timeline
+        timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.give("communication buffers", self._reduce_input)
         self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
         timeline.take("communication buffers", self._reduce_input)
-        timeline.give("gradients", gradients)
-        reduced = rounded(sum(unit.padded) * dtypes.reduce)
-        timeline.take("gradients", reduced)
-        if dtypes.reduce != dtypes.master:
-            timeline.take("gradients", rounded(sum(unit.padded) * dtypes.master))
-            timeline.give("gradients", reduced)
-        # What replicas have added up is kept until the backward is over, though a policy has copied it to the host.
-        if self._setup.scenario.policy and self._setup.replicas == 1:
-            timeline.give("gradients", rounded(sum(unit.padded) * dtypes.master))
+        # A loop of foreach_reduce, which one shard does without, has the last gradient in its variable to the end.
+        outlives = rounded(sum(unit.originals[-1:]) * dtypes.compute) if self._setup.shard_ranks > 1 else 0
+        outlives = min(outlives, gradients)
+        timeline.give("gradients", gradients - outlives)
+        self._reduce(unit)
+        timeline.give("gradients", outlives)
+
+    def _reduce(self, unit: UnitShard) -> None:
+        """What was added up is the gradient, or is cast to it; a policy copies the gradient to the host."""
+        timeline, dtypes, by_policy = self._timeline, self._setup.dtypes, self._setup.scenario.policy
+        sums = rounded(sum(unit.padded) * dtypes.reduce)
+        cast = rounded(sum(unit.padded) * dtypes.master) if dtypes.reduce != dtypes.master else 0
+        gradient: MemoryClass = "communication buffers" if by_policy else "gradients"
+        is_passing = by_policy or cast > 0
+        timeline.take("communication buffers" if is_passing else gradient, sums)
+        timeline.take(gradient, cast)
+        if by_policy:
+            timeline.give(gradient, cast)
+        if is_passing and self._setup.replicas > 1:
+            # So that no other unit's may lie there while replicas add them up.
+            self._added_up += sums
+        elif is_passing:
+            timeline.give("communication buffers", sums)
 
     def end_backward(self) -> None:
-        if self._setup.scenario.policy:
-            self._timeline.give("gradients", self._timeline.held("gradients"))
-        self._timeline.give("communication buffers", self._reduce_input + sum(self._gathered.values()))
-        self._reduce_input = 0
+        timeline = self._timeline
+        gathered = sum(self._gathered.values())
+        timeline.give("communication buffers", self._reduce_input + self._added_up + gathered)
+        self._reduce_input = self._added_up = 0
         self._gathered.clear()
-        self._timeline.give("unsharded parameters", self._timeline.held("unsharded parameters"))
+        timeline.give("unsharded parameters", timeline.held("unsharded parameters"))
         self._unsharded.clear()
 
     def _unshard(self, unit: UnitShard) -> None:

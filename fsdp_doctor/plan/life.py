@@ -108,12 +108,20 @@ class Life:
     def _offload(self) -> None:
         if self._setup.scenario.param_offload:
             self._clear("parameters")
+            if self._setup.computes_with_shards:
+                self._keep_views()
             if self._setup.scenario.version == 2:
                 self._clear("buffers")
         if self._setup.scenario.optimizer_offload:
             self._clear("optimizer state")
         if self._setup.scenario.policy:
             self._clear("parameters")
+
+    def _keep_views(self) -> None:
+        for unit in self._shards.units:
+            if unit.name not in self._views:
+                self._views[unit.name] = self._parameters(unit)
+                self._timeline.take("unsharded parameters", self._views[unit.name])
 
     def _stage(self) -> None:
         """model.to(device); FSDP1's units under a policy stay where they are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_doctor.case import models
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.plan import fused_attention
-from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES, MOST_LAYERS
 from fsdp_doctor.plan.role_setup import ModelHead
 
 # The first that the model has: torch's, another fused kernel, and what the model itself computes.
@@ -26,8 +26,11 @@ def on_meta(model: str, layers: int | None = None, head: ModelHead = "language")
     model: a name of MODEL_SHAPES, or a directory with a config.json. layers: instead of the model's own number.
     Raises UsageError for any other name, and for what transformers cannot build.
     """
-    with _without_warnings():
+    with without_warnings():
         config = _config(model)
+        number = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if layers is None and isinstance(number, int) and number > MOST_LAYERS:
+            raise UsageError(f"the model {model}: it has {number} layers, and at most {MOST_LAYERS} are planned")
         if layers is not None:
             _set_layers(config.get_text_config(), layers)
         try:
@@ -85,7 +88,7 @@ def _config(model: str) -> Any:
             raise UsageError(f"the model {model}: transformers {transformers.__version__} has no {kind}")
         return getattr(transformers, kind)(**sizes)
     try:
-        return transformers.AutoConfig.from_pretrained(pathlib.Path(model).expanduser(), trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(os.path.expanduser(model), trust_remote_code=False)
     except Exception as error:
         raise UsageError(
             f"the model {model}: transformers cannot read its config.json: {_first_sentence(error)}"
@@ -128,7 +131,7 @@ def _from_config(auto: Any, config: Any, attention: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Transformers warns of what matters to a model that has weights."""
     from transformers.utils import logging
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fsdp_doctor.bench.request import SHAPES
 
+# Each is made, and its forward followed.
+MOST_LAYERS = 1000
 # From their configurations on the Hugging Face hub.
 MODEL_SHAPES: dict[str, tuple[str, dict[str, object]]] = SHAPES | {
     "qwen2.5-3b": (

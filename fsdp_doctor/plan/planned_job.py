@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,21 +13,24 @@ from fsdp_doctor.check import CheckResult, check
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.framework import Given
 from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import Role, Use
+from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.plan.configured_machines import at_least_one, configured_machines
+from fsdp_doctor.plan.configured_machines import DEFAULT_GPUS, at_least_one, configured_machines
 from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
 from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
-from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
+from fsdp_doctor.plan.role_setup import BF16, FP32, Dtypes, RoleSetup
+from fsdp_doctor.report.layout import counted
 
 # Tokens of one forward: beyond, the bytes of a tensor are no number that torch has.
 _MOST_TOKENS = 1_000_000_000
 # Paths of a checkpoint that is whole on the host of the first rank.
 _SAVES_WHOLE = ("get_model_state_dict.full+cpu", "full_state_dict.rank0+cpu")
 _FORWARD_ONLY = ("ref",)
-_BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
+# Of what torch and the frameworks call a dtype, without "torch." before it.
+_HALF = ("bf16", "bfloat16", "fp16", "float16", "half")
+_FULL = ("", "fp32", "float32", "float")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +55,21 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     """Raises UsageError for what cannot be read, CannotRun for a job that no FSDP trains."""
     result = check(arguments, framework_version=options.framework_version)
     uses = _one_for_each_role(result)
+    undetermined = [use.role for use in result.uses if use.why_not == CANNOT_BE_DETERMINED]
+    if undetermined:
+        found = [finding.sentence for finding in result.findings if finding.kind == "unknown"]
+        about = [one for one in found if one.startswith(tuple(f"{role}: " for role in undetermined))]
+        raise CannotRun(f"what is to be planned cannot be determined: {'; '.join(about or found)}")
     if not uses:
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
     try:
-        machines = _machines(result, options)
+        gpus, nodes = configured_machines(result.framework, result.settings, result.world_size)
+        machines = _machines(gpus, nodes, options)
         result = _read_for(machines.ranks, result)
         uses = _one_for_each_role(result)
         roles = tuple(_role(use, result, machines, options) for use in uses)
-        engine = _engine(result)
+        engine = _engine(result, machines.ranks)
     except Unreadable as error:
         raise UsageError(str(error)) from None
     models = tuple(_model(use.role, result, options) for use in uses)
@@ -74,7 +83,7 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
         saved_whole=tuple(
             use.role for use in uses if any(point.case.path in _SAVES_WHOLE for point in use.extractions)
         ),
-        unread=(*_unread(uses), *_taken_sizes(result, uses, options)),
+        unread=(*_unread(uses), *_taken_gpus(options.gpus or gpus), *_taken_sizes(result, uses, options)),
     )
 
 
@@ -84,11 +93,10 @@ def _one_for_each_role(result: CheckResult) -> list[Use]:
     return list(found.values())
 
 
-def _machines(result: CheckResult, options: PlanOptions) -> Machines:
+def _machines(gpus: int | None, nodes: int, options: PlanOptions) -> Machines:
     """As configured; an option replaces the one number that it is of."""
-    gpus, nodes = configured_machines(result.framework, result.settings, result.world_size)
     return Machines(
-        gpus=options.gpus or gpus,
+        gpus=options.gpus or gpus or DEFAULT_GPUS,
         nodes=options.nodes or nodes,
         gpu_memory=options.gpu_memory,
         host_memory=options.host_memory,
@@ -120,7 +128,9 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
     if machines.ranks % shard_ranks:
         raise UsageError(f"{use.role}: a shard group of {shard_ranks} ranks does not divide the {machines.ranks} ranks")
     if sequences * length > _MOST_TOKENS:
-        raise UsageError(f"{use.role}: {sequences} sequences of {length} tokens are more than {_MOST_TOKENS:,} at once")
+        raise UsageError(
+            f"{use.role}: {counted(sequences, 'sequence')} of {length} tokens are more than {_MOST_TOKENS:,} at once"
+        )
     path = next((point.case.path for point in use.extractions if point.case.scenario.phase == "trained"), "")
     staged = next((p.case.scenario.staging for p in use.extractions if p.case.path == path), "unstaged")
     return RoleSetup(
@@ -133,7 +143,7 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
         sequences=sequences,
         length=length,
         checkpointing=_checkpointing(sizes, settings),
-        dtypes=Dtypes(master=BF16) if settings.word(*sizes.master_dtype) in _BFLOAT16 else Dtypes(),
+        dtypes=Dtypes(master=_master_bytes(settings, sizes)),
         path=path,
     )
 
@@ -166,7 +176,14 @@ def _checkpointing(sizes: Sizes, settings: Settings) -> bool:
     return str(row.value).lower() not in ("false", "none", "no", "0", "off")
 
 
-def _engine(result: CheckResult) -> EngineSetup | None:
+def _master_bytes(settings: Settings, sizes: Sizes) -> int:
+    word = settings.word(*sizes.master_dtype).removeprefix("torch.").lower()
+    if word not in _HALF + _FULL:
+        raise Unreadable(f"{settings.first(*sizes.master_dtype)} is no dtype of shards: float32, bfloat16 or float16")
+    return BF16 if word in _HALF else FP32
+
+
+def _engine(result: CheckResult, ranks: int) -> EngineSetup | None:
     keys, settings = ENGINES.get(result.framework), result.settings
     roles = [use.role for use in result.uses]
     if keys is None or "actor" not in roles:
@@ -181,7 +198,10 @@ def _engine(result: CheckResult) -> EngineSetup | None:
     if not 0 < utilization <= 1:
         raise Unreadable(f"{settings.first(*keys.utilization)} is not a share of the device: more than 0, at most 1")
     is_colocated = settings.flag(*keys.colocated, default=True)
+    tensor_parallel = at_least_one(settings, *keys.tensor_parallel) or keys.default_tensor_parallel
     is_apart = not is_colocated or any(settings.below(section) for section in keys.apart)
+    if not is_apart and tensor_parallel > ranks and (row := settings.first(*keys.tensor_parallel)):
+        raise Unreadable(f"{row}: there are {counted(ranks, 'device')}")
     version = result.version.version
     is_old = bool(version and keys.loads_model_before and version < Version(keys.loads_model_before))
     actor = next(use for use in result.uses if use.role == "actor")
@@ -190,7 +210,7 @@ def _engine(result: CheckResult) -> EngineSetup | None:
         sleeps=settings.flag(*keys.sleeps, default=True),
         loads_model=is_apart and is_old and bool(actor.scenario and not actor.scenario.param_offload),
         utilization=utilization,
-        tensor_parallel=at_least_one(settings, *keys.tensor_parallel) or keys.default_tensor_parallel,
+        tensor_parallel=tensor_parallel,
         bucket_bytes=(at_least_one(settings, *keys.bucket_mib) or keys.default_bucket_mib) << 20,
     )
 
@@ -201,18 +221,25 @@ def _model(role: Role, result: CheckResult, options: PlanOptions) -> str:
     path = options.model or (str(named.path.value) if named and named.path else "")
     if not path:
         raise UsageError(f"{role}: the configuration does not name a model; give --model")
-    if path in MODEL_SHAPES or (pathlib.Path(path).expanduser() / "config.json").is_file():
+    directory = os.path.expanduser(path)
+    if path in MODEL_SHAPES or os.path.isfile(os.path.join(directory, "config.json")):
         return path
     tail = path.rstrip("/").rpartition("/")[2].lower()
     for name in (tail, tail.removesuffix("-instruct"), tail.removesuffix("-base")):
         if name in MODEL_SHAPES:
             return name
-    if pathlib.Path(path).expanduser().is_dir():
+    if os.path.isdir(directory):
         raise UsageError(f"{role}: {path}: the directory has no config.json")
     raise UsageError(
         f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model, a directory or one "
         f"of {', '.join(MODEL_SHAPES)}"
     )
+
+
+def _taken_gpus(gpus: int | None) -> list[str]:
+    if gpus is not None:
+        return []
+    return [f"the configuration does not say how many devices a node has, and {DEFAULT_GPUS} are taken: give --gpus"]
 
 
 def _taken_sizes(result: CheckResult, uses: Sequence[Use], options: PlanOptions) -> list[str]:

@@ -9,7 +9,7 @@ from fsdp_doctor.errors import CannotRun, UsageError, first_line
 from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.plan.activations import Batch, Segment, trace
 from fsdp_doctor.plan.life import Life
-from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.plan.meta_model import on_meta, without_warnings
 from fsdp_doctor.plan.model_shape import ModelShape, shape_of
 from fsdp_doctor.plan.rank_shards import shards_of
 from fsdp_doctor.plan.role_setup import ModelHead, RoleSetup
@@ -50,7 +50,8 @@ class Predictor:
         )
         if batch not in self._traced:
             try:
-                self._traced[batch] = trace(self._make(), batch)
+                with without_warnings():
+                    self._traced[batch] = trace(self._make(), batch)
             except _NOT_FOLLOWED as error:
                 why = first_line(error)
                 raise CannotRun(

@@ -57,6 +57,15 @@ class RoleSetup:
         return scenario.policy and (scenario.version == 1 or scenario.pinning == "pinned")
 
     @property
+    def computes_with_shards(self) -> bool:
+        """FSDP1 without shards, in the dtype that is computed in: nothing is copied when a unit is unsharded.
+
+        The modules' parameters are views of the flat parameter, and hold its memory when it is moved to the host.
+        """
+        is_whole = self.scenario.version == 1 and self.shard_ranks == 1
+        return is_whole and self.dtypes.master == self.dtypes.compute
+
+    @property
     def shards_on_host(self) -> bool:
         """When the weights are taken out."""
         scenario = self.scenario

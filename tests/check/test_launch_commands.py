@@ -73,6 +73,9 @@ def test_what_branches_assign_differently_is_not_known() -> None:
     [
         ("torchrun --nproc_per_node 4 --nnodes 2 t.py", 8),
         ("torchrun --nproc_per_node gpu t.py", None),
+        ("CUDA_VISIBLE_DEVICES=0,2 torchrun --nproc_per_node gpu t.py", 2),
+        ("CUDA_VISIBLE_DEVICES=3 torchrun --nproc_per_node auto --nnodes 4 t.py", 4),
+        ("CUDA_VISIBLE_DEVICES=$IDS torchrun --nproc_per_node gpu t.py", None),
         ("torchrun --nproc_per_node 4 --nnodes 1:2 t.py", None),
         ("torchrun --nproc_per_node $N t.py", None),
         ("accelerate launch --num_processes 6 --num_machines 2 t.py", 6),

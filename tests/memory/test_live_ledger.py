@@ -9,7 +9,7 @@ from support.examined import PINNED, equal, finding, fsdp1_model, fsdp2_model, k
 from support.ranks import accelerator, this_device, this_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, fully_shard
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 import fsdp_doctor
 from fsdp_doctor import examine
@@ -58,6 +58,31 @@ def test_gradients_and_what_a_forward_left_unsharded_have_their_classes() -> Non
     assert trained is not None
     equal(trained.held["gradients"], trained.held["parameters"])
     equal("unsharded parameters" in trained.held, False)
+
+
+@on_two_ranks
+def test_an_fsdp1_model_without_shards_stays_on_the_device_through_an_offload_and_is_there_twice_after_the_load() -> (
+    None
+):
+    net = FullyShardedDataParallel(
+        nn.Linear(64, 64), device_id=this_device(), sharding_strategy=ShardingStrategy.NO_SHARD
+    )
+    net(torch.ones(1, 64, device=this_device())).sum().backward()
+    held = [_parameters_held(net)]
+    offloading.offload(net, non_blocking=False)
+    held.append(_parameters_held(net))
+    offloading.load(net, this_device(), non_blocking=False)
+    held.append(_parameters_held(net))
+    net(torch.ones(1, 64, device=this_device()))
+    held.append(_parameters_held(net))
+    equal([nbytes // max(held[0]) for pair in held for nbytes in pair], [1, 0, 0, 1, 1, 1, 1, 0])
+
+
+def _parameters_held(net: nn.Module) -> tuple[int, int]:
+    """In shards, and beside them."""
+    device = ledger(net).device
+    assert device is not None
+    return device.held.get("parameters", 0), device.held.get("unsharded parameters", 0)
 
 
 @on_two_ranks

@@ -227,6 +227,45 @@ def test_a_number_below_1_in_the_configuration_is_refused(setting: str) -> None:
     _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least 1")
 
 
+@pytest.mark.parametrize("option", ["--gpu-memory", "--host-memory"])
+def test_a_memory_of_a_few_bytes_is_taken_for_a_number_without_its_unit(option: str) -> None:
+    _fails(_plan("--model", "small", option, "80"), 2, f"{option} 80", "80 bytes", "80GiB")
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-this-name/model", "x" * 5000])
+def test_a_path_that_the_system_refuses_is_no_model(model: str) -> None:
+    _fails(_plan("--model", model), 2, "--model", "nor a directory")
+    _fails(_plan(config=(*_VERL, f"actor_rollout_ref.model.path={model}")), 2, "neither a directory", "--model")
+    _fails(_plan(config=(f"{model}/verl.yaml",)), 2, "cannot read")
+
+
+def test_more_layers_than_can_be_followed_are_refused_wherever_they_are_said(tmp_path: pathlib.Path) -> None:
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 10**7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _fails(_plan("--model", str(tmp_path)), 2, "10000000 layers", "at most 1000")
+    _fails(_plan("--model", "small", "--layers", "1001"), 2, "--layers 1001", "at most 1000")
+
+
+@pytest.mark.parametrize(
+    "setting", ["critic.fsdp.fsdp_size=some", "actor_rollout_ref.actor.fsdp_config.fsdp_size=some"], ids=str
+)
+def test_a_role_that_cannot_be_read_is_not_left_out_of_the_plan(setting: str) -> None:
+    config = (*_VERL, "algorithm.adv_estimator=gae", "critic.model.path=small", setting)
+    _fails(_plan(*_SMALL, config=config), 3, "cannot be determined", setting)
+
+
+def test_shards_in_float16_take_half_and_a_word_that_is_no_dtype_is_refused() -> None:
+    dtype = "actor_rollout_ref.actor.fsdp_config.model_dtype="
+    half, brain = (_plan(*_SMALL, config=(*_VERL, f"{dtype}{word}")) for word in ("torch.float16", "bf16"))
+    assert half.stdout == brain.stdout
+    _fails(_plan(*_SMALL, config=(*_VERL, f"{dtype}fp9")), 2, f"{dtype}fp9", "no dtype of shards")
+
+
+def test_an_engine_that_is_cut_into_more_parts_than_there_are_devices_is_refused() -> None:
+    setting = "actor_rollout_ref.rollout.tensor_model_parallel_size=16"
+    _fails(_plan(*_SMALL, config=(*_VERL, setting)), 2, setting, "2 devices")
+
+
 def test_a_shard_group_that_does_not_divide_the_ranks_is_refused() -> None:
     setting = "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"
     _fails(_plan(*_SMALL, "--gpus", "8", config=(*_VERL, setting)), 2, "3 ranks", "8 ranks")

@@ -31,7 +31,11 @@ def _machines(*config: str, nodes: int | None = None) -> tuple[int, int]:
     [
         ("{devices: 4, num_nodes: 2}", (4, 2)),
         ("{devices: [0, 1, 2], num_nodes: 2}", (3, 2)),
+        ("{devices: '0,1', num_nodes: '2'}", (2, 2)),
+        ("{devices: '2'}", (2, 1)),
+        ("{devices: '2,'}", (1, 1)),
         ("{devices: auto, num_nodes: 2}", (8, 2)),
+        ("{devices: '-1', num_nodes: 2}", (8, 2)),
         ("{devices: -1, num_nodes: 2}", (8, 2)),
         ("{num_nodes: 3}", (8, 3)),
         ("{devices: 2}", (2, 1)),
@@ -45,9 +49,36 @@ def test_lightning_says_devices_and_nodes_each_alone(
     assert _machines(str(file), "trainer.strategy=fsdp") == expected
 
 
-def test_no_devices_of_lightning_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"trainer\.devices=0 .* must be at least 1"):
-        _planned("trainer.strategy=fsdp", "trainer.devices=0")
+@pytest.mark.parametrize("devices", ["0", "[]", "-2"])
+def test_no_devices_of_lightning_are_refused(devices: str) -> None:
+    with pytest.raises(UsageError, match=r"trainer\.devices=.* must be at least 1"):
+        _planned("trainer.strategy=fsdp", f"trainer.devices={devices}")
+
+
+def test_a_number_of_devices_that_nothing_says_is_said_to_be_taken() -> None:
+    sentence = "the configuration does not say how many devices a node has, and 8 are taken: give --gpus"
+    assert sentence in _planned("trainer.strategy=fsdp", "trainer.devices=auto").unread
+    assert sentence not in _planned("trainer.strategy=fsdp", "trainer.devices=8").unread
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("accelerate launch --use_fsdp --num_processes 6 --num_machines 2 t.py", (3, 2)),
+        ("torchrun --nproc_per_node 4 --nnodes 2 t.py --output_dir out --fsdp full_shard", (4, 2)),
+        ("torchrun --nproc_per_node auto --nnodes 2 t.py --output_dir out --fsdp full_shard", (8, 2)),
+        ("CUDA_VISIBLE_DEVICES=1,3 torchrun --nproc_per_node gpu t.py --output_dir out --fsdp full_shard", (2, 1)),
+    ],
+)
+def test_a_command_says_devices_and_nodes(command: str, expected: tuple[int, int], tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(command)
+    assert _machines(str(file)) == expected
+
+
+def test_ranks_that_are_not_as_many_on_each_node_are_refused() -> None:
+    with pytest.raises(UsageError, match="3 ranks cannot be as many on each of 2 nodes"):
+        _planned("distributed_type=FSDP", "num_processes=3", "num_machines=2", "fsdp_config.fsdp_version=2")
 
 
 @pytest.mark.parametrize(("word", "expected"), [("NO_SHARD", (1, 8)), ("HYBRID_SHARD", (4, 2)), ("FULL_SHARD", (8, 1))])

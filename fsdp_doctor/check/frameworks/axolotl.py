@@ -141,10 +141,17 @@ def _sharding(settings: Settings, options: list[str], version: FsdpVersion) -> C
     return Chosen(sharding, (row or settings.first("fsdp")) if sharding != "full" else None)
 
 
+def _world_size(settings: Settings) -> int | None:
+    """As the command tells its launcher: accelerate the ranks of all nodes, torchrun those of each."""
+    per_node = settings.count("nproc_per_node")
+    return settings.number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
+
+
 AXOLOTL = Framework(
     name="axolotl",
     read_in="v0.4.0 to v0.18.0",
     distributions=("axolotl",),
     recognises=_recognises,
     models=_models,
+    world_size=_world_size,
 )

@@ -23,7 +23,7 @@ from fsdp_doctor.check.frameworks.framework import (
     not_under_fsdp,
 )
 from fsdp_doctor.check.python_calls import TORCH, called_offload
-from fsdp_doctor.check.settings import Setting, Settings, Unreadable
+from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
 from fsdp_doctor.matrix.axes import Sharding
 from fsdp_doctor.matrix.cases import Scenario
@@ -151,16 +151,8 @@ def _model_parallel(settings: Settings) -> ModelReading:
 
 
 def _world_size(settings: Settings) -> int | None:
-    devices = settings.first("lightning.devices", "trainer.devices")
-    nodes = settings.first("lightning.num_nodes", "trainer.num_nodes")
-    count = _count(devices)
-    return count * (_count(nodes) or 1 if nodes else 1) if count else None
-
-
-def _count(row: Setting | None) -> int | None:
-    if row is not None and isinstance(row.value, list):
-        return len(row.value)
-    return int(row.value) if row is not None and str(row.value).isdecimal() else None
+    devices = settings.count("lightning.devices", "trainer.devices")
+    return devices and devices * (settings.count("lightning.num_nodes", "trainer.num_nodes") or 1)
 
 
 LIGHTNING = Framework(

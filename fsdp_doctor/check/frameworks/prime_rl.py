@@ -117,7 +117,8 @@ def _world_size(settings: Settings) -> int | None:
     nodes = settings.number("deployment.num_train_nodes")
     if nodes:
         return nodes * (settings.number("deployment.gpus_per_node", default=8) or 8)
-    return settings.number("deployment.num_train_gpus", f"{LAUNCH}.trainer_gpus", "trainer_gpus", "trainer_gpu_ids")
+    gpus = settings.number("deployment.num_train_gpus", f"{LAUNCH}.trainer_gpus", "trainer_gpus")
+    return gpus or settings.count("trainer_gpu_ids")
 
 
 PRIME_RL = Framework(

@@ -55,6 +55,9 @@ from fsdp_doctor.fsdp.private.flat_handles import (
     keeps_originals as keeps_originals,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
+    module_views as module_views,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
     offloads_parameters as offloads_parameters,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
@@ -77,6 +80,9 @@ from fsdp_doctor.fsdp.private.flat_handles import (
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     ITEM as ITEM,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
+    MODULE_CALL as MODULE_CALL,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     WRAPPER_NAMES as WRAPPER_NAMES,

@@ -105,6 +105,13 @@ def original_parameters(handle: Any) -> tuple[list[nn.Parameter], list[nn.Parame
     return list(get(flat_param, "_params") or ()), list(get(flat_param, "_shared_params") or ())
 
 
+def module_views(handle: Any) -> list[torch.Tensor]:
+    """What the modules have in the place of their parameters, where those are none: ``FlatParameter._param_infos``."""
+    places = [(info.module, info.param_name) for info in get(get(handle, "flat_param"), "_param_infos")]
+    shown = [vars(module).get(name) for module, name in places]
+    return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
+
+
 def keeps_originals(handle: Any) -> bool:
     """Whether the unit was made with ``use_orig_params``: ``FlatParamHandle._use_orig_params``."""
     return bool(get(handle, "_use_orig_params"))

@@ -31,6 +31,10 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 """What ``Tensor.item`` calls; a dispatch mode sees it under this name alone."""
 
 
+MODULE_CALL = nn.Module._call_impl.__code__
+"""What every call of a module goes through, its hooks too: ``Module.__call__`` is an alias of another function."""
+
+
 # The modules of a model.
 
 
