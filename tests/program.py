@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -75,6 +76,14 @@ class Started:
         """The first line on stderr, once it is there; what follows is the run's."""
         assert self._process.stderr is not None
         return self._process.stderr.readline()
+
+    def told(self, fifo: pathlib.Path) -> str:
+        """What it, or a process of its, writes into the FIFO; it may not end before that."""
+        with open(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)) as pipe, open(os.pidfd_open(self.pid), "rb") as process:
+            ready, _, _ = select.select([pipe, process], [], [], LIMIT_SECONDS)
+            assert pipe in ready, f"it told nothing: {self.wait() if ready else 'it goes on'}"
+            os.set_blocking(pipe.fileno(), True)
+            return pipe.read()
 
     def alive(self) -> dict[int, str]:
         """Process ids and command lines of all that carries this run's tag."""

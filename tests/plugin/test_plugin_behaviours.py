@@ -146,7 +146,7 @@ def test_ctrl_c_ends_the_ranks_with_the_run(tmp_path: pathlib.Path) -> None:
     started = start_pytest(
         tmp_path, "-p", "no:cacheprovider", suites=["endless"], env={"FSDP_DOCTOR_TEST_FIFO": str(fifo)}
     )
-    assert fifo.read_text() == "begun"
+    assert started.told(fifo) == "begun"
     started.interrupt()
     done = started.wait()
     assert done.code == pytest.ExitCode.INTERRUPTED

@@ -50,7 +50,7 @@ def _saving(directory: pathlib.Path) -> tuple[Started, int]:
     scratch.mkdir()
     env = {**_environment("hang"), "FSDP_DOCTOR_TEST_FIFO": str(fifo), "TMPDIR": str(scratch)}
     started = start_probe(directory / "report.json", *_SELECTED, env=env)
-    return started, int(fifo.read_text())
+    return started, int(started.told(fifo))
 
 
 def _finished(started: Started, directory: pathlib.Path) -> Run:

@@ -20,7 +20,7 @@ def _busy_probe(directory: pathlib.Path, rank: int) -> tuple[Started, int]:
     env = {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": str(rank)}
     busy = user_paths("processes:keeps_the_run_busy", "processes:healthy")
     started = start_probe(directory / "report.json", *_SCENARIO, *busy, "--timeout", "300", env=env)
-    return started, int(fifo.read_text())
+    return started, int(started.told(fifo))
 
 
 def _finished_ids(run: Run) -> list[str]:
@@ -110,7 +110,7 @@ def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(
     slow = ("--path", "faults.slow_import:healthy", "-k", "slow_import")
     env = {"FSDP_DOCTOR_TEST_FIFO": str(fifo)}
     started = start_probe(tmp_path / "report.json", *_SCENARIO, *slow, env=env)
-    fifo.read_text()
+    started.told(fifo)
     started.interrupt()
     run = started.wait(tmp_path / "report.json")
     assert run.code == 130, run.stderr

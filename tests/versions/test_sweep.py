@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept,
     options = ("--device", "cpu", *selection, *user_paths("processes:keeps_the_run_busy"), "--timeout", "8")
     command = ("sweep", "--torch", "2.98", "--directory", str(reports), "--", *options)
     started = Started(sys.executable, "-m", "fsdp_doctor", *command, env=variables)
-    fifo.read_text()
+    started.told(fifo)
     started.interrupt()
     done = started.wait()
     assert (done.code, done.left) == (130, []), done.stderr
