@@ -8,8 +8,8 @@ import pathlib
 import sys
 
 import pytest
-from program import torchrun
-from support.emulation import needs_emulation
+from program import torchrun_script
+from support.forked import run_script
 from support.places import ROOT
 
 _SCRIPTS = sorted((ROOT / "examples" / "findings").glob("*.py"))
@@ -18,39 +18,49 @@ _EACH = pytest.mark.parametrize("script", _SCRIPTS, ids=lambda script: script.st
 _ADAPTERS = {"trl": "accelerate", "lightning": "lightning", "verl": "verl", "accelerate": "accelerate"} | {
     "transformers": "accelerate"
 }
-# A script knows no emulated device: it takes the accelerator that torch has, or that its framework finds.
+# What runs a script, which knows no emulated device: it takes the accelerator that torch has, or that its framework finds.
+_AS_IT_IS = """
+import runpy, tempfile
+tempfile.tempdir = {directory!r}
+{before}
+runpy.run_path({script!r}, run_name="__main__")
+"""
 _ON_THE_EMULATED_DEVICE = """
-import os, runpy, sys
-import torch, fsdp_doctor.emulated
-_, script, framework = sys.argv
+import os, torch
 torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-if framework:
-    from fsdp_doctor.frameworks.installed import adapter_of
-    from fsdp_doctor.frameworks.shimming import Shimming
-    adapter = adapter_of(framework)
-    with Shimming(adapter.matrix) as shims:
-        adapter.on_emulated(shims)
-runpy.run_path(script, run_name="__main__")
+"""
+_WITH_SHIMS = """
+from fsdp_doctor.frameworks.installed import adapter_of
+from fsdp_doctor.frameworks.shimming import Shimming
+adapter = adapter_of({framework!r})
+shims = Shimming(adapter.matrix)
+adapter.on_emulated(shims)
 """
 
 
 @_EACH
 def test_a_script_shows_its_finding(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    ranks = "1" if "--nproc-per-node 1" in script.read_text() else "2"
-    imported = _imported(script)
+    text, imported = script.read_text(), _imported(script)
     for name in sorted(imported - {"torch"} - sys.stdlib_module_names):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    command = [str(script)]
-    if "accelerator" in script.read_text():
-        needs_emulation()
-        program = tmp_path / "on_the_emulated_device.py"
-        program.write_text(_ON_THE_EMULATED_DEVICE)
-        command = [str(program), str(script), next((_ADAPTERS[name] for name in _ADAPTERS if name in imported), "")]
-    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = torchrun("--standalone", f"--nproc-per-node={ranks}", *command, env=env)
+    before = ""
+    if "accelerator" in text:
+        before = _ON_THE_EMULATED_DEVICE
+        if framework := next((_ADAPTERS[name] for name in _ADAPTERS if name in imported), ""):
+            before += _WITH_SHIMS.format(framework=framework)
+    program = tmp_path / "program.py"
+    program.write_text(_AS_IT_IS.format(directory=str(tmp_path), before=before, script=str(script)))
+    ranks = 1 if "--nproc-per-node 1" in text else 2
+    done = run_script(program, "emulated" if before else "cpu", ranks)
+    assert 1 in done.codes, done.output
+    assert set(done.codes) <= {0, 1}, done.output
+    assert f'{script.name}", line' not in done.output, f"it did not run to its end: {done.output}"
+
+
+def test_a_script_shows_its_finding_under_torchrun_with_nothing_of_ours_in_the_process(tmp_path: pathlib.Path) -> None:
+    done = torchrun_script(ROOT / "examples" / "findings" / "missing_key_passes_for_strict.py", tmp_path)
     assert done.code == 1, done.stdout + done.stderr
-    assert f'{script.name}", line' not in done.stderr, f"it did not run to its end: {done.stderr}"
 
 
 @_EACH
