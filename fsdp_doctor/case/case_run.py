@@ -15,7 +15,7 @@ from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import Path, impossible
+from fsdp_doctor.matrix.paths import Path, impossible, is_user_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,39 @@ class CaseRun(RecordedRun, abc.ABC):
 
     def run(self, kept: Trainer | None) -> Trainer | None:
         """The whole case. Returns the trainer, in the state between two steps, if it may be used again."""
+        trainer = self._cycle(kept)
+        if trainer is not None and self._is_called_again():
+            trainer = self._cycle_again(trainer)
+        self._add(retire=self.record.retire or self._counts_against_others(trainer), done=True)
+        self._report(self.record)
+        return trainer
+
+    def _cycle(self, kept: Trainer | None) -> Trainer | None:
+        """From one state between two steps to the next, the path between them."""
         trainer = self.prepare(kept)
         if trainer is not None:
             self._leftovers.look_before()
             self.exercise(trainer, lambda: self._function(self.given), owned=True)
         reusable = self.go_on(trainer)
-        self._add(retire=self._leftovers.undo() or self._counts_against_others(reusable), done=True)
-        self._report(self.record)
+        self._add(retire=self._leftovers.undo())
         return reusable
+
+    def _is_called_again(self) -> bool:
+        """Weights are sent after every step: what a user's function keeps from one call shows in the next.
+
+        The same on every rank, each of which has a trainer that may be used again. A watched life has one call.
+        """
+        if not is_user_path(self._path.name) or self._runtime.with_ledgers or not self.record.healthy:
+            return False
+        return self._agree() and self._sound_everywhere
+
+    def _cycle_again(self, trainer: Trainer) -> Trainer | None:
+        """What is measured is the first call, as of every other path."""
+        first = self.record
+        self._add(call=2)
+        again = self._cycle(trainer)
+        self._add(seconds=first.seconds, peak_extra_bytes=first.peak_extra_bytes)
+        return again
 
     def _counts_against_others(self, reusable: Trainer | None) -> str:
         """torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers."""
@@ -136,8 +161,9 @@ class CaseRun(RecordedRun, abc.ABC):
 
     @property
     def _scratch(self) -> pathlib.Path:
-        """A directory of this case's own, not yet made."""
-        return self._runtime.scratch / self._case.id.replace("/", "-")
+        """A directory of this call's own, not yet made."""
+        name = self._case.id.replace("/", "-")
+        return self._runtime.scratch / (name if self.record.call == 1 else f"{name}-{self.record.call}")
 
     @property
     def _watches_state(self) -> bool:

@@ -27,6 +27,7 @@ class ExtractionRun(CaseRun, DrainingRun):
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment)
         self.truth = reference.Reference()
+        self._earlier: verification.ExpectedYield | None = None
         self._watch = Unwatched()
 
     @contextlib.contextmanager
@@ -64,6 +65,7 @@ class ExtractionRun(CaseRun, DrainingRun):
         with self._in_life("trained again", self._path.name):
             trainer.step()
             self._runtime.synchronize()
+        self._earlier = self._expected
         if self._holds_weights and not training_state.lost_weights(trainer.model, self.truth):
             self._add(problems=(Problem(kind="poisoned", detail="the next training step changes no weight"),))
 
@@ -99,6 +101,7 @@ class ExtractionRun(CaseRun, DrainingRun):
             shard_group_of_one=self._case.scenario.sharding in ("size1", "replicate") or self._runtime.world_size == 1,
             merged_weights=merged,
             own_parts=own_parts(trainer.model, self.truth.full, merged) if self._contract.form == "local" else {},
+            earlier=self._earlier,
         )
 
     def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:

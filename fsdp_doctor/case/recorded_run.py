@@ -34,6 +34,7 @@ class RecordedRun:
         self._reported_at = 0.0
         self._changed_somewhere = False
         self._in_step = True
+        self._sound_everywhere = False
         self.record = Record(case_id=case_id, stage="build")
 
     @property
@@ -67,14 +68,16 @@ class RecordedRun:
 
     def _same_everywhere(self, failed: bool) -> bool:
         changed = any(problem.kind == "poisoned" for problem in self.record.problems)
+        sound = not self.record.retire and all(problem.kind == "leak" for problem in self.record.problems)
         # The path may have left another default device.
-        mine = torch.tensor([int(failed), int(changed), num_agreements()], device="cpu")
+        mine = torch.tensor([int(failed), int(changed), num_agreements(), int(sound)], device="cpu")
         everyone = [torch.zeros_like(mine) for _ in range(self._runtime.world_size)]
         dist.all_gather(everyone, mine, group=self._runtime.control)
-        # All ranks build the scenario anew, or none does.
+        # All ranks build the scenario anew, or none does; and all of them call the path again, or none does.
         self._changed_somewhere = any(bool(other[1]) for other in everyone)
         # A path may have loaded on one rank alone, and what it was told would be the next path's answer.
         self._in_step = all(int(other[2]) == int(mine[2]) for other in everyone)
+        self._sound_everywhere = all(bool(other[3]) for other in everyone)
         return all(int(other[0]) == int(failed) for other in everyone)
 
     @contextlib.contextmanager
@@ -112,4 +115,5 @@ class RecordedRun:
         self.record = dataclasses.replace(self.record, stage=stage)
 
     def _add(self, *, problems: tuple[Problem, ...] = (), **fields: Any) -> None:
-        self.record = dataclasses.replace(self.record, problems=(*self.record.problems, *problems), **fields)
+        told = (Problem(kind=one.kind, detail=self.record.call_in_words + one.detail) for one in problems)
+        self.record = dataclasses.replace(self.record, problems=(*self.record.problems, *told), **fields)

@@ -29,6 +29,7 @@ class ExpectedYield:
     parameter_devices: what each parameter and buffer reports when the path starts, by its name.
     merged_weights: what a contract that promises weights with their adapters added is held against.
     own_parts: of each tensor, what this rank holds of it; for a contract that promises this rank's shards.
+    earlier: what the path was to yield when it was called before; None of a first call.
     """
 
     contract: Contract
@@ -40,6 +41,7 @@ class ExpectedYield:
     shard_group_of_one: bool
     merged_weights: Mapping[str, Merged] = field(default_factory=dict)
     own_parts: Mapping[str, OwnPart] = field(default_factory=dict)
+    earlier: ExpectedYield | None = None
 
 
 class Verifier:
@@ -55,6 +57,7 @@ class Verifier:
         self._reference = expectation.reference
         self._merged = expectation.merged_weights if self._contract.weights == "merged" else {}
         self._expected = self._expected_tensors()
+        self._earlier = Verifier(expectation.earlier) if expectation.earlier else None
         self._seen: set[str] = set()
         self._found = Findings()
 
@@ -166,25 +169,32 @@ class Verifier:
                 assert_never(self._contract.device)
 
     def _check_value(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
+        difference = self._difference(entry, expected)
+        if difference and self._earlier is not None and self._earlier.has_value(entry):
+            difference = "stale, the values of before the last training step"
+        if difference:
+            self._found.note("wrong", difference, entry.name)
+
+    def has_value(self, entry: YieldedEntry) -> bool:
+        """Whether an entry that is promised has the value that is expected of it."""
+        return not self._difference(entry, self._expected[entry.name])
+
+    def _difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
+        """How the value differs; empty if it does not."""
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
-            self._found.note("wrong", f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}", entry.name)
-            return
+            return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
         if entry.data is None:
-            return
+            return ""
         if entry.is_sharded and self._contract.form == "sharded":
             why_not = entry.why_no_shard(self._asked.shard_group_of_one)
             if why_not:
-                self._found.note("wrong", why_not, entry.name)
-                return
+                return why_not
             expected = entry.part(self._asked.rank).read(expected)
         if entry.place is not None:
-            difference = self._asked.own_parts[entry.name].difference(entry.data, entry.place, expected)
-        elif entry.name in self._merged:
-            difference = self._merged[entry.name].difference(entry.data)
-        else:
-            difference = compare(entry.data, expected.to(entry.data.dtype))
-        if difference:
-            self._found.note("wrong", difference, entry.name)
+            return self._asked.own_parts[entry.name].difference(entry.data, entry.place, expected)
+        if entry.name in self._merged:
+            return self._merged[entry.name].difference(entry.data)
+        return compare(entry.data, expected.to(entry.data.dtype))
 
     def _came_otherwise(self, name: str) -> bool:
         """Whether a tied parameter came under another of its names, where that is enough: they share one tensor."""

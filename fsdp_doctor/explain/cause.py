@@ -113,6 +113,7 @@ class _Logs:
         return Evidence(
             message=first.text,
             traceback="\n".join(first.frames),
+            script=first.script,
             indirect=first.quoted,
             log=self.clues.found,
             torch=self.clues.torch,

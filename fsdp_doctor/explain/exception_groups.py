@@ -65,6 +65,9 @@ class Group:
         other = raised
         if _earlier(raised, self.first) or (self.first.quoted and not raised.quoted):
             self.first, other = raised, self.first
+        # What one traceback shows to be raised elsewhere, a script only raised again.
+        if other.frames and not other.script:
+            self.first.script = ""
         # Of the same failure, the longest traceback says most.
         if len(other.frames) > len(self.first.frames):
             self.first.frames = other.frames

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed
+from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed, raising_script
 from fsdp_doctor.explain.log_lines import Line, lines_in, parsed, time_of
 from fsdp_doctor.known.catalogue import anchors, has_signature
 
@@ -73,7 +73,8 @@ class Raised:
     """One exception as a log has it.
 
     file, line: where it stands. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
-    frames: its traceback's, outermost first, as far as they were kept. logged: it stands in a record below an error's
+    frames: its traceback's, outermost first, as far as they were kept. script: the file, of no package, whose own line
+    raised it; empty where none is known to have. logged: it stands in a record below an error's
     level. swallowed: another exception came while it was being handled. quoted: a message that nothing raised, in
     prose.
     cut: a traceback that ends before its exception, whose message says no more than that.
@@ -86,6 +87,7 @@ class Raised:
     type: str
     message: str
     frames: list[str] = field(default_factory=list)
+    script: str = ""
     logged: bool = False
     swallowed: bool = False
     quoted: bool = False
@@ -100,6 +102,7 @@ class Raised:
 class _Open:
     """A traceback of one source that is still being read. lines: of this source since it began. box: what rich drew.
 
+    script: as that of an exception that would end the traceback here; None until the last frame's own line was read.
     fatal: it is the interpreter's stack, innermost frame first.
     """
 
@@ -107,6 +110,7 @@ class _Open:
     time: float | None
     frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     raised: Raised | None = None
+    script: str | None = None
     lines: int = 0
     message_lines: int = 0
     box: list[str] = field(default_factory=list)
@@ -244,6 +248,7 @@ class Reader:
             opened.end_box()
         if (frame := frame_in(line.text)) is not None:
             opened.frames.append(_REPEATED.sub("", frame))
+            opened.script = None
             return
         text = _REPEATED.sub("", line.text)
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
@@ -251,8 +256,11 @@ class Reader:
             match = named
         if match is not None:
             opened.raised = self._raised(line, match, list(opened.frames), opened.time)
+            opened.raised.script = opened.script or ""
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
             opened.raised = self._message(line, list(opened.frames))
+        elif opened.script is None and opened.frames:
+            opened.script = raising_script(opened.frames[-1], text.strip())
 
     def _alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
         """A line outside of any traceback: a frame whose beginning is missing, an exception, or a known message."""

@@ -13,6 +13,12 @@ _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
 _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 BOX = "│╭╰┃"
+_FILE = re.compile(r'File "(?P<file>[^"]+)"')
+_RAISES = re.compile(r"raise\s+\S|assert\b")
+# Of packages that are installed or lie there as torch's source does, of Python itself, and of no file at all.
+_NO_SCRIPT = re.compile(
+    r"(?:^|/)(?:(?:site|dist)-packages|lib(?:64)?/python\d[\d.]*|python[\d.]+/lib|torch|fsdp_doctor)/|^<"
+)
 
 
 def frame_in(text: str) -> str | None:
@@ -22,6 +28,16 @@ def frame_in(text: str) -> str | None:
     if match := _IPYTHON.match(text):
         return _as_python(match)
     return None
+
+
+def raising_script(innermost: str, source: str) -> str:
+    """The file of a traceback's innermost frame, where that frame's own line raised and its file is of no package.
+
+    Empty elsewhere: what a line calls may raise without a frame, as C++ does. source: that line.
+    """
+    if not _RAISES.match(source) or (match := _FILE.match(innermost)) is None:
+        return ""
+    return "" if _NO_SCRIPT.search(match["file"].replace("\\", "/").lower()) else match["file"]
 
 
 def is_boxed(text: str) -> bool:

@@ -21,6 +21,7 @@ from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
 _ANY_NUMBER = SpecifierSet()
+_WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,10 @@ class KnownFailure:
     def speaks_against(self, traceback: str) -> bool:
         """Whether the traceback says that it is something else."""
         return any(pattern.search(traceback) for pattern in self.unless)
+
+    def is_raised_in(self, file: str) -> bool:
+        """Whether the file may be of a framework that the entry names, wherever that was checked out."""
+        return not set(_WORD.findall(file.lower())).isdisjoint(_WORD.findall(" ".join(self.frameworks).lower()))
 
     def shows_on(self, torch: str) -> bool:
         """Whether that version of torch shows it; any that is not known is taken to."""

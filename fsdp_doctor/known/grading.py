@@ -18,13 +18,15 @@ _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 class Evidence:
     """What a log says of one failure.
 
-    message: ``Type: message``. traceback: its frames. indirect: it is told from something else than where it was
+    message: ``Type: message``. traceback: its frames. script: the file, of no package, whose own line raised it; empty
+    where none is known to have. indirect: it is told from something else than where it was
     raised, as a message in prose. log: what the whole log shows of the run. torch: the version that it names; empty
     where it names none.
     """
 
     message: str
     traceback: str = ""
+    script: str = ""
     indirect: bool = False
     log: Collection[ClueName] = ()
     torch: str = ""
@@ -76,9 +78,15 @@ def _graded(entry: KnownFailure, evidence: Evidence) -> Match | None:
     if evidence.indirect:
         questions.append("where was it raised? The log has no traceback of it")
     sure = not elsewhere and not lacking
-    if not entry.shows_on(evidence.torch):
+    scripted = evidence.script and not entry.is_raised_in(evidence.script)
+    if scripted:
+        questions.append(f"does {evidence.script} pass on an error of torch's? It raised this one in a line of its own")
+    other_torch = not entry.shows_on(evidence.torch)
+    if other_torch:
         questions.append(f"which torch is it? The log names {evidence.torch}, and this needs {entry.torch}")
-        grade: Grade = "possible"
+    grade: Grade
+    if scripted or other_torch:
+        grade = "possible"
     elif sure:
         grade = "likely" if evidence.indirect else "known"
     else:

@@ -121,6 +121,10 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return failure.exitcode if rank == 0 and failure.exitcode > 0 else DoctorFault.exit_code
-    except SignalException as error:
-        raise Interrupted(f"stopped by {error.sigval.name}") from None
+    except Exception as error:
+        # A signal at the moment when torch begins to time a function of its own is behind an UnboundLocalError.
+        for one in (error, error.__context__):
+            if isinstance(one, SignalException):
+                raise Interrupted(f"stopped by {one.sigval.name}") from None
+        raise
     return 0

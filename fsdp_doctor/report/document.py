@@ -20,7 +20,9 @@ from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_
 SCHEMA = "fsdp-doctor/report"
 SCHEMA_VERSION = 1
 # Keys of a result, or of a rank's record in it, that reports of the first versions do not have.
-NOT_IN_OLDER_REPORTS = frozenset({"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers"})
+NOT_IN_OLDER_REPORTS = frozenset(
+    {"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers", "call"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,7 +191,8 @@ def _events(report: RankReport) -> list[_Event]:
         cascade = is_cascade(failure) or record.stage == "agree"
         kind = _kind_of(failure, record.stage)
         before = "" if kind != "crash" or record.stage in _PATH_STAGES else f"{record.stage}: "
-        events.append(_Event(failure.time, report.rank, kind, before + failure.summary, cascade))
+        text = record.call_in_words + before + failure.summary
+        events.append(_Event(failure.time, report.rank, kind, text, cascade))
     if report.exit:
         kind = "oom" if report.oom_killed else "died"
         text = f"ended with {report.exit}" + (
@@ -257,7 +258,9 @@ def _standing(report: RankReport) -> str:
 def _in_stage(report: RankReport) -> str:
     if report.record is None:
         return " before the case began"
-    return "" if report.record.stage in _PATH_STAGES else f" ({report.record.stage})"
+    stage = report.record.stage
+    told = (report.record.call_in_words + ("" if stage in _PATH_STAGES else stage)).removesuffix(": ")
+    return f" ({told})" if told else ""
 
 
 def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:

@@ -78,6 +78,7 @@ def _carried(message: str) -> str:
 class Record:
     """What one rank did in one case so far.
 
+    call: which call of the path the rank is at. A function of the user's own is called once more after the next step.
     done: the rank is through with the case, well or not, and waits for the next one.
     seconds: time spent inside the path, synchronized with the device at both ends.
     peak_extra_bytes: device memory that the path had allocated at its peak, above what was
@@ -93,6 +94,7 @@ class Record:
 
     case_id: str
     stage: Stage
+    call: int = 1
     failure: Failure | None = None
     unsupported: str = ""
     problems: tuple[Problem, ...] = ()
@@ -105,6 +107,11 @@ class Record:
     retire: str = ""
     ledgers: tuple[StageLedger, ...] = ()
     done: bool = False
+
+    @property
+    def call_in_words(self) -> str:
+        """Before what is said of a call; empty of the first one."""
+        return "the second call: " if self.call > 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ _EACH = pytest.mark.parametrize("script", _SCRIPTS, ids=lambda script: script.st
 _ADAPTERS = {"trl": "accelerate", "lightning": "lightning", "verl": "verl", "accelerate": "accelerate"} | {
     "transformers": "accelerate"
 }
-# What runs a script, which knows no emulated device: it takes the accelerator that torch has, or that its framework finds.
+# A script knows no emulated device: it takes the accelerator that torch has, or that its framework finds.
 _AS_IT_IS = """
 import runpy, tempfile
 tempfile.tempdir = {directory!r}

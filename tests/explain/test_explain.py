@@ -215,6 +215,44 @@ def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pa
     assert _explained(tmp_path, lines).matches == ()
 
 
+def _ending_in(file: str, line: str) -> list[str]:
+    """A traceback whose innermost frame is that line of that file."""
+    above = ['  File "/home/me/train.py", line 30, in <module>', "    sync(FSDP(model))"]
+    return [_BEGIN, *above, f'  File "{file}", line 12, in state_dict', f"    {line}", _UNSHARD.format(0)]
+
+
+_OWN_RAISE = _ending_in("/home/me/train.py", f'raise AssertionError("{_UNSHARD.format(0)}")')
+_TORCHS_RAISE = _ending_in("/env/torch/distributed/utils.py", "raise AssertionError(s)")
+
+
+@pytest.mark.parametrize("line", ["raise AssertionError(f'Expects {text}')", "assert tensor.device == device, text"])
+@pytest.mark.parametrize("file", ["/home/me/train.py", "C:\\jobs\\train.py", "train.py"])
+def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
+    tmp_path: pathlib.Path, file: str, line: str
+) -> None:
+    found = _explained(tmp_path, _ending_in(file, line))
+    assert found.grade == "possible"
+    assert f"does {file} pass on an error of torch's?" in "".join(found.matches[0].open)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        _TORCHS_RAISE,
+        _ending_in("/env/lib/python3.12/site-packages/mine/a.py", "raise AssertionError(text)"),
+        _ending_in("C:\\Python312\\Lib\\concurrent\\futures\\_base.py", "raise self._exception"),
+        _ending_in("/workspace/verl/verl/workers/fsdp_workers.py", "raise error.with_traceback(None)"),
+        _ending_in("/home/me/train.py", "handle.unshard()"),
+        [line for line in _OWN_RAISE if not line.startswith("    raise")],
+        [*_TORCHS_RAISE, "", _DURING, "", *_OWN_RAISE],
+        [*_OWN_RAISE, *_TORCHS_RAISE],
+    ],
+    ids=["torch", "package", "python", "framework", "call", "no source", "raised again", "another rank's"],
+)
+def test_what_a_script_only_calls_or_passes_on_is_known(tmp_path: pathlib.Path, lines: list[str]) -> None:
+    assert _entry(_explained(tmp_path, lines)) == "fsdp1-manual-offload-then-state-dict"
+
+
 def test_long_tracebacks_of_64_interleaved_ranks_keep_their_frames(tmp_path: pathlib.Path) -> None:
     deep = [f'  File "/opt/a{i}.py", line {i}, in f{i}' for i in range(38)]
     last = '  File "/opt/torch/distributed/tensor/_api.py", line 500, in full_tensor'

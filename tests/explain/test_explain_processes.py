@@ -74,7 +74,8 @@ def test_the_log_of_a_real_torchrun_is_explained(tmp_path: pathlib.Path) -> None
     script.write_text(
         "import os, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
-        "    raise AssertionError('Expects tensor to be on the compute device cuda:1, was on cpu')\n"
+        "    from torch.distributed.utils import _p_assert\n"
+        "    _p_assert(False, 'Expects tensor to be on the compute device cuda:1, was on cpu')\n"
         "time.sleep(60)\n"
     )
     run: Run = torchrun("--nproc-per-node=2", str(script))

@@ -63,7 +63,7 @@ def test_it_has_every_field_and_no_other() -> None:
     result = _published()["$defs"]["result"]
     assert set(result["properties"]) - set(result["required"]) == {"yielded", "known", "ledgers"}
     record = _published()["$defs"]["record"]
-    assert set(record["properties"]) - set(record["required"]) == {"yielded", "retire", "refusal", "ledgers"}
+    assert set(record["properties"]) - set(record["required"]) == {"call", "yielded", "retire", "refusal", "ledgers"}
     assert "device" not in _published()["$defs"]["environment"]["properties"]
 
 

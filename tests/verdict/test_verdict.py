@@ -129,6 +129,24 @@ def test_a_death_outside_the_path_says_where(report, where):
     assert classify([report], 1).reason == f"ended with SIGKILL {where}"
 
 
+def _in_the_second_call(report):
+    return dataclasses.replace(report, record=dataclasses.replace(report.record, call=2))
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        (ended(0), "ended with SIGKILL (the second call)"),
+        (ended(0, stage="offload"), "ended with SIGKILL (the second call: offload)"),
+        (failed(0), "the second call: RuntimeError: it broke"),
+        (failed(0, stage="offload"), "the second call: offload: RuntimeError: it broke"),
+        (stopped(0), "not done after 60 s: rank 0 was busy (the second call)"),
+    ],
+)
+def test_what_goes_wrong_in_the_second_call_says_so(report, reason):
+    assert classify([_in_the_second_call(report)], 1).reason == reason
+
+
 def test_a_death_is_told_though_the_record_was_done():
     assert classify([dataclasses.replace(fine(0), exit="SIGSEGV", exit_time=3.0)], 1).kind == "died"
 
