@@ -3,7 +3,7 @@
 #
 #     benchmarks/on_gpus.sh DIRECTORY [ranks] [model]
 #
-# About ten minutes on two GPUs. Each benchmark has a time limit and files of its own in the directory, so that one which
+# Fourteen minutes at the most on two GPUs. Each benchmark has a time limit and files of its own in the directory, so that one which
 # fails or is cut off costs no other; the last column of summary.txt is its exit code, 124 if the limit ended it. Without
 # a GPU, `benchmarks/on_gpus.sh DIRECTORY 2 small` shows on the emulated device that all of it runs, in half an hour.
 set -uo pipefail
