@@ -8,6 +8,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-.} ranks=${2:-2} model=${3:-qwen3-4b}
+if [ "$model" = small ]; then hidden=80; else hidden=2560; fi
 mkdir -p "$out"
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 bench() { # name of the results, options
@@ -15,6 +16,6 @@ bench() { # name of the results, options
         --json "$out/$1.json" "${@:2}" 2>"$out/$1.log" | tee "$out/$1.txt"
 }
 bench fp32-bf16 --offload policy --dtype fp32:bf16 --path full_tensors
-python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$here/host_time.py" --hidden 2560 --profile 25 \
+python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$here/host_time.py" --hidden $hidden --profile 25 \
     2>"$out/host-time.log" | tee "$out/host-time.txt"
 bench bf16 --strategy fsdp2,fsdp1,fsdp1-orig --offload none,policy,param --path full_tensors,unshard,summon_full_params

@@ -12,7 +12,8 @@ out=${1:?usage: on_gpus.sh DIRECTORY [ranks] [model]} ranks=${2:-2} model=${3:-q
 mkdir -p "$out"
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 device=$(python -c 'import torch; print("cuda" if torch.cuda.is_available() else "emulated")')
-if [ "$device" = cuda ]; then hidden=2560 sum_gib=4 patience=1; else hidden=80 sum_gib=0.1 patience=10; fi
+if [ "$model" = small ]; then hidden=80 sum_gib=0.1; else hidden=2560 sum_gib=4; fi
+if [ "$device" = cuda ]; then patience=1; else patience=10; fi
 
 measure() { # seconds, name, command
     local limit=$1 name=$2 begin=$SECONDS
