@@ -29,7 +29,8 @@ _GO, _LEFT, _DIFFERS = "go", "left", "differs"
 # The fields of the number to which every rank of a stage adds, in bits: how many came; after that, at the first stage
 # the sum of what their plans come to, at the others how many gave their word for one bucket only.
 _RANKS_BITS, _PLAN_BITS = 16, 30
-# To have a thread wait costs more than to ask: up to so many ranks ask a few times first, after so many seconds each. More of them would be too much work for the store.
+# To have a thread wait costs more than to ask: up to so many ranks ask a few times first, after so many seconds each.
+# More of them would be too much work for the store.
 _FEW_RANKS = 64
 _ASKED_AFTER = (0.0, 50e-6, 100e-6, 200e-6)
 
