@@ -37,6 +37,10 @@ class Run:
     left: list[str]
     report: Report | None = None
 
+    def __str__(self) -> str:
+        """For the message of a test, which pytest shortens unless it is a string."""
+        return f"exit code {self.code}, left {self.left}\n{self.stdout}\n{self.stderr}"
+
     def result(self, ending: str) -> CaseResult:
         """The one case whose id ends so."""
         assert self.report is not None, self.stderr

@@ -77,7 +77,7 @@ def test_two_nodes_joined_by_one_rendezvous() -> None:
     command = (sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "fsdp_doctor", "probe", *_TWO_CASES)
     agents = [Started(*command), Started(*command)]
     runs = [agent.wait() for agent in agents]
-    assert [done.code for done in runs] == [0, 0], runs
+    assert [done.code for done in runs] == [0, 0], "\n".join(map(str, runs))
     assert sorted(len(_ids(done)) for done in runs) == [0, 2], "one node speaks for both"
     assert all(done.left == [] for done in runs)
 

@@ -45,16 +45,16 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def test_full_tensors_over_two_hosts(hosts: tuple[Host, Host], tmp_path: pathlib.Path) -> None:
     """And a rank on one that leaves is told of on the other."""
     runs = torchrun_on(hosts, script(tmp_path, _LIBRARY), ranks_each=2)
-    assert [done.code for done in runs] == [0, 0], runs
+    assert [done.code for done in runs] == [0, 0], "\n".join(map(str, runs))
     printed = "".join(done.stdout for done in runs)
-    assert printed.count("of 4 was told: rank 3 left after") == 3, runs
+    assert printed.count("of 4 was told: rank 3 left after") == 3, "\n".join(map(str, runs))
     assert all(done.left == [] for done in runs)
 
 
 def test_the_probe_over_two_hosts(hosts: tuple[Host, Host]) -> None:
     paths = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "unshard,state_dict")
     runs = torchrun_on(hosts, "-m", "fsdp_doctor", "probe", "--device", "cpu", *paths, "--fix")
-    assert [done.code for done in runs] == [0, 0], runs
+    assert [done.code for done in runs] == [0, 0], "\n".join(map(str, runs))
     lines = sorted((done.stdout.splitlines() for done in runs), key=len)
     assert lines[0] == [], "one host speaks for both"
     assert any("full_tensors\tok" in line for line in lines[1]), lines[1]

@@ -53,7 +53,10 @@ def _ip(*arguments: str) -> None:
 
 
 def torchrun_on(hosts: tuple[Host, Host], *program: str, ranks_each: int = 1) -> list[Run]:
-    """torchrun's two agents, each on its host; gloo is told the device as on a real cluster."""
+    """torchrun's two agents, each on its host; gloo is told the device as on a real cluster.
+
+    A rank that a signal ends says where it was.
+    """
     first = hosts[0].address
     agents = [
         Started(
@@ -65,7 +68,7 @@ def torchrun_on(hosts: tuple[Host, Host], *program: str, ranks_each: int = 1) ->
                 f"--rdzv-conf=is_host={int(host is hosts[0])}",
             ),
             *program,
-            env={"GLOO_SOCKET_IFNAME": host.device, "OMP_NUM_THREADS": "1"},
+            env={"GLOO_SOCKET_IFNAME": host.device, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         )
         for host in hosts
     ]
