@@ -148,6 +148,12 @@ def test_a_manual_offload_that_frees_nothing_is_known_of_fsdp1_without_shards_in
     assert not [one for one in checked(*arguments, version="0.9.0").findings if one.entry == entry]
 
 
+def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:
+    result = checked(flag("fsdp_size", "0"), version="0.9.0")
+    assert "fsdp_size=0 (command line) is a group of no ranks" in said(result, "unknown")
+    assert result.exit_code == 3
+
+
 def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_said() -> None:
     assert "two different strategies" in said(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
     assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")
