@@ -64,6 +64,13 @@ def unknown(sentence: str, *settings: Setting | None) -> ConfigFinding:
     return _of_settings("unknown", sentence, settings)
 
 
+def known(entry: str, *settings: Setting | None) -> ConfigFinding:
+    """What an entry of the catalogue says of settings, where it shows in no case: nothing is wrong with a value."""
+    of = catalogue.known_failure(entry)
+    found = _of_settings("known", f"{of.title} ({of.verdict})", settings)
+    return dataclasses.replace(found, entry=entry)
+
+
 def unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) -> list[ConfigFinding]:
     """The keys of a section that are not in ``known_keys``; a known key may have anything below it."""
     names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.below(section)}

@@ -21,6 +21,7 @@ class MemoryFacts:
 
     unsharded, unsharded_bytes: parameters that stand unsharded beside their shards; all_unsharded: whether all do.
     gradients, gradient_bytes: on the device, of shards that an offload by hand took to the host.
+    former, former_bytes: flat parameters whose former memory the modules' parameters still hold, after such an offload.
     copies: of each dictionary with most of the model's names, and with device memory that is not the model's, how many
         tensors it has and how much memory.
     """
@@ -30,6 +31,8 @@ class MemoryFacts:
     all_unsharded: bool = False
     gradients: tuple[str, ...] = ()
     gradient_bytes: int = 0
+    former: tuple[str, ...] = ()
+    former_bytes: int = 0
     copies: tuple[tuple[int, int], ...] = ()
 
 
@@ -37,6 +40,7 @@ def read_memory_facts(held: HeldModel) -> MemoryFacts:
     """held: of the model, as the reader gives it."""
     unsharded = [(names, tensor) for names, tensor in _unsharded(held) if _bytes_of([tensor])]
     gradients = list(_left_gradients(held))
+    former = [(name, tensor) for name, tensor in _views_of_former_memory(held) if _bytes_of([tensor])]
     sharded = [*(tensor for tensor in held.parameters if tensor.unit is not None), *held.fsdp1_units]
     return MemoryFacts(
         unsharded=tuple(names for names, _ in unsharded),
@@ -44,6 +48,8 @@ def read_memory_facts(held: HeldModel) -> MemoryFacts:
         all_unsharded=bool(sharded) and len(unsharded) == len(sharded),
         gradients=tuple(name for name, _ in gradients),
         gradient_bytes=_bytes_of(gradient for _, gradient in gradients),
+        former=tuple(dict.fromkeys(name for name, _ in former)),
+        former_bytes=_bytes_of(view for _, view in former),
         copies=tuple(_copies(held)),
     )
 
@@ -64,6 +70,16 @@ def _left_gradients(held: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in held.fsdp1_units:
         if not unit.offloads and unit.shard.is_cpu:
             yield from ((unit.flat_name, owner.grad) for owner in unit.optimized if owner.grad is not None)
+
+
+def _views_of_former_memory(held: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a unit that is not sharded the modules have views of the flat parameter, and a move of it takes none along."""
+    for unit in held.fsdp1_units:
+        if not unit.is_sharded and not unit.offloads:
+            own = {id(storage) for storage in storages(unit.flat_parameter.detach())}
+            for view in unit.views:
+                if all(id(storage) not in own for storage in storages(view)):
+                    yield unit.flat_name, view
 
 
 def _copies(held: HeldModel) -> Iterator[tuple[int, int]]:

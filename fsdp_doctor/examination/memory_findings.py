@@ -51,6 +51,21 @@ def gradients_kept(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def offload_frees_nothing(facts: Facts) -> Iterator[Finding]:
+    memory = facts.memory
+    if memory.former:
+        yield Finding(
+            kind="offload-frees-nothing",
+            severity="hazard",
+            sentence=f"Moved, while the memory that they had stays ({bytes_text(memory.former_bytes)} of the device) "
+            f"until the next forward, because the modules' parameters are views of it: {few(memory.former)}; they are "
+            "not sharded, and have the dtype that is computed in.",
+            names=memory.former,
+            entry="fsdp1-no-shard-offload-frees-nothing",
+            remedy="use_orig_params=True, shards over at least two ranks, or float32 parameters with mixed precision.",
+        )
+
+
 def pinned_twice(facts: Facts) -> Iterator[Finding]:
     """CUDA's allocator of pinned memory takes a power of two for each tensor."""
     sizes = [
@@ -73,6 +88,7 @@ def pinned_twice(facts: Facts) -> Iterator[Finding]:
 
 MEMORY_FINDINGS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     gradients_kept,
+    offload_frees_nothing,
     unsharded_copy,
     state_dict_held,
     pinned_twice,

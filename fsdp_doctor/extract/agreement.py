@@ -149,7 +149,8 @@ class Agreement:
         if self._over:
             return
         of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        self._key = f"fsdp_doctor/{of_ranks}/{process.next_number(ranks)}"
+        self._number = process.next_number(ranks)
+        self._key = f"fsdp_doctor/{of_ranks}/{self._number}"
         self._rank = process.rank()
         with self._store_is_there():
             self._store = process.store()
@@ -301,18 +302,25 @@ class Agreement:
         except dist.DistNetworkError:
             raise
         except dist.DistStoreError:
-            came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
-            return self._answer_with(
-                f"{_LEFT}:only {came} of {len(self._ranks)} ranks came to bucket {self._buckets} in time; "
-                f"each of ranks {list(self._ranks)} must {'iterate' if self._verb == 'extract' else 'load'}, "
-                f"with a model that is sharded over them"
-            )
+            return self._answer_with(f"{_LEFT}:{self._too_few_came()}")
         except Exception:
             raise
         except BaseException as interrupt:
             self._interrupt = interrupt
             self._store = self._process.another_store()
             return self._answer_with(self._leaves(type(interrupt).__name__))
+
+    def _too_few_came(self) -> str:
+        """A sentence for all: a rank that is not here is behind, or has not been meant to come."""
+        came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
+        call = f"call {self._number} over ranks {list(self._ranks)}"
+        where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
+        made = "" if self._stage else f", and the others have come to {self._number - 1} at most"
+        return (
+            f"only {came} of {len(self._ranks)} ranks came to {where}{made}: each must "
+            f"{'iterate' if self._verb == 'extract' else 'load'} as often as the others, with a model that is sharded "
+            "over them"
+        )
 
     def _is_answered_soon(self) -> bool:
         if len(self._ranks) > _FEW_RANKS:

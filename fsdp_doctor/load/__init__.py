@@ -5,7 +5,8 @@ Each rank's shard is filled where it lies: the model is never moved, and nothing
     targets              what there is to fill, and where this rank's part of it lies
     layouts              how a tensor is divided over the ranks
     given, checks        what the source has, and whether that fits
-    safetensors_files    reading a part of a file; checkpoint_index says which tensor is in which
+    safetensors_files    reading a part of a file; checkpoint_index says which tensor is in which, same_files whether
+                         each rank has the same
     portions             a part of a full tensor, in bytes
     together             the ranks agree on a load, and an error of one is an error of all
     own_parts            where every rank has the source

@@ -33,6 +33,13 @@ class GivenSource:
     _files: list[SafetensorsFile] = field(default_factory=list)
 
     @property
+    def files(self) -> dict[str, FileTensor]:
+        """What lies in files, by name."""
+        if self.kind != "files":
+            return {}
+        return {name: value for name, value in self.tensors.items() if isinstance(value, FileTensor)}
+
+    @property
     def makes_values(self) -> bool:
         """Whether a mapping may make its tensors when it is asked for them, so that they are not all to be kept."""
         return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)

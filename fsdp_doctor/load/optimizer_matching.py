@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from typing_extensions import assert_never
@@ -16,6 +16,27 @@ StateDtypeRule = Literal["keep", "cast", "source"]
 
 # How an optimizer computes, which is the run's own affair, and no part of what it has learned.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+# Of a scheduler, or of most optimizers: they tell none from another.
+_OF_ANY = ("lr", "weight_decay", "maximize")
+
+
+def check_kind(outline: StateOutline, defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises LoadError for the state of another optimizer, of which the options of the param groups tell.
+
+    defaults, groups: of the optimizer. Versions of one differ in an option or two; another one lacks most of the
+    options, and has some that this one does not have.
+    """
+    own = set(defaults) - {*_IMPLEMENTATION, *_OF_ANY}
+    known = own | {key for group in groups for key in group}
+    for group in outline.groups:
+        lacking, strange = own - set(group), set(group) - known - set(_OF_ANY)
+        if strange and 2 * len(lacking) > len(own):
+            raise LoadError(
+                f"the source is the state of another optimizer: its param groups have {some(sorted(strange))}, and not "
+                f"{some(sorted(lacking))}"
+            )
 
 
 class StateMatching:

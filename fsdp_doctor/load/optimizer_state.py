@@ -15,7 +15,7 @@ from fsdp_doctor.load.checks import Rules
 from fsdp_doctor.load.given import GivenSource
 from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name, outline_of
-from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching
+from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching, check_kind
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.targets import Target, loaded_model, settle
@@ -60,8 +60,10 @@ def load_optimizer_state(
     a gradient, has none afterwards; the report names these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, for
-    other shapes and dtypes, for param groups that do not correspond, for ranks whose sources differ in more than the
-    values of their tensors, and for an optimizer of parameters that are not the model's.
+    other shapes and dtypes, for the state of another optimizer, as the options of its param groups tell (AdamW's in
+    SGD; not where the two have most options in common), for param groups that do not correspond, for ranks whose
+    sources differ in more than the values of their tensors, and for an optimizer of parameters that are not the
+    model's.
     Raises TypeError for a source that is not of the format, ValueError for a rule that there is not.
     """
     with refused(model):
@@ -84,6 +86,7 @@ def load_optimizer_state(
         of_first = StateOutline.of_word(together.agree(outline.as_word()))
         if source and (difference := _difference(of_first, outline, place.first)):
             raise LoadError(difference)
+        check_kind(of_first, optimizer.defaults, optimizer.param_groups)
         matching = StateMatching(parameters, of_first, strict=strict, dtype=dtype)
         state = NewState(optimizer, matching)
         wanted = {name for target in state.targets for name in target.names}

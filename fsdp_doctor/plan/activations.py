@@ -18,6 +18,10 @@ from fsdp_doctor.ledgers.allocators import rounded
 from fsdp_doctor.plan import fused_attention
 from fsdp_doctor.plan.meta_model import checkpoint_layers, followed_layers
 
+# Operators in one layer's forward: of those that were tried the largest constant is 260, and what goes through chunks
+# of tokens adds less than one for each token, what goes through the tokens one by one nine and more.
+_OPERATORS, _OPERATORS_OF_A_TOKEN = 1000, 4
+
 Pass: TypeAlias = Literal["forward", "backward"]
 # Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.
 SegmentPlace: TypeAlias = int | Literal["before", "after"]
@@ -55,14 +59,18 @@ class Batch:
     backward: bool = True
 
 
+class LoopOverTokens(Exception):
+    """A layer computes so many operators that it goes through the tokens one by one: to follow it takes minutes."""
+
+
 def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
     """Of a model on the meta device: forward, loss and backward; or a forward, and log-probabilities of its logits.
 
-    The gradients of a decoder layer are let go of when its backward is done, as FSDP does.
+    The gradients of a decoder layer are let go of when its backward is done, as FSDP does. Raises LoopOverTokens.
     """
     if batch.checkpointing and batch.backward:
         checkpoint_layers(model)
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, most_operators=_OPERATORS + _OPERATORS_OF_A_TOKEN * batch.length)
     tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
     with torch.device("meta"), recorder, fused_attention.in_place_of_torchs(), torch.set_grad_enabled(batch.backward):
         if not batch.backward:
@@ -80,8 +88,9 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
 class _Recorder:
     """Follows what lives, and closes a segment where a decoder layer begins or ends."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, most_operators: int) -> None:
         self.segments: list[Segment] = []
+        self._most_operators = most_operators
         self._live = _Live(model)
         self._layers = followed_layers(model)
         self._places = list(self._layers)
@@ -119,6 +128,7 @@ class _Recorder:
         self.close("backward", "before")
 
     def _begins(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._live.operators_left = None if self._in_backward else self._most_operators
         if not self._in_backward and at == self._places[0]:
             self.close("forward", "before")
             given = [tensor for tensor in (*inputs, *named.values()) if isinstance(tensor, Tensor)]
@@ -129,6 +139,7 @@ class _Recorder:
     def _ends(self, at: int, output: Any) -> None:
         if self._in_backward:  # a checkpointed layer, once more
             return
+        self._live.operators_left = None
         self.close("forward", at)
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
@@ -155,9 +166,12 @@ class _Live(private.OperatorMode):
         # The ids stay those of these objects for as long as they live.
         self._kept = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         self.now = self.highest = Moment()
+        # Of the layer that is computed: how many more it may have.
+        self.operators_left: int | None = None
 
     def hooks(self) -> list[Any]:
-        return [p.register_post_accumulate_grad_hook(self._is_gradient) for p in self._model.parameters()]
+        trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+        return [parameter.register_post_accumulate_grad_hook(self._is_gradient) for parameter in trained]
 
     def forget_highest(self) -> None:
         self.highest = self.now
@@ -167,6 +181,10 @@ class _Live(private.OperatorMode):
             parameter.grad = None
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if self.operators_left is not None:
+            self.operators_left -= 1
+            if self.operators_left < 0:
+                raise LoopOverTokens
         if function is private.ITEM:
             # The models ask whether a batch is of one kind throughout: it is.
             return 1

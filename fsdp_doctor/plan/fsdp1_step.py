@@ -88,7 +88,9 @@ class Fsdp1Replay:
     def _reshard(self, unit: UnitShard) -> None:
         self._unsharded.discard(unit.name)
         nbytes = rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
-        if not self._setup.computes_with_shards:
-            self._timeline.give("unsharded parameters", nbytes)
-        elif self._setup.scenario.policy:
+        if self._setup.computes_with_shards and not self._setup.scenario.policy:
+            return
+        if self._setup.views_hold_shards:
             self._views[unit.name] = nbytes
+        else:
+            self._timeline.give("unsharded parameters", nbytes)

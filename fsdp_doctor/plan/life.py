@@ -108,7 +108,7 @@ class Life:
     def _offload(self) -> None:
         if self._setup.scenario.param_offload:
             self._clear("parameters")
-            if self._setup.computes_with_shards:
+            if self._setup.views_hold_shards:
                 self._keep_views()
             if self._setup.scenario.version == 2:
                 self._clear("buffers")

@@ -41,12 +41,27 @@ def on_meta(model: str, layers: int | None = None, head: ModelHead = "language")
         return built.train()
 
 
+def learned_positions(model: Any) -> int | None:
+    """How many positions a model has that looks them up in a table of parameters, which has no row for any other.
+
+    OPT and BioGPT keep two rows more than they have positions.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = {module for module in _decoder(model).modules() if isinstance(module, nn.Embedding)}
+    rows = {table.num_embeddings for table in tables if table is not models.input_embedding(model)}
+    return positions if isinstance(positions, int) and {positions, positions + 2} & rows else None
+
+
 def followed_layers(model: Any) -> dict[int, nn.Module]:
     """The decoder layers that tokens go through, each with its number among all: not those of a tower for images."""
     layers = models.decoder_layers(model)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = set(decoder.modules())
+    inside = set(_decoder(model).modules())
     return {at: layer for at, layer in enumerate(layers) if layer in inside} or dict(enumerate(layers))
+
+
+def _decoder(model: Any) -> nn.Module:
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -99,7 +114,9 @@ def _set_layers(config: Any, layers: int) -> None:
     config.num_hidden_layers = layers
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(config, name, None):
-            setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
+            # Jamba's and Mamba's are no settings: they follow from the number of layers.
+            with contextlib.suppress(AttributeError):
+                setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
 
 
 def _built(config: Any, head: ModelHead) -> nn.Module:

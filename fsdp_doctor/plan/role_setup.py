@@ -58,12 +58,17 @@ class RoleSetup:
 
     @property
     def computes_with_shards(self) -> bool:
-        """FSDP1 without shards, in the dtype that is computed in: nothing is copied when a unit is unsharded.
-
-        The modules' parameters are views of the flat parameter, and hold its memory when it is moved to the host.
-        """
+        """FSDP1 without shards, in the dtype that is computed in: nothing is copied when a unit is unsharded."""
         is_whole = self.scenario.version == 1 and self.shard_ranks == 1
         return is_whole and self.dtypes.master == self.dtypes.compute
+
+    @property
+    def views_hold_shards(self) -> bool:
+        """Whether the modules' parameters are views of the flat parameter, whose memory they hold when it is moved.
+
+        With the original parameters FSDP1 makes new ones.
+        """
+        return self.computes_with_shards and self.scenario.strategy == "fsdp1"
 
     @property
     def shards_on_host(self) -> bool:

@@ -126,6 +126,34 @@ def test_a_policy_is_ignored_under_fsdp1_and_its_case_has_none() -> None:
     assert use_of(result, "actor").scenario.offload == "param"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((flag("fsdp_size", "1"), flag("model_dtype", "bf16")), True),
+        (("trainer.n_gpus_per_node=1", flag("model_dtype", "bfloat16")), True),
+        ((flag("fsdp_size", "1"), flag("mixed_precision.param_dtype", "fp32")), True),
+        ((flag("fsdp_size", "1"),), False),
+        ((flag("fsdp_size", "2"), flag("model_dtype", "bf16")), False),
+        ((flag("fsdp_size", "1"), flag("model_dtype", "bf16"), flag("use_orig_params")), False),
+        ((flag("fsdp_size", "1"), flag("model_dtype", "bf16"), FSDP2), False),
+    ],
+)
+def test_a_manual_offload_that_frees_nothing_is_known_of_fsdp1_without_shards_in_the_dtype_that_it_computes_in(
+    arguments: tuple[str, ...], expected: bool
+) -> None:
+    entry = "fsdp1-no-shard-offload-frees-nothing"
+    found = [one for one in checked(flag("param_offload"), *arguments, version="0.9.0").findings if one.entry == entry]
+    assert bool(found) == expected
+    assert not expected or f"{ACTOR}.fsdp_config.param_offload=true (command line)" in found[0].settings
+    assert not [one for one in checked(*arguments, version="0.9.0").findings if one.entry == entry]
+
+
+def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:
+    result = checked(flag("fsdp_size", "0"), version="0.9.0")
+    assert "fsdp_size=0 (command line) is a group of no ranks" in said(result, "unknown")
+    assert result.exit_code == 3
+
+
 def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_said() -> None:
     assert "two different strategies" in said(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
     assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")

@@ -155,12 +155,36 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told() -> None:
     if this_rank() != late:
         usual = store.timeout
         store.set_timeout(datetime.timedelta(seconds=1))
-        error = _error(RankLeft, lambda: extracted(model), "ranks came to bucket 0 in time")
+        error = _error(RankLeft, lambda: extracted(model), f"only {late} of {world_size()} ranks came to call")
         store.set_timeout(usual)
         together()
     else:
         together()
         error = _error(RankLeft, lambda: extracted(model))
+    _no_errors(error)
+    assert_same(extracted(model), expected)
+
+
+@everywhere
+def test_a_rank_that_calls_once_more_is_told_its_number_and_how_many_the_others_made() -> None:
+    """And they are told at their next call, without a wait; the one after it is in step again."""
+    net = new_net()
+    expected = tensors_of(net)
+    model = fsdp2(net)
+    assert_same(extracted(model), expected)
+    ranks = tuple(range(world_size()))
+    made = agreement._here.num_agreements[ranks]
+    words = (f"only 1 of {world_size()} ranks came to call {made + 1} ", f"have come to {made} at most")
+    error = ""
+    if this_rank() == 0:
+        store = agreement._connection(private.default_store())
+        usual = store.timeout
+        store.set_timeout(datetime.timedelta(seconds=1))
+        error = _error(RankLeft, lambda: extracted(model), *words)
+        store.set_timeout(usual)
+    together()
+    if this_rank() != 0:
+        error = _error(RankLeft, lambda: extracted(model), *words)
     _no_errors(error)
     assert_same(extracted(model), expected)
 

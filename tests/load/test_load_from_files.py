@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from fsdp_doctor import LoadError, load_full_tensors
 from fsdp_doctor.load import safetensors_files
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
+from fsdp_doctor.load.writing import Load
 
 
 def _saved(tensors: Tensors) -> Tensors:
@@ -216,19 +217,59 @@ def test_a_file_that_one_rank_has_is_an_error_on_every_rank() -> None:
     assert_same(extracted(model), before)
 
 
+OTHERS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "all values": (lambda tensors: {name: tensor + 1 for name, tensor in tensors.items()}, "have other values"),
+    "one tensor": (lambda tensors: tensors | {"embed.weight": tensors["embed.weight"] * 2}, "have other values"),
+    "another name": (lambda tensors: tensors | {"more": torch.ones(2)}, "have other names, shapes or dtypes"),
+}
+
+
+@everywhere
+def test_a_rank_with_files_of_its_own_that_differ_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+    """As where each node has a disk of its own."""
+    for change, message in OTHERS.values():
+        model = fsdp2(new_net())
+        before, tensors = extracted(model), _saved(other_tensors())
+        with shared_directory() as shared:
+            own = pathlib.Path(shared) / f"of rank {this_rank()}"
+            _write(own, change(tensors) if this_rank() == 1 else tensors, files=2, index=True)
+            with raises_soon(LoadError, f"of rank 1 in {own.with_name('of rank 1')} {message}", "written nothing"):
+                load_full_tensors(model, own, strict=False)
+            assert_same(extracted(model), before)
+            load_full_tensors(model, own if this_rank() == 0 else None, strict=False)
+            torch.distributed.barrier()
+
+
+@everywhere
+def test_files_that_are_divided_otherwise_are_the_same() -> None:
+    expected = other_tensors()
+    with shared_directory() as shared:
+        own = pathlib.Path(shared) / f"of rank {this_rank()}"
+        _write(own, _saved(expected), files=1 + this_rank(), index=True)
+        model = fsdp2(new_net())
+        with filled_in_place(model, expected):
+            load_full_tensors(model, own)
+        torch.distributed.barrier()
+
+
 @everywhere
 def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -> None:
     for source in (lambda path: path, on_first):
         model = fsdp2(new_net())
         with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
-            whole = SafetensorsFile.read
+            whole, write = SafetensorsFile.read, Load.run
 
             def read(self: SafetensorsFile, offset: int, into: memoryview, whole: Any = whole) -> None:
                 if self.path == places["file"] and offset > 100_000 and this_rank() == 0:
                     _truncate_to(self.path, offset)
                 whole(self, offset, into)
 
-            patch.setattr(SafetensorsFile, "read", read)
+            def run(*arguments: Any, patch: Any = patch, read: Any = read, write: Any = write) -> Any:
+                # Not for what is read to compare the ranks' files.
+                patch.setattr(SafetensorsFile, "read", read)
+                return write(*arguments)
+
+            patch.setattr(Load, "run", run)
             with raises_soon(LoadError, "has become shorter while it was read", "had begun to write"):
                 load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
 

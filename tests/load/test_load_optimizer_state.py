@@ -227,6 +227,25 @@ def test_an_optimizer_of_other_parameters_is_refused_on_every_rank() -> None:
 
 
 @everywhere
+def test_the_state_of_another_optimizer_is_refused_on_every_rank_and_that_of_a_like_one_is_taken() -> None:
+    model, _, state = _trained()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for other in (torch.optim.SGD(trained, momentum=0.9), torch.optim.RMSprop(trained), torch.optim.Adagrad(trained)):
+        for source, strict in itertools.product((on_first, _whole), (True, False)):
+            with raises_soon(LoadError, "the state of another optimizer", "have amsgrad, betas", "written nothing"):
+                load_optimizer_state(model, other, source(state), strict=strict)
+        assert "betas" not in other.param_groups[0]
+    older = copy.deepcopy(state)
+    for group in older["param_groups"]:
+        # As an older torch saves it, with a scheduler's option.
+        group.pop("decoupled_weight_decay", None)
+        group["initial_lr"] = 0.5
+    for like in (torch.optim.AdamW(trained), torch.optim.Adam(trained)):
+        load_optimizer_state(model, like, on_first(older))
+        assert like.state
+
+
+@everywhere
 def test_an_optimizer_on_one_rank_that_differs_is_refused_on_every_rank() -> None:
     model, _, state = _trained()
     parameters = list(model.parameters())

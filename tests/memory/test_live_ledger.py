@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
-from support.examined import PINNED, equal, finding, fsdp1_model, fsdp2_model, kinds, on_two_ranks, train
+from support.examined import PINNED, equal, finding, fsdp1_model, fsdp2_model, kinds, on_two_ranks, train, trained
 from support.ranks import accelerator, this_device, this_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
 
 import fsdp_doctor
 from fsdp_doctor import examine
@@ -135,6 +142,35 @@ def test_examine_names_gradients_that_an_offload_leaves_on_the_device() -> None:
     for parameter in model.parameters():
         parameter.grad = None
     equal("gradients-kept" in kinds(examine(model)), False)
+
+
+@on_two_ranks
+def test_examine_names_an_offload_by_hand_that_frees_nothing_until_a_forward_frees_it() -> None:
+    def stages(**options: Any) -> list[list[str]]:
+        model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD, **options))
+        found = [kinds(examine(model), "hazard")]
+        offloading.offload(model, non_blocking=False)
+        found.append(kinds(examine(model), "hazard"))
+        offloading.load(model, this_device(), non_blocking=False)
+        found.append(kinds(examine(model), "hazard"))
+        model(torch.ones(2, 4, device=this_device()))
+        return [*found, kinds(examine(model), "hazard")]
+
+    kept = ["offload-frees-nothing"]
+    equal(stages(use_orig_params=False), [[], kept, kept, []])
+    cast = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    equal(stages(use_orig_params=False, mixed_precision=cast), [[], [], [], []])
+    model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD))
+    offloading.offload(model, non_blocking=False)
+    found = finding(model, "offload-frees-nothing")
+    equal((found.entry, len(found.names)), ("fsdp1-no-shard-offload-frees-nothing", 2))
+
+
+@on_two_ranks
+def test_an_offload_by_hand_of_original_parameters_that_are_not_sharded_frees_them() -> None:
+    model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True))
+    offloading.offload(model, non_blocking=False)
+    equal((_parameters_held(model), "offload-frees-nothing" in kinds(examine(model))), ((0, 0), False))
 
 
 @on_two_ranks

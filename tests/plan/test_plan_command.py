@@ -271,6 +271,12 @@ def test_a_shard_group_that_does_not_divide_the_ranks_is_refused() -> None:
     _fails(_plan(*_SMALL, "--gpus", "8", config=(*_VERL, setting)), 2, "3 ranks", "8 ranks")
 
 
+def test_a_shard_group_of_no_ranks_is_refused_and_a_negative_one_is_all() -> None:
+    setting = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    _fails(_plan(*_SMALL, config=(*_VERL, f"{setting}=0")), 3, f"{setting}=0", "a group of no ranks", "all are -1")
+    assert "in 2 shard(s)" in _plan(*_SMALL, config=(*_VERL, f"{setting}=-1")).stdout
+
+
 def test_more_tokens_than_torch_can_count_the_bytes_of_are_refused() -> None:
     _fails(_plan("--model", "small", "--micro-batch", "99999999999999999999"), 2, "1,000,000,000 at once")
 

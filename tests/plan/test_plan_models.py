@@ -44,6 +44,8 @@ _MODELS: dict[str, dict[str, object]] = {
     | {"moe_intermediate_size": 32, "first_k_dense_replace": 1},
     "mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "num_heads": 4}
     | {"head_dim": 32, "state_size": 16, "n_groups": 1},
+    # It has a parameter that is not trained.
+    "ernie4_5_moe": _SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512},
     "gemma3": {
         "text_config": _SIZES | {"model_type": "gemma3_text"},
@@ -70,6 +72,46 @@ def test_a_model_is_planned_whatever_its_attention(kind: str, tmp_path: pathlib.
     assert done.stderr == ""
     for expected in ("actor: trains", "ref: computes log-probabilities"):
         assert expected in done.stdout
+
+
+def _planned(directory: pathlib.Path, length: int, sizes: dict[str, object], *options: str) -> tuple[int, str]:
+    (directory / "config.json").write_text(json.dumps(sizes))
+    arguments = ("--model", str(directory), "--seq-len", str(length), "--gpus", "2", *options)
+    done = doctor("plan", "--config", _VERL[0], *arguments)
+    return done.code, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_sequence_longer_than_the_learned_positions_is_refused(kind: str, tmp_path: pathlib.Path) -> None:
+    positions = {"n_positions": 64} if kind == "gpt2" else {"max_position_embeddings": 64}
+    sizes = {"model_type": kind, "vocab_size": 512, "num_hidden_layers": 2} | positions
+    code, said = _planned(tmp_path, 65, sizes)
+    assert (code, "sequences of 65 tokens" in said, "64 positions" in said) == (2, True, True)
+    assert _planned(tmp_path, 64, sizes)[0] == 0
+
+
+def test_computed_positions_have_no_end(tmp_path: pathlib.Path) -> None:
+    assert _planned(tmp_path, 65, _SIZES | {"model_type": "llama", "max_position_embeddings": 64})[0] == 0
+
+
+_MAMBA = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 8}
+
+
+def test_a_model_that_goes_through_its_tokens_one_by_one_is_refused_where_that_takes_long(
+    tmp_path: pathlib.Path,
+) -> None:
+    code, said = _planned(tmp_path, 512, _MAMBA)
+    assert (code, "one by one" in said, "at 512 tokens" in said) == (3, True, True)
+    assert _planned(tmp_path, 32, _MAMBA)[0] == 0
+
+
+def test_one_that_goes_through_chunks_of_its_tokens_is_planned_at_any_length(tmp_path: pathlib.Path) -> None:
+    sizes = {**_MODELS["mamba2"], "model_type": "mamba2"}
+    assert _planned(tmp_path, 8192, sizes)[0] == 0
+
+
+def test_another_number_of_layers_is_planned_where_their_kinds_follow_from_it(tmp_path: pathlib.Path) -> None:
+    assert _planned(tmp_path, 32, _MAMBA, "--layers", "3") == (0, "")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])

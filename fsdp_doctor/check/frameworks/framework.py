@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from fsdp_doctor.check.config_findings import ConfigFinding
 from fsdp_doctor.check.configured_model import ConfiguredModel
-from fsdp_doctor.check.settings import Setting, Settings
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, Role, Use
 from fsdp_doctor.errors import UsageError
 
@@ -50,8 +50,8 @@ class KeyTable:
     """Where the settings of one model stand: for each question the keys that answer it.
 
     policy: whether it is under the policy. param_offload, optimizer_offload: whether the framework moves them.
-    replicas: how many times it is replicated, in ranks. shard_group: in how many ranks it is sharded; not positive is
-    all. lora_rank: positive with an adapter. path: of the model.
+    replicas: how many times it is replicated, in ranks. shard_group: in how many ranks it is sharded; a negative number
+    is all. lora_rank: positive with an adapter. path: of the model.
     """
 
     policy: Keys = ()
@@ -75,11 +75,20 @@ class KeyTable:
         return Chosen("+".join(on) or "none", "; ".join(map(str, on.values())) or str(policy or default))
 
     def sharding(self, settings: Settings, world_size: int | None) -> Chosen:
-        replicas, group = settings.number(*self.replicas) or 1, settings.number(*self.shard_group) or -1
+        replicas, group = settings.number(*self.replicas) or 1, self._shard_group(settings)
         row = settings.first(*self.replicas) or settings.first(*self.shard_group)
         if world_size and 0 < group < world_size:
             return Chosen("size1" if group == 1 else "hsdp", f"{row} of {world_size} ranks")
         return Chosen("hsdp", row) if replicas > 1 else Chosen("full")
+
+    def _shard_group(self, settings: Settings) -> int:
+        """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh); torchtune asserts 1."""
+        size = settings.number(*self.shard_group, default=-1)
+        if size == 0:
+            raise Unreadable(
+                f"{settings.first(*self.shard_group)} is a group of no ranks, and the job fails; all are -1"
+            )
+        return -1 if size is None else size
 
     def model(self, settings: Settings) -> Chosen:
         rank = settings.first(*self.lora_rank)
@@ -89,7 +98,7 @@ class KeyTable:
         return ConfiguredModel(path=settings.first(*self.path), ranks=self._ranks_of_a_group(settings, world_size))
 
     def _ranks_of_a_group(self, settings: Settings, world_size: int | None) -> int | None:
-        size = settings.number(*self.shard_group) or -1
+        size = self._shard_group(settings)
         if world_size is None or 0 < size < world_size:
             return world_size and size
         return max(1, world_size // (settings.number(*self.replicas) or 1))

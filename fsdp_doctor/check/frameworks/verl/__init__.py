@@ -63,6 +63,7 @@ def _read(model: VerlModel, settings: Settings, given: Given) -> ModelReading:
     if not in_question:
         raise Unreadable("that version of verl does not know what these settings ask for")
     found += conflicts.loaded_twice(model, settings, in_question)
+    found += conflicts.offload_frees_nothing(model, strategy, settings, given.world_size)
     if any(versions.own_strategy for versions in in_question):
         found += conflicts.own_strategy_not_set(model, settings)
     return ModelReading(

@@ -6,14 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
 
-from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note, unknown
+from fsdp_doctor.check.config_findings import ConfigFinding, conflict, known, note, unknown
 from fsdp_doctor.check.frameworks.verl.releases import VerlVersions
 from fsdp_doctor.check.frameworks.verl.roles import MODELS, OLD_SFT, OTHER_ENGINES, VerlModel
-from fsdp_doctor.check.settings import Settings
+from fsdp_doctor.check.settings import Setting, Settings
 from fsdp_doctor.matrix.axes import Strategy
 
 _OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+# What verl's PrecisionType takes each for.
+_DTYPES = {"fp16": "float16", "16": "float16", "bf16": "bfloat16", "fp32": "float32", "32": "float32"}
 _ROOTS = ("actor_rollout_ref", "critic", "engine")
 
 
@@ -71,6 +73,21 @@ def loaded_twice(model: VerlModel, settings: Settings, versions: Sequence[VerlVe
     return [dataclasses.replace(conflict(sentence, size, share, rows[0]), holds_for=legacy)]
 
 
+def offload_frees_nothing(
+    model: VerlModel, strategy: Strategy | None, settings: Settings, world_size: int | None
+) -> list[ConfigFinding]:
+    """Of FSDP1's parameters in the dtype that is computed in, in shard groups of one; where none is set, float32."""
+    on = [settings.first(*model.keys(name)) for name in ("param_offload", "fsdp_size", "model_dtype")]
+    moves = settings.flag(*model.keys("param_offload")) and not (model.forward_only or model is OLD_SFT)
+    whole = model.table.configured_model(settings, world_size).ranks == 1
+    if strategy != "fsdp1" or not (moves and whole) or settings.flag(*model.keys("use_orig_params")):
+        return []
+    held = _dtype(settings.first(*model.keys("model_dtype")), "float32")
+    computed = settings.first(*model.keys("mixed_precision.param_dtype"), *model.keys("dtype"))
+    same = held == _dtype(computed, "bfloat16")
+    return [known("fsdp1-no-shard-offload-frees-nothing", *on, computed)] if same else []
+
+
 def misplaced(settings: Settings) -> list[ConfigFinding]:
     """An offload asked for where verl's FSDP does not read it."""
     sections = [section for model in MODELS for section in model.sections]
@@ -84,6 +101,11 @@ def misplaced(settings: Settings) -> list[ConfigFinding]:
                 unknown(f"verl's FSDP does not read {name} in {section} (did you mean {near[0]}.{name}?)", row)
             )
     return found
+
+
+def _dtype(row: Setting | None, default: str) -> str:
+    word = str(row.value) if row else default
+    return _DTYPES.get(word, word)
 
 
 def _two_strategies(model: VerlModel, settings: Settings) -> Iterator[ConfigFinding]:
