@@ -24,7 +24,7 @@ from fsdp_doctor.bench.request import (
 from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.cli.starting import RankOptions
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.machine import launch
+from fsdp_doctor.machine import imports, launch
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import is_user_path
 
@@ -110,8 +110,9 @@ def run(
     starting.check_versions()
     if not launch.under_torchrun():
         starting.start_ranks(ranks)
-    from fsdp_doctor.bench import tables
-    from fsdp_doctor.bench.benchmark import run as measure
+    with imports.of_what_stays():
+        from fsdp_doctor.bench import tables
+        from fsdp_doctor.bench.benchmark import run as measure
 
     result = measure(options)
     if launch.is_rank_zero():

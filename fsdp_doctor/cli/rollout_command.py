@@ -12,7 +12,7 @@ import typer
 from fsdp_doctor.bench.request import STRATEGIES
 from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
-from fsdp_doctor.machine import devices
+from fsdp_doctor.machine import devices, imports
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 from fsdp_doctor.rollout.rollout_request import CUTS, RolloutRequest
 
@@ -91,8 +91,9 @@ def run(
         memory=memory,
         ranks=trainer.nproc,
     )
-    from fsdp_doctor.rollout.beside import attempts
-    from fsdp_doctor.rollout.rollout_text import rollout_as_json, rollout_as_text
+    with imports.of_what_stays():
+        from fsdp_doctor.rollout.beside import attempts
+        from fsdp_doctor.rollout.rollout_text import rollout_as_json, rollout_as_text
 
     found = attempts(request)
     sys.stdout.write(rollout_as_text(request, found))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, Interrupted
+from fsdp_doctor.machine import imports
 
 _RANKS_WITHOUT_ACCELERATOR = 2
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -82,7 +83,8 @@ def tell_torchrun(sentence: str) -> None:
 
 def num_ranks(device: str) -> int:
     """One rank for each accelerator of this node; two where there is none or none is asked for."""
-    import torch
+    with imports.of_what_stays():
+        import torch
 
     if device in ("cpu", "emulated") or not torch.accelerator.is_available():
         return _RANKS_WITHOUT_ACCELERATOR
@@ -95,9 +97,10 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     Returns rank 0's exit code, which torchrun's own command would flatten to 1; the doctor's own
     fault where another rank ended first.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with imports.of_what_stays():
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The ranks run the package that this process runs, from wherever it was started.
     package = str(pathlib.Path(__file__).resolve().parents[2])

@@ -23,7 +23,9 @@ from fsdp_doctor.plugin.requests import Answer, PhaseRequest, Preparation
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from fsdp_doctor.plugin.supervision import main
+from fsdp_doctor.machine import imports
+with imports.of_what_stays():
+    from fsdp_doctor.plugin.supervision import main
 main(int(sys.argv[2]))
 """
 _END_SECONDS = 30.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, first_line
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.machine import devices, launch
+from fsdp_doctor.machine import devices, imports, launch
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.page import write_page
 from fsdp_doctor.probe import baseline
@@ -47,11 +47,12 @@ _RENDEZVOUS_SECONDS = 60.0
 
 def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
-    from fsdp_doctor.memory.counters import check_counted
-    from fsdp_doctor.probe.conductor import Conductor
-    from fsdp_doctor.probe.job import Job, Limits, share_job
-    from fsdp_doctor.probe.savers import Savers, number_of_savers
-    from fsdp_doctor.probe.supervisor import Supervisor
+    with imports.of_what_stays():
+        from fsdp_doctor.memory.counters import check_counted
+        from fsdp_doctor.probe.conductor import Conductor
+        from fsdp_doctor.probe.job import Job, Limits, share_job
+        from fsdp_doctor.probe.savers import Savers, number_of_savers
+        from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
@@ -87,8 +88,9 @@ def conduct(options: ProbeOptions) -> int:
 
 def follow() -> int:
     """Every other rank's part: it reads no option and no file, and does what rank 0 says."""
-    from fsdp_doctor.probe.job import receive_job
-    from fsdp_doctor.probe.supervisor import Supervisor
+    with imports.of_what_stays():
+        from fsdp_doctor.probe.job import receive_job
+        from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
     job, limits = receive_job(store, check=interruption.check)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import importlib
 import json
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_doctor.errors import FsdpDoctorError
+from fsdp_doctor.machine import imports
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.probe.instructions import StartWorker
@@ -67,24 +67,23 @@ def import_what_all_workers_need() -> None:
     # torch.cuda.is_available() would otherwise initialize CUDA in this process, and a fork of it
     # could not use CUDA any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import fsdp_doctor.case.runner  # noqa: F401, the workers' own rooms
+    with imports.of_what_stays():
+        import fsdp_doctor.case.runner  # noqa: F401, the workers' own rooms
 
 
 def import_what_cases_need() -> None:
     """For the supervisor, once, before it forks the first worker that builds a model. Makes no CUDA context."""
     import_what_all_workers_need()
-    import transformers
+    with imports.of_what_stays():
+        import transformers
 
-    # What torch's and our own code import when they are first called: here once instead of in every worker.
-    for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{room}" for room in _PATHS)):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    # Lazy attributes of transformers.
-    for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
-        getattr(transformers, name, None)
-    # Workers collect garbage often; what was imported need not be looked at again each time.
-    gc.collect()
-    gc.freeze()
+        # What torch's and our own code import when they are first called: here once instead of in every worker.
+        for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{room}" for room in _PATHS)):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        # Lazy attributes of transformers.
+        for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
+            getattr(transformers, name, None)
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
@@ -93,9 +92,8 @@ def import_frameworks(job: Job, seconds: float) -> None:
         return
     from fsdp_doctor.frameworks import framework_worker
 
-    framework_worker.preload(job.frameworks, job.scratch, seconds)
-    gc.collect()
-    gc.freeze()
+    with imports.of_what_stays():
+        framework_worker.preload(job.frameworks, job.scratch, seconds)
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:

@@ -20,8 +20,8 @@ def prune(source: str) -> str:
         if (name := _defined(node)) in definitions:
             raise ValueError(f"defined twice: {name}")
         definitions |= {name: node} if name else {}
-    used = _names(main)
-    while more := {other for name in used & definitions.keys() for other in _names(definitions[name])} - used:
+    used = more = _names(main)
+    while more := {other for name in more & definitions.keys() for other in _names(definitions[name])} - used:
         used |= more
     kept = [node for name, node in definitions.items() if name in used]
     parts = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pathlib
 import tempfile
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 from fsdp_doctor.errors import CannotRun
@@ -30,15 +31,18 @@ def attempts(request: RolloutRequest) -> list[Attempt]:
     devices.load(RunDevice(type=request.device), request.device)
     check_counted(request.device)
     devices.check_there_is_one(request.device, rank=request.ranks - 1, local_rank=request.ranks - 1)
-    return [_attempt(request, "loaded"), _attempt(request, "not loaded")]
+    context = _fork_server()
+    return [_attempt(context, request, "loaded"), _attempt(context, request, "not loaded")]
 
 
-def _attempt(request: RolloutRequest, beside: Beside) -> Attempt:
+def _attempt(context: ForkServerContext, request: RolloutRequest, beside: Beside) -> Attempt:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as running:
         scratch = pathlib.Path(directory)
         ranks = [
             running.enter_context(
-                RunningProcess(f"rank {rank} of the trainer", stand_ins.trainer, request, beside, rank, scratch)
+                RunningProcess(
+                    context, f"rank {rank} of the trainer", stand_ins.trainer, request, beside, rank, scratch
+                )
             )
             for rank in range(request.ranks)
         ]
@@ -46,7 +50,9 @@ def _attempt(request: RolloutRequest, beside: Beside) -> Attempt:
         for ledger in ledgers:
             if isinstance(ledger, str):
                 raise CannotRun(f"the trainer's worker cannot load the model: {ledger}")
-        starting = running.enter_context(RunningProcess("the engine", stand_ins.engine, request, beside, scratch))
+        starting = running.enter_context(
+            RunningProcess(context, "the engine", stand_ins.engine, request, beside, scratch)
+        )
         start, engine = starting.said()
         return Attempt(beside=beside, trainer=ledgers[0], engine=engine, start=start)
 
@@ -54,11 +60,10 @@ def _attempt(request: RolloutRequest, beside: Beside) -> Attempt:
 class RunningProcess:
     """One process, from its start until its end, which comes with that of the block."""
 
-    def __init__(self, name: str, function: Any, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, context: ForkServerContext | SpawnContext, name: str, function: Any, *arguments: Any) -> None:
         self._name = name
         self._pipe, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=function, args=(theirs, *arguments), daemon=True)
+        self._process = context.Process(target=function, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -82,3 +87,11 @@ class RunningProcess:
             raise CannotRun(
                 f"{self._name} ended with exit code {self._process.exitcode} before it said what it holds"
             ) from None
+
+
+def _fork_server() -> ForkServerContext:
+    """It imports torch once for all processes, and makes no CUDA context."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([stand_ins.__name__])
+    return context

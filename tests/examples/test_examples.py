@@ -1,16 +1,16 @@
-"""The programs of examples/, as they are started there, on two CPU ranks; and that they notice what is broken."""
+"""The programs of examples/ on two CPU ranks, each once as it is started there; and that they notice what is broken."""
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 
 import pytest
 import torch
-from program import Run, torchrun
+from program import torchrun
 from safetensors import safe_open
+from support.forked import run_script
 from support.places import ROOT
 
 ROLLOUT = ROOT / "examples" / "rollout-sync" / "rollout_sync.py"
@@ -19,6 +19,12 @@ CHECKPOINT = ROOT / "examples" / "checkpoint" / "save_checkpoint.py"
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6's FSDP2 cannot train on a CPU"
 )
+
+_ON_THE_CPU = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.append({directory!r})
+"""
 
 _BROKEN_SYNC = """
 import torch
@@ -39,10 +45,16 @@ if __name__ == "__main__":
     raise SystemExit(rollout_sync.main())
 """
 
-_BROKEN_FILE = """
+_SAVING = """
+import save_checkpoint
+
+if __name__ == "__main__":
+    raise SystemExit(save_checkpoint.main())
+"""
+
+_BROKEN_SAVING = """
 import torch
 import transformers
-import save_checkpoint
 
 whole = transformers.PreTrainedModel.save_pretrained
 
@@ -52,69 +64,73 @@ def broken(model, directory, state_dict):
 
 if __name__ == "__main__":
     transformers.PreTrainedModel.save_pretrained = broken
-    raise SystemExit(save_checkpoint.main())
 """
 
 
-def _run(script: pathlib.Path, *arguments: str, beside: pathlib.Path = ROOT) -> Run:
-    """``beside``: a program whose directory the script imports from."""
-    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{beside.parent}"}
-    run = torchrun("--standalone", "--nproc-per-node=2", str(script), *arguments, env=env)
+def _run(script: pathlib.Path, *arguments: str) -> str:
+    """What it prints, started as its README does."""
+    run = torchrun("--standalone", "--nproc-per-node=2", str(script), *arguments, env={"CUDA_VISIBLE_DEVICES": ""})
     assert run.left == []
-    return run
+    assert run.code == 0, run.stdout + run.stderr
+    return run.stdout
 
 
-def _away(run: Run) -> float:
-    (number,) = re.findall(r"own forward: (\S+)$", run.stdout, re.MULTILINE)
+def _run_forked(script: pathlib.Path, text: str, *arguments: str, code: int, directory: pathlib.Path) -> str:
+    """What ``text`` prints, which imports the script; ``code``: how rank 0 ends, which says what was found."""
+    program = directory / "program.py"
+    program.write_text(_ON_THE_CPU.format(directory=str(script.parent)) + text)
+    run = run_script(program, device="cpu", arguments=arguments)
+    assert run.codes == [code, 0], run.output
+    return run.output
+
+
+def _away(output: str) -> float:
+    (number,) = re.findall(r"own forward: (\S+)$", output, re.MULTILINE)
     return float(number)
 
 
 def test_the_rollout_process_computes_what_the_trainers_weights_compute() -> None:
-    run = _run(ROLLOUT, "--bucket-mib", "2")
-    assert run.code == 0, run.stdout + run.stderr
-    assert re.search(r"^sent 47 tensors, 8\.5 MiB, in 5 buckets, ", run.stdout, re.MULTILINE)
-    assert "logits of the rollout process and of the unsharded weights: equal" in run.stdout
-    assert _away(run) < 0.1
+    printed = _run(ROLLOUT, "--bucket-mib", "2")
+    assert re.search(r"^sent 47 tensors, 8\.5 MiB, in 5 buckets, ", printed, re.MULTILINE)
+    assert "logits of the rollout process and of the unsharded weights: equal" in printed
+    assert _away(printed) < 0.1
 
 
 def test_a_tensor_that_is_not_sent_is_noticed(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "drops.py"
-    script.write_text(_BROKEN_SYNC.format(rest=False))
-    run = _run(script, beside=ROLLOUT)
-    assert run.code == 1, run.stdout + run.stderr
-    assert "never arrived: model.norm.weight" in run.stdout
-    assert "unsharded weights: DIFFERENT" in run.stdout
+    printed = _run_forked(ROLLOUT, _BROKEN_SYNC.format(rest=False), code=1, directory=tmp_path)
+    assert "never arrived: model.norm.weight" in printed
+    assert "unsharded weights: DIFFERENT" in printed
 
 
 def test_a_tensor_with_other_values_is_noticed(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "zeros.py"
-    script.write_text(_BROKEN_SYNC.format(rest=True))
-    run = _run(script, beside=ROLLOUT)
-    assert run.code == 1, run.stdout + run.stderr
-    assert "never arrived" not in run.stdout
-    assert "unsharded weights: DIFFERENT" in run.stdout
+    printed = _run_forked(ROLLOUT, _BROKEN_SYNC.format(rest=True), code=1, directory=tmp_path)
+    assert "never arrived" not in printed
+    assert "unsharded weights: DIFFERENT" in printed
 
 
-@pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["full", "lora"])
-def test_the_checkpoint_holds_what_was_extracted(tmp_path: pathlib.Path, lora: tuple[str, ...]) -> None:
-    if lora:
-        pytest.importorskip("peft")
-    run = _run(CHECKPOINT, str(tmp_path), *lora)
-    assert run.code == 0, run.stdout + run.stderr
-    assert f"47 tensors in {tmp_path}: equal" in run.stdout
-    assert "logits of the checkpoint and of the extracted weights: equal" in run.stdout
-    assert _away(run) < 0.1
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+def test_the_checkpoint_holds_what_was_extracted(tmp_path: pathlib.Path) -> None:
+    _check_the_checkpoint(tmp_path, _run(CHECKPOINT, str(tmp_path)))
+
+
+def test_the_checkpoint_of_adapters_holds_the_merged_weights(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("peft")
+    saved = tmp_path / "saved"
+    _check_the_checkpoint(saved, _run_forked(CHECKPOINT, _SAVING, str(saved), "--lora", code=0, directory=tmp_path))
+
+
+def _check_the_checkpoint(directory: pathlib.Path, printed: str) -> None:
+    assert f"47 tensors in {directory}: equal" in printed
+    assert "logits of the checkpoint and of the extracted weights: equal" in printed
+    assert _away(printed) < 0.1
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    with safe_open(directory / "model.safetensors", "pt") as file:
         names = set(file.keys())
     assert len(names) == 46  # the tied head is not stored
     assert not any("lora" in name or "base_layer" in name for name in names)
 
 
 def test_a_file_with_other_values_is_noticed(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "zeros.py"
-    script.write_text(_BROKEN_FILE)
-    run = _run(script, str(tmp_path / "saved"), beside=CHECKPOINT)
-    assert run.code == 1, run.stdout + run.stderr
-    assert "not as extracted: model.norm.weight" in run.stdout
-    assert "1 DIFFERENT" in run.stdout
+    text = _BROKEN_SAVING + _SAVING
+    printed = _run_forked(CHECKPOINT, text, str(tmp_path / "saved"), code=1, directory=tmp_path)
+    assert "not as extracted: model.norm.weight" in printed
+    assert "1 DIFFERENT" in printed

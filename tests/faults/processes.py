@@ -87,6 +87,11 @@ def _turn_for_ever() -> None:
         pass
 
 
+def _pause_for_ever() -> None:
+    while True:
+        signal.pause()
+
+
 def collective_of_one_rank(model: nn.Module) -> Any:
     if dist.get_rank() == 0:
         _wait_for_the_other_rank()
@@ -101,13 +106,13 @@ def stopped(model: nn.Module) -> Any:
 
 def ignores_sigterm(model: nn.Module) -> Any:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _turn_for_ever()
+    _pause_for_ever()
 
 
 def starts_a_child_and_hangs(model: nn.Module) -> Any:
     if dist.get_rank() == 0 and os.fork() == 0:
         signal.pause()
-    _turn_for_ever()
+    _pause_for_ever()
 
 
 def eats_memory(model: nn.Module) -> Any:
@@ -138,7 +143,7 @@ def keeps_the_run_busy(model: nn.Module) -> Any:
     if str(dist.get_rank()) == os.environ["FSDP_DOCTOR_TEST_RANK"]:
         with open(os.environ["FSDP_DOCTOR_TEST_FIFO"], "w") as fifo:
             fifo.write(str(os.getppid()))
-    _turn_for_ever()
+    _pause_for_ever()
 
 
 def waits_8_seconds_for_a_service(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 import pytest
-from program import Run, launched_probe, user_paths
+from program import Run, probe, user_paths
 
 _ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
 _FAULTS = (
@@ -26,7 +26,7 @@ _HANGS = ("endless_loop", "collective_of_one_rank", "stopped", "ignores_sigterm"
 def _run(directory: pathlib.Path, faults: tuple[str, ...], *limits: str) -> Run:
     """A healthy path after each fault."""
     paths = [name for number, fault in enumerate(faults, 1) for name in (fault, f"healthy_{number}")]
-    return launched_probe(directory, *_ONE_SCENARIO, *user_paths(*(f"processes:{name}" for name in paths)), *limits)
+    return probe(directory, *_ONE_SCENARIO, *user_paths(*(f"processes:{name}" for name in paths)), *limits)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_what_a_case_prints_does_not_reach_stdout(faulty: Run) -> None:
 
 def test_half_a_record_is_lost_and_the_doctors_own_fault(tmp_path: pathlib.Path) -> None:
     paths = user_paths("processes:writes_half_a_record", "processes:healthy")
-    run = launched_probe(tmp_path, *_ONE_SCENARIO, *paths)
+    run = probe(tmp_path, *_ONE_SCENARIO, *paths)
     verdict = run.result(":writes_half_a_record").verdict
     assert (verdict.kind, verdict.ranks) == ("lost", (1,))
     assert "half a record" in verdict.reason

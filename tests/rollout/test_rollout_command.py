@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pathlib
 from multiprocessing.connection import Connection
@@ -145,7 +146,11 @@ def ends_at_once(pipe: Connection) -> None:
 
 
 def test_a_process_that_ends_before_it_says_what_it_holds_is_told() -> None:
-    with RunningProcess("the engine", ends_at_once) as process, pytest.raises(CannotRun, match="exit code 7 before"):
+    context = multiprocessing.get_context("spawn")
+    with (
+        RunningProcess(context, "the engine", ends_at_once) as process,
+        pytest.raises(CannotRun, match="exit code 7 before"),
+    ):
         process.said()
 
 

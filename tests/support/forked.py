@@ -60,7 +60,8 @@ def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Ite
         for rank, own in enumerate(arguments):
             place = _place(rank, len(arguments), store.port)
             files = [_file(started.directory, name, rank) for name in ("stdout", "stderr")]
-            started.ranks.append(_fork_server().Process(target=_rank, args=(place, files, target, own), daemon=True))
+            # No daemon, which may have no children.
+            started.ranks.append(_fork_server().Process(target=_rank, args=(place, files, target, own)))
             started.ranks[-1].start()
         try:
             yield started
@@ -79,11 +80,13 @@ class ScriptRun:
     output: str
 
 
-def run_script(script: pathlib.Path, device: str = "emulated", ranks: int = 2) -> ScriptRun:
+def run_script(
+    script: pathlib.Path, device: str = "emulated", ranks: int = 2, arguments: Sequence[str] = ()
+) -> ScriptRun:
     """A standalone script on every rank, as torchrun runs it."""
     if device == "emulated":
         needs_emulation()
-    with job(_run_as_main, [(str(script), device)] * ranks) as started:
+    with job(_run_as_main, [([str(script), *arguments], device)] * ranks) as started:
         for process in started.ranks:
             process.join(_SECONDS_OF_A_SCRIPT)
         return ScriptRun([process.exitcode for process in started.ranks], started.printed())
@@ -170,10 +173,12 @@ def _rank(
     target(*arguments)
 
 
-def _run_as_main(script: str, device: str) -> None:
+def _run_as_main(command: list[str], device: str) -> None:
     if device == "emulated":
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
-    runpy.run_path(script, run_name="__main__")
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def _run_the_doctor(arguments: list[str], env: dict[str, str], held: Any) -> None:

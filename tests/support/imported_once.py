@@ -2,9 +2,10 @@
 
 import importlib
 
+from fsdp_doctor.machine import imports
 from fsdp_doctor.probe.worker import import_what_cases_need
 
-for _module in (
+_MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor.parallel",
@@ -15,7 +16,8 @@ for _module in (
     "fsdp_doctor.cli.probe_command",
     "fsdp_doctor.probe.command",
     "fsdp_doctor.probe.worker_process",
-):
-    importlib.import_module(_module)
-# And leaves all of it out of the ranks' collections of garbage.
-import_what_cases_need()
+)
+with imports.of_what_stays():
+    for _module in _MODULES:
+        importlib.import_module(_module)
+    import_what_cases_need()
