@@ -62,8 +62,8 @@ def load_full_tensors(
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, for other
     shapes and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is
     not sharded, ranks whose models or arguments differ, or whose files do in names, shapes, dtypes, or the 4 KiB in
-    the middle of a tensor (of 1,024 tensors where there are more). What an iterator yields is known only as it comes:
-    then the error says how many tensors had been written. On a rank where something else is raised (OSError, what an
+    the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as it comes: then the
+    error says how many tensors had been written. On a rank where something else is raised (OSError, what an
     iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError, ValueError for arguments
     that make no sense.
     """

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 from fsdp_doctor.load.safetensors_files import FileTensor
 
-# One read takes as much from a disk. Of another training step hardly a tensor has the same 4 KiB.
+# One read takes as much from a disk; over a network each may take a millisecond. Of another training step hardly a
+# tensor has the same 4 KiB.
 _SAMPLE_BYTES = 4096
-_MOST_SAMPLES = 1024
+_MOST_SAMPLES = 128
 
 
 def digests(tensors: Mapping[str, FileTensor]) -> tuple[str, str]:
-    """Of all names, shapes and dtypes; and of the bytes in the middle of each tensor, or of 1,024 of them."""
+    """Of all names, shapes and dtypes; and of the bytes in the middle of each tensor, or of 128 at most."""
     names = sorted(tensors)
     described = hashlib.blake2b(digest_size=8)
     for name in names:
