@@ -31,6 +31,7 @@ def _allocated() -> int:
 
 @on_two_ranks
 def test_the_ledger_of_a_live_model_adds_up_to_what_the_allocator_counts() -> None:
+    # A thread of gloo's lets go of a collective's tensors some time after it was done: they may be freed meanwhile.
     models = fsdp2_model, lambda: fsdp1_model(use_orig_params=False), lambda: fsdp1_model(use_orig_params=True)
     for new_model in models:
         gc.collect()
@@ -38,10 +39,13 @@ def test_the_ledger_of_a_live_model_adds_up_to_what_the_allocator_counts() -> No
         model = new_model()
         optimizer = train(model)
         gc.collect()
+        earlier = _allocated()
         found = ledger(model, optimizer)
         assert found.device is not None
-        equal(total(found.device.held), _allocated())
-        equal(found.device.held.get("unexplained", 0), before)
+        held, later = total(found.device.held), _allocated()
+        assert later <= held <= earlier, (later, held, earlier)
+        unexplained = found.device.held.get("unexplained", 0)
+        assert unexplained <= before, (unexplained, before)
         equal({"parameters", "optimizer state", "buffers"} <= found.device.held.keys(), True)
         del model, optimizer, found
 
