@@ -76,6 +76,7 @@ def mixed(facts: Facts) -> Iterator[Finding]:
             sentence=f"Of several dtypes and trained in one unit of FSDP2, which takes one: {few(names)}; the first "
             "forward fails (FSDP expects uniform original parameter dtype).",
             names=names,
+            entry="fsdp2-unit-of-several-dtypes",
             remedy="cast them to one dtype, or give the module with the other dtype to fully_shard by itself.",
         )
 

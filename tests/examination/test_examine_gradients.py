@@ -97,7 +97,7 @@ def _of_two_dtypes(prepare: Callable[[nn.Module], object]) -> nn.Module:
 def test_a_unit_of_two_dtypes_is_bad_where_both_train_and_its_first_forward_fails() -> None:
     model = _of_two_dtypes(lambda net: None)
     found = finding(model, "mixed-dtypes")
-    equal((found.severity, len(found.names)), ("bad", 5))
+    equal((found.severity, found.entry, len(found.names)), ("bad", "fsdp2-unit-of-several-dtypes", 5))
     with pytest.raises(AssertionError, match="uniform original parameter dtype"):
         model(torch.ones(2, 4, device=this_device()))
     equal(kinds(examine(_of_two_dtypes(lambda net: net.up.requires_grad_(False)))), [])
