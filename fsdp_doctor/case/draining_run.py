@@ -52,7 +52,7 @@ class DrainingRun(RecordedRun):
 
     def _note_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, truth: Reference) -> None:
         """What the path must leave alone, of a model that was offloaded as its scenario has it."""
-        self._before: training_state.StateDigest = {}
+        self._before = training_state.StateDigest(parts={}, unsharded=frozenset())
         if self._watches_state:
             self._enter("fingerprint")
             self._check_weights(model, truth, "the offload or the staging changed weights")

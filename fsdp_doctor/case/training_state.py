@@ -20,7 +20,13 @@ from fsdp_doctor.case.reference import Reference, batches
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 
-StateDigest = dict[str, tuple[str, ...]]
+
+@dataclass(frozen=True)
+class StateDigest:
+    """parts: what a training step starts from. unsharded: the parameters that FSDP2 shows in place of their shards."""
+
+    parts: dict[str, tuple[str, ...]]
+    unsharded: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,12 @@ class _StateTensor:
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Shards, buffers and their placements; which tensors are parameters, which of them train and have
     gradients; the optimizer's state and options and whether it still holds the model's parameters; train or
-    eval; and what else runs in a step: the hooks, and a forward that was put in the place of the class's.
+    eval; how gradients are reduced; and what else runs in a step: the hooks, and a forward that was put in the place
+    of the class's.
     """
-    tensors = [*_of_model(model), *_of_optimizer(optimizer)]
-    state: StateDigest = {}
+    held = reader.read(model)
+    tensors = [*_of_model(held), *_of_optimizer(optimizer)]
+    state: dict[str, tuple[str, ...]] = {}
     for tensor, digest in zip(tensors, _digests([tensor.local for tensor in tensors]), strict=True):
         shown, local = tensor.shown, tensor.local
         placements = shown.placements if isinstance(shown, DTensor) else ()
@@ -50,21 +58,28 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
         role = (str(id(shown)), str(shown.requires_grad), str(tensor.keeps_gradient or shown.grad is None))
         # Of buffers and of the optimizer's state only what is in them counts: whoever moves them makes new tensors.
         state[tensor.name] = (*place, digest, *(role if isinstance(shown, nn.Parameter) else ()))
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    state["parameters of the optimizer"] = (str(held),)
+    optimized = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    state["parameters of the optimizer"] = (str(optimized),)
     state["options of the optimizer"] = (str([_options(group) for group in optimizer.param_groups]),)
     state["training mode"] = (str([module.training for module in model.modules()]),)
     state["hooks and forwards"] = (str([_runs_in_a_step(module) for module in model.modules()]),)
-    return state
+    switches = [*(unit.switches for unit in held.fsdp1_units), *(unit.switches for unit in held.fsdp2_units)]
+    state["reduction of the gradients"] = tuple(map(str, switches))
+    # Between a forward and the next an unsharded parameter stands beside its shard: memory, and nothing else.
+    unsharded = frozenset(name for own in held.parameters if own.shown is not own.tensor for name in own.names)
+    return StateDigest(parts=state, unsharded=unsharded)
 
 
 def changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
-    """A problem if the extraction changed what the next training step starts from."""
-    changed = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
-    if not changed:
-        return ()
-    many = f"{len(changed)} of {len(before)} parts of the training state"
-    return (Problem(kind="poisoned", detail=f"the extraction changed {many}: {first_names(changed)}"),)
+    """A problem if the extraction changed what the next training step starts from, and one if it left it unsharded."""
+    problems: list[Problem] = []
+    was, now = before.parts, after.parts
+    if changed := [name for name in sorted(was | now) if was.get(name) != now.get(name)]:
+        many = f"{len(changed)} of {len(was)} parts of the training state"
+        problems.append(Problem(kind="poisoned", detail=f"the extraction changed {many}: {first_names(changed)}"))
+    if left := sorted(after.unsharded - before.unsharded):
+        problems.append(Problem(kind="leak", detail=f"left unsharded: {first_names(left)}"))
+    return tuple(problems)
 
 
 def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
@@ -86,8 +101,7 @@ def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
     return [name for name, a, b in zip(pairs, now, then, strict=True) if a != b]
 
 
-def _of_model(model: nn.Module) -> Iterator[_StateTensor]:
-    held = reader.read(model)
+def _of_model(held: reader.HeldModel) -> Iterator[_StateTensor]:
     for unit in held.fsdp1_units:
         flat = unit.flat_parameter
         # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
@@ -97,7 +111,7 @@ def _of_model(model: nn.Module) -> Iterator[_StateTensor]:
         yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
     for tensor in (*held.tensors(), *held.transient_buffers):
         local = private.local_tensor(tensor.tensor).detach()
-        yield from (_StateTensor(name, tensor.shown, local) for name in tensor.names)
+        yield from (_StateTensor(name, tensor.tensor, local) for name in tensor.names)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

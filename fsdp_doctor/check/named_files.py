@@ -22,7 +22,7 @@ def with_named_files(settings: Settings) -> Settings:
     for _ in range(_MOST_FOLLOWED):
         if not names or (found := _followed(names.pop(0))) is None:
             continue
-        settings = Settings.of([*found, *settings])
+        settings = Settings.joined(found, settings)
         names += _naming(found)
     return settings
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 
 from fsdp_doctor.check.config_formats import any_format
+from fsdp_doctor.check.here_documents import with_written_files
 from fsdp_doctor.check.launch_commands import launch_settings
 from fsdp_doctor.check.python_calls import python_settings
 from fsdp_doctor.check.settings import Setting
@@ -26,11 +27,15 @@ _OF_ACCELERATE_ENV = re.compile(r"^[ \t]*- (?P<key>[a-z_0-9]+):[ \t]*(?P<value>\
 
 
 def settings_of_text(text: str, name: str, most: int) -> Iterator[Setting]:
-    """Of fenced blocks in any format, of commands, and of overrides; or of the whole, if it has one of the formats."""
+    """Of fenced blocks in any format, of commands and the files that the text itself writes for them, and of overrides.
+
+    Of the whole, if it has one of the formats and none of these.
+    """
     blocks = list(itertools.islice(_fenced_blocks(text), _MOST_BLOCKS))
     structured = [row for kind, block in blocks for row in _of_block(kind, block, name, most)]
     shell = ShellText(text, name)
-    rows = itertools.chain(structured, _accelerate_env(text, name), launch_settings(shell), shell.overrides())
+    launched = with_written_files(shell, launch_settings(shell))
+    rows = itertools.chain(structured, _accelerate_env(text, name), launched, shell.overrides())
     found = list(itertools.islice(rows, most))
     return iter(found if found or blocks else _of_block("", text, name, most))
 

@@ -80,6 +80,15 @@ class Settings:
             settings.put(row)
         return settings
 
+    @classmethod
+    def joined(cls, *parts: Settings | Iterable[Setting]) -> Settings:
+        """Of several parts, of which a later one replaces an earlier one; what one file sets twice stays known."""
+        found = cls.of(row for part in parts for row in part)
+        for part in parts:
+            twice = part.replaced.items() if isinstance(part, Settings) else ()
+            found.replaced |= {key: one for key, one in twice if found.rows.get(key) == one.later}
+        return found
+
     def __contains__(self, key: str) -> bool:
         return key in self.rows
 

@@ -1,8 +1,9 @@
 """A live model, looked at on one rank: where everything lies, and what of it breaks training or extraction.
 
 facts      what can be read: devices, placements, meshes, policies; load_facts: what a load may have left;
-           memory_facts: what is held beside the shards
-findings   what it means; load_findings: of a load; memory_findings: of what is held; finding: one of them
+           memory_facts: what is held beside the shards; gradient_facts: how gradients are reduced
+findings   what it means; load_findings: of a load; memory_findings: of what is held; gradient_findings: of
+           gradients; finding: one of them
 display    both for a terminal
 """
 
@@ -26,6 +27,7 @@ from fsdp_doctor.examination.facts import (
 )
 from fsdp_doctor.examination.finding import Finding
 from fsdp_doctor.examination.findings import find
+from fsdp_doctor.examination.gradient_facts import GradientFacts
 from fsdp_doctor.examination.load_facts import LoadFacts
 from fsdp_doctor.examination.memory_facts import MemoryFacts
 
@@ -34,6 +36,7 @@ __all__ = [
     "Facts",
     "Finding",
     "FsdpUnit",
+    "GradientFacts",
     "LoadFacts",
     "MemoryFacts",
     "Mesh",

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_doctor.examination.gradient_facts import GradientFacts, read_gradient_facts
 from fsdp_doctor.examination.load_facts import LoadFacts, read_load_facts
 from fsdp_doctor.examination.memory_facts import MemoryFacts, read_memory_facts
 from fsdp_doctor.fsdp import private, reader
@@ -130,6 +131,7 @@ class Facts:
     by_state: the parameters again, those that are alike together; buffers_by_state the buffers.
     units: the different ones. compute_device: of the first of them; None for a model that is not FSDP.
     wrapper: the class around the model. load: what a load may have left behind. memory: what is held beside the shards.
+    gradients: how those of the next backward are reduced.
     stream_idle: whether the calling thread's current stream of the compute device had nothing left to do; None
         where it was not asked, being of no interest, or cannot be.
     """
@@ -142,6 +144,7 @@ class Facts:
     buffers_by_state: ByState = field(repr=False)
     load: LoadFacts = field(repr=False)
     memory: MemoryFacts = field(repr=False)
+    gradients: GradientFacts = field(repr=False)
     units: tuple[FsdpUnit, ...]
     compute_device: torch.device | None
     stream_idle: bool | None
@@ -173,6 +176,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Fa
         buffers_by_state=buffers.by_state,
         load=read_load_facts(model, held, optimizer),
         memory=read_memory_facts(held),
+        gradients=read_gradient_facts(model, held),
         units=tuple(dict.fromkeys(units)),
         compute_device=compute_device,
         stream_idle=_stream_idle(compute_device) if copied else None,

@@ -16,6 +16,7 @@ import torch
 
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, left_by_copy, same_device
 from fsdp_doctor.examination.finding import Finding, few
+from fsdp_doctor.examination.gradient_findings import GRADIENT_FINDINGS
 from fsdp_doctor.examination.load_findings import LOAD_FINDINGS
 from fsdp_doctor.examination.memory_findings import MEMORY_FINDINGS
 from fsdp_doctor.report.layout import counted
@@ -255,6 +256,7 @@ _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     uneven_after_nonblocking,
     copy_outstanding,
     no_backend_for_cpu,
+    *GRADIENT_FINDINGS,
     *MEMORY_FINDINGS,
 )
 

@@ -29,6 +29,7 @@ _CONSEQUENCES: dict[str, re.Pattern[str]] = {
     ),
     "NCCL aborted its communicator": re.compile(r"NCCL communicator was aborted|ncclCommAbort"),
     "torchrun's summary": re.compile(r"^ChildFailedError|failed \(exitcode: -?\d"),
+    "a distributed checkpoint failed on a rank": re.compile(r"^CheckpointException: CheckpointException ranks:"),
     "the process was ended from outside": re.compile(r"^(?:SignalException|KeyboardInterrupt)|got signal: (?:15|2)\b"),
     "Ray lost the process": re.compile(
         r"RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|The actor (?:is dead|died)"
@@ -78,7 +79,7 @@ class Group:
         first = self.first
         bare = not first.frames
         unknown = not any(match.grade != "possible" for match in self.matches)
-        return first.cut, first.quoted, first.logged and bare, unknown, first.swallowed, bare
+        return first.cut, first.quoted, first.logged and bare, first.follows, unknown, first.swallowed, bare
 
 
 class Groups:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed, raising_script
+from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed, raising_file
 from fsdp_doctor.explain.log_lines import Line, lines_in, parsed, time_of
 from fsdp_doctor.known.catalogue import anchors, has_signature
 
@@ -17,6 +17,8 @@ _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
 _RAY_BEGIN = re.compile(r"RayTaskError(?:\(\w{1,200}\))?: .{0,400}\bray::")
 _HANDLING = "During handling of the above exception"
+# What no handler is for: whatever fails while it is handled has failed because of it.
+_MENDED_BY_NONE = re.compile(r"OutOfMemoryError|out of memory|CUDA error|device-side assert|No space left on device")
 _CHAINED = (_HANDLING, "The above exception was the direct cause")
 _SUFFIX = r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Died|Timeout|Killed|Aborted)"
 _NAME = rf"[A-Za-z_][\w.]{{0,200}}?(?:{_SUFFIX}|Warning|Iteration)\w{{0,40}}"
@@ -73,10 +75,10 @@ class Raised:
     """One exception as a log has it.
 
     file, line: where it stands. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
-    frames: its traceback's, outermost first, as far as they were kept. script: the file, of no package, whose own line
+    frames: its traceback's, outermost first, as far as they were kept. script: the file, not torch's, whose own line
     raised it; empty where none is known to have. logged: it stands in a record below an error's
-    level. swallowed: another exception came while it was being handled. quoted: a message that nothing raised, in
-    prose.
+    level. swallowed: another exception came while it was being handled. follows: it came itself while one was being
+    handled that no handler mends. quoted: a message that nothing raised, in prose.
     cut: a traceback that ends before its exception, whose message says no more than that.
     """
 
@@ -90,6 +92,7 @@ class Raised:
     script: str = ""
     logged: bool = False
     swallowed: bool = False
+    follows: bool = False
     quoted: bool = False
     cut: bool = False
 
@@ -102,7 +105,7 @@ class Raised:
 class _Open:
     """A traceback of one source that is still being read. lines: of this source since it began. box: what rich drew.
 
-    script: as that of an exception that would end the traceback here; None until the last frame's own line was read.
+    source: the last frame's own line; None until it was read.
     fatal: it is the interpreter's stack, innermost frame first.
     """
 
@@ -110,7 +113,7 @@ class _Open:
     time: float | None
     frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     raised: Raised | None = None
-    script: str | None = None
+    source: str | None = None
     lines: int = 0
     message_lines: int = 0
     box: list[str] = field(default_factory=list)
@@ -132,6 +135,7 @@ class Reader:
         self._number = 0
         self._open: dict[str, _Open] = {}
         self._last: dict[str, Raised] = {}
+        self._following: set[str] = set()
         self._labels: tuple[str, ...] = ()
         self._recent: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._stamped: dict[str, tuple[int, float | None]] = {}
@@ -189,7 +193,10 @@ class Reader:
         elif line.text.startswith(_CHAINED):
             yield from self._close(line.source)
             if line.text.startswith(_HANDLING) and line.source in self._last:
-                self._last[line.source].swallowed = True
+                last = self._last[line.source]
+                last.swallowed = _MENDED_BY_NONE.search(last.text) is None
+                if not last.swallowed:
+                    self._following.add(line.source)
         elif line.source in self._open:
             yield from self._continue(self._open[line.source], line, present)
         else:
@@ -248,7 +255,7 @@ class Reader:
             opened.end_box()
         if (frame := frame_in(line.text)) is not None:
             opened.frames.append(_REPEATED.sub("", frame))
-            opened.script = None
+            opened.source = None
             return
         text = _REPEATED.sub("", line.text)
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
@@ -256,11 +263,12 @@ class Reader:
             match = named
         if match is not None:
             opened.raised = self._raised(line, match, list(opened.frames), opened.time)
-            opened.raised.script = opened.script or ""
+            if opened.frames and opened.source is not None:
+                opened.raised.script = raising_file(opened.frames[-1], opened.source, opened.raised.message)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
             opened.raised = self._message(line, list(opened.frames))
-        elif opened.script is None and opened.frames:
-            opened.script = raising_script(opened.frames[-1], text.strip())
+        elif opened.source is None and opened.frames:
+            opened.source = text.strip()
 
     def _alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
         """A line outside of any traceback: a frame whose beginning is missing, an exception, or a known message."""
@@ -316,6 +324,8 @@ class Reader:
             raised.cut = True
         if raised is not None:
             raised.message = raised.message.strip()
+            raised.follows = source in self._following
+            self._following.discard(source)
             self._last[source] = raised
             yield raised
 

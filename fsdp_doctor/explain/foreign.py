@@ -10,6 +10,9 @@ _FIELD = re.compile(
     r"torch/distributed/(?:fsdp|_composable|_?tensor/|checkpoint/|_shard|_state_dict_utils)|DTensor|FSDP|FullySharded"
     r"|fully_shard|full_tensor|flat_param|_fsdp_|_OptimStateKey|ShardedTensor|summon_full_params"
 )
+# What is raised wherever the program happens to be, so that its traceback says nothing: a kernel fails later than it is
+# launched, and every write to a full disk fails.
+_ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota exceeded|Read-only file system")
 _INNERMOST = 3
 _GATHERING = re.compile(r"state_dict|full_tensor|summon_full_params|save_pretrained|save_model|save_checkpoint")
 
@@ -80,8 +83,15 @@ def names_our_field(message: str, frames: Sequence[str], *, under_fsdp: bool) ->
 
     Under FSDP any traceback that goes through a state dict or a gather does.
     """
+    if is_raised_anywhere(message):
+        return False
     named = any(_FIELD.search(text) for text in (message, *frames[-_INNERMOST:]))
     return named or (under_fsdp and any(map(gathers, frames)))
+
+
+def is_raised_anywhere(message: str) -> bool:
+    """Whether its traceback is only where the program happened to be."""
+    return _ANYWHERE.search(message) is not None
 
 
 def gathers(frames: str) -> bool:

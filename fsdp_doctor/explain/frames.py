@@ -15,10 +15,15 @@ _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 BOX = "│╭╰┃"
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 _RAISES = re.compile(r"raise\s+\S|assert\b")
-# Of packages that are installed or lie there as torch's source does, of Python itself, and of no file at all.
-_NO_SCRIPT = re.compile(
-    r"(?:^|/)(?:(?:site|dist)-packages|lib(?:64)?/python\d[\d.]*|python[\d.]+/lib|torch|fsdp_doctor)/|^<"
+# Of torch, as it is installed or lies there as source, of Python itself, and of no file at all.
+_TORCH_OR_PYTHON = re.compile(
+    r"(?:^|/)(?:torch|fsdp_doctor)/|^<|(?:^|/)(?:lib(?:64)?/python\d[\d.]*|python[\d.]+/lib)/"
 )
+_PACKAGE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?!torch/)")
+_LITERAL = re.compile(r"""["']([^"'\n]{1,400})""")
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+# So many characters in a row are no accident.
+_WORDS = 16
 
 
 def frame_in(text: str) -> str | None:
@@ -30,14 +35,23 @@ def frame_in(text: str) -> str | None:
     return None
 
 
-def raising_script(innermost: str, source: str) -> str:
-    """The file of a traceback's innermost frame, where that frame's own line raised and its file is of no package.
+def raising_file(innermost: str, source: str, message: str) -> str:
+    """The file of a traceback's innermost frame, where that frame's own line raised the message, and it is not torch's.
 
-    Empty elsewhere: what a line calls may raise without a frame, as C++ does. source: that line.
+    Empty elsewhere: what a line calls may raise without a frame, as C++ does. A package passes on what torch raised,
+    so its line must have the words of the message. source: that line.
     """
     if not _RAISES.match(source) or (match := _FILE.match(innermost)) is None:
         return ""
-    return "" if _NO_SCRIPT.search(match["file"].replace("\\", "/").lower()) else match["file"]
+    file = match["file"].replace("\\", "/").lower()
+    if _PACKAGE.search(file):
+        return match["file"] if _has_words_of(source, message) else ""
+    return "" if _TORCH_OR_PYTHON.search(file) else match["file"]
+
+
+def _has_words_of(source: str, message: str) -> bool:
+    pieces = (piece for literal in _LITERAL.findall(source) for piece in _PLACEHOLDER.split(literal))
+    return any(len(piece) >= _WORDS and piece in message for piece in pieces)
 
 
 def is_boxed(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_doctor.explain import foreign
 from fsdp_doctor.explain.cause import Explanation
 from fsdp_doctor.explain.entry_text import entry_lines, wrapped
 from fsdp_doctor.explain.exception_groups import Group
@@ -139,6 +140,8 @@ def _not_ours(found: Explanation, width: int) -> list[str]:
     what = f" It is about {found.foreign}." if found.foreign else ""
     where = "its traceback" if seen else "the log"
     why = f"Neither its message nor {where} names FSDP, a DTensor or a sharded checkpoint."
+    if seen and found.cause is not None and foreign.is_raised_anywhere(found.cause.first.text):
+        why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
     entries = tuple(match.entry for match in found.matches)
     lines = ["", *wrapped(f"{verdict}{what} {why}", width)]
     return lines + _listed("Only if the model is under FSDP all the same:", entries)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.errors import some
-from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, Lanes, TensorFingerprint
+from fsdp_doctor.fingerprints.fingerprint_set import (
+    FingerprintError,
+    Fingerprints,
+    Lanes,
+    TensorFingerprint,
+    require_fingerprints,
+)
 
 DifferenceKind: TypeAlias = Literal[
     "missing",
@@ -70,12 +76,14 @@ def compare_fingerprints(
     Raises FingerprintError for fingerprints of versions that sum otherwise, of parts of tensors only, and of models
     that have nothing in common.
     """
-    for found, name in zip((trainer, engine), called, strict=True):
-        found.require_whole(f"the fingerprints of {name}")
-    for index, found in enumerate(history):
-        found.require_whole(f"the fingerprints of {len(history) - index} steps before")
-    if base is not None:
-        base.require_whole("the fingerprints of the base")
+    if not isinstance(history, Sequence):
+        raise TypeError(f"a history is a sequence of Fingerprints, not {type(history).__name__}")
+    given = [(f"the fingerprints of {name}", found) for found, name in zip((trainer, engine), called, strict=True)]
+    given += [(f"the fingerprints of {len(history) - at} steps before", found) for at, found in enumerate(history)]
+    given += [("the fingerprints of the base", base)] if base is not None else []
+    for whose, found in given:
+        require_fingerprints(found, whose)
+        found.require_whole(whose)
     known = _Known(trainer, engine, history, base, variants or {}, called)
     _require_one_model(known)
     return [*_of_trainers_tensors(known), *_superfluous(known)]

@@ -96,6 +96,12 @@ class Fingerprints:
         return cls(tensors, tied)
 
 
+def require_fingerprints(found: object, whose: str) -> None:
+    """Raises TypeError for anything else, such as what another rank has not sent."""
+    if not isinstance(found, Fingerprints):
+        raise TypeError(f"{whose} are no Fingerprints: {type(found).__name__}")
+
+
 def require_version(version: Any, whose: str) -> None:
     if version != VERSION:
         raise FingerprintError(
@@ -119,12 +125,15 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
     Raises FingerprintError where there are none, where the parts are of versions that sum otherwise, of tensors that
     differ in shape or dtype, where a part that several ranks hold is not the same on them, or where parts overlap.
     """
+    if isinstance(parts, Fingerprints):
+        raise TypeError("fingerprints to be combined are those of several ranks, not of one")
     sums = PartialSums()
     seen: dict[tuple[str, int, int], TensorFingerprint] = {}
     tied: dict[tuple[str, ...], None] = {}
     is_empty = True
     for part in parts:
         is_empty = False
+        require_fingerprints(part, "fingerprints to be combined")
         require_version(part.version, "fingerprints to be combined")
         tied |= dict.fromkeys(part.tied)
         for name, one in part.tensors.items():

@@ -113,7 +113,8 @@ def _in_words(block: IndexedBlock) -> Iterator[WordRun | ElementGrid]:
 
 def _integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...]]:
     """The block as integers of at most 4 bytes; of a longer element each 4 bytes count as one."""
-    flat = block.tensor.reshape(-1)
+    # A conjugate view has its values nowhere yet.
+    flat = block.tensor.resolve_conj().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     per_element = max(block.tensor.element_size() // 4, 1)

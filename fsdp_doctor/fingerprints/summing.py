@@ -71,7 +71,7 @@ class FingerprintSums:
 
         Raises FingerprintError for a part that does not lie in its tensor and for a tensor whose values are not in
         memory element by element (:func:`require_dense`), LayoutError (RuntimeError) for a DTensor that is not
-        divided into shards.
+        divided into shards, TypeError for what is no tensor or has no text for a name.
         """
         with torch.no_grad():
             part, blocks = _blocks_of(name, tensor)
@@ -146,6 +146,8 @@ def fingerprint_tensors(
     """
     sums = FingerprintSums()
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"tensors by name are a mapping or pairs of a name and a tensor, not {type(tensors).__name__}")
     if isinstance(pairs, Iterator):
         for name, tensor in pairs:
             sums.add(name, tensor)
@@ -159,7 +161,10 @@ def fingerprint_tensors(
                 key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
                 same_memory.setdefault(key, []).append(name)
     found = sums.fingerprints()
-    return Fingerprints(found.tensors, tuple(tuple(names) for names in same_memory.values() if len(names) > 1))
+    together = (tuple(names) for names in same_memory.values() if len(names) > 1)
+    # One memory may be read as two dtypes, or as the conjugate of itself.
+    tied = (names for names in together if len({found.tensors[name] for name in names}) == 1)
+    return Fingerprints(found.tensors, tuple(tied))
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
@@ -192,7 +197,16 @@ def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[Inde
     )
 
 
+def _require_tensor(name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is a text, not {type(name).__name__}")
+    given = tensor.tensor if isinstance(tensor, TensorPart) else tensor
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} is no tensor: {type(given).__name__}")
+
+
 def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
+    _require_tensor(name, tensor)
     if isinstance(tensor, TensorPart):
         require_dense(name, tensor.tensor)
         tensor.check(name)

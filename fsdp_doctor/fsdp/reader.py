@@ -46,6 +46,16 @@ class Fsdp2Unit:
         """Its parameters that were given another dtype after its first forward."""
         return private.recast_parameters(self._state) if self.is_initialized else []
 
+    @property
+    def trained_together(self) -> list[list[nn.Parameter]]:
+        """Its parameters that train, those together whose gradients are reduced in one buffer."""
+        return private.trained_together(self._state)
+
+    @property
+    def switches(self) -> private.GradientSwitches:
+        """How it reduces its gradients."""
+        return private.fsdp2_switches(self._state)
+
     def follow_materialized(self, parameter: nn.Parameter) -> None:
         """After one of its parameters was given memory: the unit gathers from there, padded and pinned as it needs."""
         private.follow_materialized(self._state, parameter)
@@ -139,6 +149,11 @@ class Fsdp1Unit:
     def replica_group(self) -> dist.ProcessGroup | None:
         """Under HYBRID_SHARD, the ranks of all shard groups that hold the same shard."""
         return private.replica_group(self._module)
+
+    @property
+    def switches(self) -> private.GradientSwitches:
+        """How it reduces its gradients."""
+        return private.fsdp1_switches(self._module)
 
     @property
     def is_summoned(self) -> bool:

@@ -18,7 +18,7 @@ _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 class Evidence:
     """What a log says of one failure.
 
-    message: ``Type: message``. traceback: its frames. script: the file, of no package, whose own line raised it; empty
+    message: ``Type: message``. traceback: its frames. script: the file, not torch's, whose own line raised it; empty
     where none is known to have. indirect: it is told from something else than where it was
     raised, as a message in prose. log: what the whole log shows of the run. torch: the version that it names; empty
     where it names none.

@@ -29,6 +29,12 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "replaces_a_parameter": ("poisoned", "parts of the training state: model.norm.weight"),
     "leaves_a_hook": ("poisoned", "parts of the training state: hooks and forwards"),
     "leaves_no_hook": ("ok", ""),
+    "leaves_the_number_of_ranks_as_divisor": ("ok", ""),
+    "leaves_a_layer_unsynchronized": ("poisoned", "parts of the training state: reduction of the gradients"),
+    "leaves_it_synchronized": ("ok", ""),
+    "leaves_backwards_that_do_not_end": ("poisoned", "parts of the training state: reduction of the gradients"),
+    "leaves_a_layer_unsharded": ("leak", "left unsharded: model.layers.1."),
+    "leaves_a_layer_sharded_again": ("ok", ""),
     "wraps_a_forward": ("poisoned", "parts of the training state: hooks and forwards"),
     "changes_a_buffer_of_no_state_dict": ("poisoned", "parts of the training state: model.rotary_emb.inv_freq"),
     "changes_an_option_of_the_optimizer": ("poisoned", "parts of the training state: options of the optimizer"),
@@ -64,6 +70,14 @@ def test_what_is_yielded_on_the_host_must_have_arrived(tmp_path: pathlib.Path) -
     paths = user_paths(*(f"values:{name}" for name in names))
     run = probe(tmp_path, *_ONE_SCENARIO, *paths, device="emulated")
     assert {name: run.kind(f":{name}") for name in names} == dict(zip(names, ("wrong", "wrong", "ok"), strict=True))
+
+
+def test_a_divisor_of_the_gradients_that_was_left_behind_is_found(tmp_path: pathlib.Path) -> None:
+    """gloo has no such reduction, and fails in the next step; on a device nothing raises."""
+    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("values:leaves_another_divisor"), device="emulated")
+    verdict = run.result(":leaves_another_divisor").verdict
+    assert verdict.kind == "poisoned"
+    assert "parts of the training state: reduction of the gradients" in verdict.reason
 
 
 def test_a_fault_does_not_reach_the_case_after_it(planted: Run) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
 
 import pytest
 from support.checked import CONFIGS, FSDP2, GOOD, checked, entry, flag, ids, of_kind, said, use_of
 from support.inside import doctor
 
-from fsdp_doctor.check import cases, presentation
+from fsdp_doctor.check import cases, check, presentation
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue
 
@@ -152,3 +153,53 @@ def test_the_command_ends_with_the_right_code_and_no_traceback(
     assert (finished.code, "Traceback" in finished.stderr) == (code, False), finished.stderr
     assert re.search(stdout, finished.stdout)
     assert re.search(stderr, finished.stderr.strip())
+
+
+def test_a_key_outside_of_accelerates_section_is_a_conflict_in_its_file_and_none_as_a_flag(
+    tmp_path: pathlib.Path,
+) -> None:
+    file, script = tmp_path / "fsdp.yaml", tmp_path / "run.sh"
+    file.write_text("distributed_type: FSDP\nfsdp_offload_params: true\nfsdp_config: {fsdp_version: 2}\n")
+    assert "fsdp_offload_params belongs into fsdp_config" in said(check([str(file)]), "conflict")
+    script.write_text("accelerate launch --use_fsdp --fsdp_version 2 train.py --fsdp_offload_params true\n")
+    assert said(check([str(script)]), "conflict") == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ("fsdp_sync_module_states: false", True),
+        ("fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: true", True),
+        ("fsdp_sync_module_states: false\n  fsdp_cpu_ram_efficient_loading: false", False),
+        ("fsdp_sync_module_states: true\n  fsdp_cpu_ram_efficient_loading: true", False),
+        ("fsdp_cpu_ram_efficient_loading: true", False),
+    ],
+)
+def test_a_load_on_one_rank_that_no_other_is_sent_is_a_conflict(
+    tmp_path: pathlib.Path, settings: str, refused: bool
+) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n  {settings}\n")
+    assert ("without sync_module_states" in said(check([str(file)]), "conflict")) == refused
+
+
+_LIGHTNING = "import lightning as L\nstrategy = FSDPStrategy(cpu_offload=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("trainers", "offloads"),
+    [
+        ("L.Trainer(devices=4, strategy=strategy)\n", ["policy"]),
+        ("L.Trainer(devices=4, strategy='ddp')\n", []),
+        ("L.Trainer(devices=4, strategy='fsdp')\n", ["none"]),
+        ("L.Trainer(devices=4, strategy=strategy)\nL.Trainer(devices=1, strategy='ddp')\n", ["policy"]),
+    ],
+    ids=["given", "another", "by name", "two trainers"],
+)
+def test_a_strategy_that_the_trainer_is_not_given_is_not_read(
+    tmp_path: pathlib.Path, trainers: str, offloads: list[str]
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(_LIGHTNING + trainers)
+    result = check([str(file)], framework_version="2.6.5")
+    assert [use.scenario.offload for use in result.uses if use.scenario] == offloads

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 from support.checked import ACTOR, FSDP2, checked, flag, ids, of_kind, said, use_of
 
-from fsdp_doctor.check import cases, presentation
+from fsdp_doctor.check import cases, check, presentation
 from fsdp_doctor.known import catalogue
 
 
@@ -229,3 +229,14 @@ def test_the_model_of_the_matrix_is_the_one_that_its_directory_names(tmp_path: p
     other = checked(FSDP2, _model(tmp_path, model_type="llama"), version="0.9.0")
     assert use_of(other, "actor").scenario.model == "qwen3"
     assert "no model of type 'llama'" in said(other, "note")
+
+
+@pytest.mark.parametrize(
+    ("module", "foreign"),
+    [("verl.trainer.main_ppo", False), ("recipe.dapo.main_dapo", False), ("myrl.trainer.main_ppo", True)],
+)
+def test_a_package_that_is_not_verls_is_said_to_be_another(tmp_path: pathlib.Path, module: str, foreign: bool) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m {module} actor_rollout_ref.actor.strategy=fsdp2\n")
+    result = check([str(script)], framework_version="0.9.0")
+    assert ("myrl is not verl's own package" in said(result, "note")) == foreign

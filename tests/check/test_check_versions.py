@@ -108,3 +108,16 @@ def test_two_values_in_one_file_are_said(tmp_path: pathlib.Path) -> None:
     result = check([str(file)], framework_version="0.9.0")
     assert "the same file gives a setting two values" in said(result, "note")
     assert "run.sh:1" in presentation.as_text(result)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_two_values_in_accelerates_file_are_said_also_where_a_command_names_it(
+    tmp_path: pathlib.Path, launched: bool
+) -> None:
+    file = tmp_path / "fsdp.yaml"
+    section = "fsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n  fsdp_offload_params: false\n"
+    file.write_text(f"distributed_type: FSDP\n{section}")
+    if launched:
+        (tmp_path / "run.sh").write_text("accelerate launch --config_file fsdp.yaml train.py\n")
+        file = tmp_path / "run.sh"
+    assert "the same file gives a setting two values" in said(check([str(file)]), "note")

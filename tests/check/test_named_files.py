@@ -79,3 +79,56 @@ def test_a_recipe_of_torchtune_that_does_not_train_is_not_read(recipe: str, tmp_
     script = tmp_path / "run.sh"
     script.write_text(f"tune run {recipe} --config quantization\n")
     assert check([str(script)]).exit_code == 3
+
+
+_ACCELERATE = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: {}\n"
+_LAUNCH = "accelerate launch --config_file fsdp.yaml train.py\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "offload"),
+    [
+        (f"cat <<EOF > fsdp.yaml\n{_ACCELERATE.format('true')}EOF\n", "policy"),
+        (f"cat > ./fsdp.yaml <<'YAML'\n{_ACCELERATE.format('false')}YAML\n", "none"),
+        (f'tee fsdp.yaml > /dev/null << "EOF"\n{_ACCELERATE.format("true")}EOF\n', "policy"),
+        (f"X=yes\ncat > fsdp.yaml <<EOF\n{_ACCELERATE.format('${X}')}EOF\n", "policy"),
+        (
+            "cat > fsdp.yaml <<EOF\ndistributed_type: FSDP\nEOF\n"
+            "cat >> fsdp.yaml <<EOF\nfsdp_config: {fsdp_version: 2}\nEOF\n",
+            "none",
+        ),
+    ],
+    ids=["first", "last", "tee", "variable", "appended"],
+)
+def test_a_file_that_the_script_writes_itself_is_read(text: str, offload: str, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"set -e\n{text}{_LAUNCH}")
+    result = check([str(script)], framework_version="1.15.0")
+    assert [(use.scenario.strategy, use.scenario.offload) for use in result.uses if use.scenario] == [
+        ("fsdp2", offload)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"cat > other.yaml <<EOF\n{_ACCELERATE.format('true')}EOF\n",
+        f"cat > fsdp.yaml <<'EOF'\n{_ACCELERATE.format('${X}')}EOF\n",
+        f"cat > fsdp.yaml <<EOF\n{_ACCELERATE.format('$X')}EOF\n",
+        "".join(f"cat > fsdp.yaml <<EOF\n{_ACCELERATE.format(value)}EOF\n" for value in ("true", "false")),
+        f"cat <<EOF\n{_ACCELERATE.format('true')}EOF\n",
+    ],
+    ids=["another file", "no variables", "unknown variable", "two branches", "no file"],
+)
+def test_what_a_script_writes_elsewhere_or_does_not_say_is_not_known(text: str, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{text}{_LAUNCH}")
+    assert check([str(script)]).exit_code == 3
+
+
+def test_a_file_that_the_script_writes_itself_is_not_missed(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"cat > sft.yaml <<EOF\n{_YAML}EOF\ntorchrun train.py --config sft.yaml\n")
+    result = check([str(script)], framework_version="5.9")
+    assert [use.scenario.strategy for use in result.uses if use.scenario] == ["fsdp2"]
+    assert said(result, "unknown") == ""

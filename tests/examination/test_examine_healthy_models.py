@@ -110,7 +110,7 @@ def test_ignored_parameters_and_the_meta_device_are_read() -> None:
         model = Net()
     fully_shard(model, mesh=mesh(), ignored_params={model.up.weight})
     found = examine(model)
-    equal(kinds(found), ["meta"])
+    equal(kinds(found), ["meta", "gradients-unmanaged"])
     equal(row(model, "up.weight").state.kind, "plain")
     equal(row(model, "down.weight").state.kind, "fsdp2")
 

@@ -381,3 +381,90 @@ def test_a_line_without_an_end_is_read_too(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "log.txt"
     file.write_text("." * 3_000_000 + "\n" + "\n".join(_traceback(_UNSHARD.format(0))))
     assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"
+
+
+_WORDS = _UNSHARD.format(0).removeprefix("AssertionError: ")
+_IN_FSDP = "/env/lib/python3.12/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("/env/lib/python3.12/site-packages/mine/a.py", f'raise AssertionError("{_WORDS}")'),
+        (
+            "/env/lib/python3.12/site-packages/mine/a.py",
+            'raise AssertionError(f"Expects tensor to be on the compute device {one}, was on {other}")',
+        ),
+    ],
+    ids=["words", "f-string"],
+)
+def test_what_a_package_raises_in_words_of_its_own_is_no_more_than_possible(
+    tmp_path: pathlib.Path, file: str, line: str
+) -> None:
+    assert _explained(tmp_path, _ending_in(file, line)).grade == "possible"
+
+
+def test_what_a_framework_of_the_entry_raises_in_words_of_its_own_is_known(tmp_path: pathlib.Path) -> None:
+    file = "/env/lib/python3.12/site-packages/verl/utils/fsdp_utils.py"
+    found = _explained(tmp_path, _ending_in(file, f'raise AssertionError("{_WORDS}")'))
+    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
+
+
+def _in_fsdp(raised: str) -> list[str]:
+    return [_BEGIN, f'  File "{_IN_FSDP}", line 530, in foreach_reduce', "    reduce_output = allocate(", raised]
+
+
+def test_what_fails_while_a_full_memory_is_handled_is_not_its_cause(tmp_path: pathlib.Path) -> None:
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.09 GiB."
+    then = _ending_in("/env/torch/distributed/distributed_c10d.py", "work = group.allgather(tensors)")
+    then[-1] = "RuntimeError: No backend type associated with device type cpu"
+    found = _explained(tmp_path, [*_in_fsdp(full), "", _DURING, "", *then])
+    assert found.cause is not None
+    assert found.cause.first.type == "OutOfMemoryError"
+
+
+def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: pathlib.Path) -> None:
+    imported = [_BEGIN, '  File "/home/me/a.py", line 1, in f', "    import b", "ImportError: No module named b"]
+    found = _explained(tmp_path, [*imported, "", _DURING, "", *_in_fsdp("RuntimeError: no such thing")])
+    assert found.cause is not None
+    assert found.cause.first.type == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("raised", "what"),
+    [
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered", "a kernel on the device"),
+        ("OSError: [Errno 28] No space left on device", "a file, or the right to use something"),
+    ],
+)
+def test_what_is_raised_wherever_the_program_is_is_no_failure_of_fsdps(
+    tmp_path: pathlib.Path, raised: str, what: str
+) -> None:
+    found = _explained(tmp_path, _in_fsdp(raised))
+    assert (found.ours, found.foreign) == (False, what)
+    assert _explained(tmp_path, _in_fsdp("RuntimeError: CUDA error: illegal memory access")).ours
+
+
+def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_there(tmp_path: pathlib.Path) -> None:
+    carrier = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])"
+    saver = '  File "/env/torch/distributed/checkpoint/utils.py", line 252, in all_reduce'
+    inner = '  File "/env/torch/distributed/checkpoint/filesystem.py", line 420, in _write_files_from_queue'
+    lines = [_BEGIN, saver, "    raise final_result", carrier, f"{_BEGIN}: (RANK 1)", inner, "    stream.write(data)"]
+    found = _explained(tmp_path, [*lines, "OSError: [Errno 28] No space left on device"])
+    assert found.cause is not None
+    assert found.cause.first.type == "OSError"
+    assert found.consequences == {"a distributed checkpoint failed on a rank": 1}
+
+
+@pytest.mark.parametrize(
+    ("place", "grade"),
+    [
+        ('_fully_shard/_fsdp_param.py", line 700 in all_gather_inputs', "possible"),
+        ('_unshard_param_utils.py", line 190 in _unshard_fsdp_state_params', "known"),
+    ],
+)
+def test_a_segmentation_fault_is_known_only_where_it_is_known_to_come_from(
+    tmp_path: pathlib.Path, place: str, grade: str
+) -> None:
+    stack = ["Thread 0x00007f1 (most recent call first):", f'  File "/env/torch/distributed/fsdp/{place}']
+    assert _explained(tmp_path, ["Fatal Python error: Segmentation fault", "", *stack]).grade == grade

@@ -133,6 +133,44 @@ def leaves_no_hook(model: nn.Module) -> Entries:
     handle.remove()
 
 
+def leaves_another_divisor(model: Any) -> Entries:
+    yield from honest(model)
+    model.model.layers[1].set_gradient_divide_factor(4.0)
+
+
+def leaves_the_number_of_ranks_as_divisor(model: Any) -> Entries:
+    """What torch divides by anyway."""
+    yield from honest(model)
+    model.set_gradient_divide_factor(dist.get_world_size())
+
+
+def leaves_a_layer_unsynchronized(model: Any) -> Entries:
+    model.model.layers[1].set_requires_gradient_sync(False)
+    yield from honest(model)
+
+
+def leaves_it_synchronized(model: Any) -> Entries:
+    model.set_requires_gradient_sync(False)
+    yield from honest(model)
+    model.set_requires_gradient_sync(True)
+
+
+def leaves_backwards_that_do_not_end(model: Any) -> Entries:
+    yield from honest(model)
+    model.set_is_last_backward(False)
+
+
+def leaves_a_layer_unsharded(model: Any) -> Entries:
+    yield from honest(model)
+    model.model.layers[1].unshard()
+
+
+def leaves_a_layer_sharded_again(model: Any) -> Entries:
+    model.model.layers[1].unshard()
+    model.model.layers[1].reshard()
+    yield from honest(model)
+
+
 def wraps_a_forward(model: nn.Module) -> Entries:
     yield from honest(model)
     layer = model.model.layers[0].self_attn

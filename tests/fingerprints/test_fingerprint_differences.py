@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -281,3 +281,46 @@ def test_no_parts_do_not_combine_to_a_fingerprint() -> None:
     for nothing in ([], iter(())):
         with pytest.raises(FingerprintError, match="there are no fingerprints to combine"):
             combine_fingerprints(nothing)
+
+
+def test_a_conjugate_view_has_the_fingerprint_of_its_values_and_is_not_tied_to_what_it_is_a_view_of() -> None:
+    tensor = torch.randn(4, 6, dtype=torch.complex64)
+    lazy, values = {"a": tensor, "b": tensor.conj()}, {"a": tensor, "b": tensor.conj().resolve_conj()}
+    assert fingerprint_tensors(lazy) == fingerprint_tensors(values)
+    assert fingerprint_tensors({"a": tensor.conj().imag}) == fingerprint_tensors({"a": -tensor.imag})
+    part = TensorPart(tensor.conj()[1:2], shape=(4, 6), offsets=(1, 0))
+    assert fingerprint_tensors({"b": part}) == fingerprint_tensors(
+        {"b": TensorPart(values["b"][1:2], shape=(4, 6), offsets=(1, 0))}
+    )
+
+
+def test_one_memory_that_is_read_as_two_dtypes_is_not_tied() -> None:
+    tensor = torch.ones(4)
+    assert fingerprint_tensors({"a": tensor, "b": tensor.view(torch.int32)}).tied == ()
+    assert fingerprint_tensors({"a": tensor, "b": tensor.view(4)}).tied == (("a", "b"),)
+
+
+_ONE = fingerprint_tensors({"a": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: compare_fingerprints(None, _ONE), "the fingerprints of the trainer are no Fingerprints: NoneType"),
+        (lambda: compare_fingerprints(_ONE, {}), "the fingerprints of the engine are no Fingerprints: dict"),
+        (lambda: compare_fingerprints(_ONE, _ONE, history=[None]), "of 1 steps before are no Fingerprints"),
+        (lambda: compare_fingerprints(_ONE, _ONE, history=_ONE), "a history is a sequence of Fingerprints"),
+        (lambda: compare_fingerprints(_ONE, _ONE, base={}), "the fingerprints of the base are no Fingerprints: dict"),
+        (lambda: combine_fingerprints([_ONE, None]), "fingerprints to be combined are no Fingerprints: NoneType"),
+        (lambda: combine_fingerprints(_ONE), "those of several ranks, not of one"),
+        (lambda: fingerprint_tensors({"a": "b"}), "a is no tensor: str"),
+        (lambda: fingerprint_tensors({"a": TensorPart("b", shape=(2,), offsets=(0,))}), "a is no tensor: str"),
+        (lambda: fingerprint_tensors([torch.ones(2)]), "the name of a tensor is a text, not Tensor"),
+        (lambda: fingerprint_tensors(nn.Linear(2, 2)), "a mapping or pairs of a name and a tensor, not Linear"),
+    ],
+)
+def test_what_is_no_fingerprint_and_no_tensor_is_refused_with_a_sentence(
+    call: Callable[[], object], sentence: str
+) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        call()

@@ -80,7 +80,7 @@ def _asked(settings: Settings) -> bool:
 
 def _complete(settings: Settings) -> Settings:
     """With the file that ``--config_file`` names, and with the flags, which go before it."""
-    found = Settings.of([*_of_file(settings), *settings])
+    found = Settings.joined(_of_file(settings), settings)
     for flag, engine in _ENGINES.items():
         row = settings.first(f"{LAUNCH}.{flag}")
         if row is not None and settings.flag(row.key):
@@ -101,17 +101,17 @@ def _complete(settings: Settings) -> Settings:
     return found
 
 
-def _of_file(settings: Settings) -> list[Setting]:
-    """Those of the file, unless it was given beside the command. Raises Unreadable where it is not here."""
+def _of_file(settings: Settings) -> Settings:
+    """Those of the file; none if it was given beside the command. Raises Unreadable where it is not here."""
     row = settings.first(_CONFIG_FILE)
     if row is None or "distributed_type" in settings:
-        return []
+        return Settings()
     found = followed(row)
     if found is None:
         if any(f"{LAUNCH}.{flag}" in settings for flag in _ENGINES):
-            return []
+            return Settings()
         raise Unreadable(f"{row}: {pathlib.Path(str(row.value)).name} is not here; give that file beside the command")
-    return list(found)
+    return found
 
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
@@ -136,7 +136,11 @@ def _read(settings: Settings, given: Given) -> ModelReading:
             path=settings.first("model_name_or_path", "model"),
             ranks=_shard_group(settings, given.world_size),
         ),
-        findings=[*fsdp_section.version_conflicts(settings, {"": version}), *_trainer_flags(settings)],
+        findings=[
+            *fsdp_section.version_conflicts(settings, {"": version}),
+            *_refused(settings),
+            *_trainer_flags(settings),
+        ],
     )
 
 
@@ -169,6 +173,32 @@ def _sharding(settings: Settings) -> Chosen:
         return Chosen("full")
     sharding = _SHARDING.get(str(row.value).upper()[:6], "full")
     return Chosen(sharding, row if sharding != "full" else None)
+
+
+def _refused(settings: Settings) -> list[ConfigFinding]:
+    """What ``accelerate launch`` raises over before it starts anything, of a file: a flag is text, and passes."""
+    own = settings.first("distributed_type")
+    found = [
+        conflict(f"accelerate refuses a file with a key that it does not know; {row.key} belongs into fsdp_config", row)
+        for row in settings
+        if own is not None and row.file == own.file and _is_file(row) and row.key.startswith("fsdp_")
+        if "." not in row.key
+    ]
+    synchronizes, loads = (
+        settings.first(*keys("sync_module_states")),
+        settings.first(*keys("cpu_ram_efficient_loading")),
+    )
+    off = synchronizes is not None and synchronizes.value is False and _is_file(synchronizes)
+    if synchronizes is not None and off and (loads is None or loads.value is not False):
+        sentence = (
+            "accelerate launch refuses cpu_ram_efficient_loading, which is on by default, without sync_module_states"
+        )
+        found.append(conflict(sentence, *([loads] if loads is not None else []), synchronizes))
+    return found
+
+
+def _is_file(row: Setting) -> bool:
+    return pathlib.Path(row.file).suffix.lower() in (".yaml", ".yml", ".json")
 
 
 def _trainer_flags(settings: Settings) -> list[ConfigFinding]:

@@ -97,7 +97,7 @@ def _complete(settings: Settings) -> Settings:
         if found is None:
             raise UsageError(f"{row}: there is no such file; give it beside, or write fsdp_config out")
         inner = list(found)
-    return Settings.of([*settings, *(Setting(f"{SECTION}.{i.key}", i.value, i.where) for i in inner)])
+    return Settings.joined(settings, [Setting(f"{SECTION}.{i.key}", i.value, i.where) for i in inner])
 
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:

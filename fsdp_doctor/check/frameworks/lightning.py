@@ -23,7 +23,7 @@ from fsdp_doctor.check.frameworks.framework import (
     not_under_fsdp,
 )
 from fsdp_doctor.check.python_calls import TORCH, called_offload
-from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.check.settings import Expression, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, use_of
 from fsdp_doctor.matrix.axes import Sharding
 from fsdp_doctor.matrix.cases import Scenario
@@ -59,6 +59,16 @@ def _recognises(settings: Settings) -> bool:
     row = settings.first(*_STRATEGY)
     ours = row is not None and (row.key.startswith("lightning.") or row.key.endswith("class_path"))
     return ours or (row is not None and str(row.value) in (*_WORDS, "ddp", "ddp_find_unused_parameters_true"))
+
+
+def _complete(settings: Settings) -> Settings:
+    """A Trainer that is given a strategy by its name uses none that the script makes; of several Trainers, one may."""
+    row = settings.first("lightning.strategy")
+    named = row is not None and isinstance(row.value, str) and not isinstance(row.value, Expression)
+    if not named or "lightning.strategy" in settings.replaced:
+        return settings
+    made = ("FSDPStrategy", _MODEL_PARALLEL)
+    return Settings.of(row for row in settings if row.key.partition(".")[0] not in made)
 
 
 def _models(settings: Settings, given: Given) -> list[ModelSettings]:
@@ -160,6 +170,7 @@ LIGHTNING = Framework(
     read_in="2.0.0 to 2.6.5",
     distributions=("lightning", "pytorch-lightning"),
     recognises=_recognises,
+    complete=_complete,
     models=_models,
     world_size=_world_size,
 )

@@ -59,7 +59,7 @@ def _complete(settings: Settings) -> Settings:
         inner = list(found)
     else:
         raise Unreadable(f"{row}: there is no such file; give it beside the command")
-    found = Settings.of(settings)
+    found = Settings.joined(settings)
     for one in inner:
         found.put(Setting(_OPTIONS if one.key == "fsdp" else one.key, one.value, one.where))
     return found

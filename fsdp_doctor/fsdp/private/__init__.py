@@ -78,6 +78,15 @@ from fsdp_doctor.fsdp.private.flat_handles import (
 from fsdp_doctor.fsdp.private.flat_handles import (
     shard_padding as shard_padding,
 )
+from fsdp_doctor.fsdp.private.gradient_switches import (
+    GradientSwitches as GradientSwitches,
+)
+from fsdp_doctor.fsdp.private.gradient_switches import (
+    fsdp1_switches as fsdp1_switches,
+)
+from fsdp_doctor.fsdp.private.gradient_switches import (
+    fsdp2_switches as fsdp2_switches,
+)
 from fsdp_doctor.fsdp.private.of_torch import (
     ITEM as ITEM,
 )
@@ -152,6 +161,9 @@ from fsdp_doctor.fsdp.private.of_torch import (
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     replicate as replicate,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
+    trained_together as trained_together,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     unsharded_parameters as unsharded_parameters,

@@ -145,7 +145,7 @@ def unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Paramete
     ``state``: its ``FSDPState``. ``_fsdp_param_group`` (``_fsdp_param_groups`` in newer versions),
     ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
     """
-    for group in _fsdp2_groups(state):
+    for group in fsdp2_groups(state):
         for parameter in group.fsdp_params:
             for shown in _SHOWN_IN_ITS_PLACE:
                 if (other := getattr(parameter, shown, None)) is not None:
@@ -159,7 +159,7 @@ def replaced_parameters(state: Any) -> list[tuple[nn.Module, str]]:
     in a load, so what ``setattr`` puts there, as tying does, is gone at the next forward.
     """
     places: list[tuple[nn.Module, str]] = []
-    for group in _fsdp2_groups(state):
+    for group in fsdp2_groups(state):
         for parameter in group.fsdp_params:
             own = [getattr(parameter, name, None) for name in ("sharded_param", *_SHOWN_IN_ITS_PLACE)]
             info = get(parameter, "_module_info")
@@ -175,12 +175,22 @@ def recast_parameters(state: Any) -> list[nn.Parameter]:
 
     ``state``: its ``FSDPState``. ``FSDPParam.orig_dtype``, by which it sizes its buffers and casts its gradients.
     """
-    held = [parameter for group in _fsdp2_groups(state) for parameter in group.fsdp_params]
+    held = [parameter for group in fsdp2_groups(state) for parameter in group.fsdp_params]
     pairs = [(get(parameter, "sharded_param"), get(parameter, "orig_dtype")) for parameter in held]
     return [parameter for parameter, noted in pairs if parameter.dtype != noted]
 
 
-def _fsdp2_groups(state: Any) -> list[Any]:
+def trained_together(state: Any) -> list[list[nn.Parameter]]:
+    """The parameters that train of each group, whose gradients are reduced in one buffer: ``FSDPParam.sharded_param``.
+
+    ``state``: its ``FSDPState``.
+    """
+    held = [[get(parameter, "sharded_param") for parameter in group.fsdp_params] for group in fsdp2_groups(state)]
+    return [[parameter for parameter in group if parameter.requires_grad] for group in held]
+
+
+def fsdp2_groups(state: Any) -> list[Any]:
+    """The ``FSDPParamGroup``s of an ``FSDPState``; none if its module owns no parameter."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [get(state, "_fsdp_param_group")]
@@ -193,7 +203,7 @@ def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
     ``state``: its ``FSDPState``. ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is
     None until the first forward: no public name says under which policy a module was sharded.
     """
-    for group in _fsdp2_groups(state):
+    for group in fsdp2_groups(state):
         return get(group, "device"), get(group, "offload_policy"), get(state, "_is_root") is not None
     return None
 
@@ -204,7 +214,7 @@ def follow_materialized(state: Any, parameter: nn.Parameter) -> None:
     ``state``: its ``FSDPState``. ``FSDPParam.reset_sharded_param``: ``Module.to_empty``, through which torch calls
     it, empties the whole model. It also pads and pins, so a parameter's local tensor may be another one after it.
     """
-    for group in _fsdp2_groups(state):
+    for group in fsdp2_groups(state):
         for held in group.fsdp_params:
             if get(held, "sharded_param") is parameter:
                 get(held, "reset_sharded_param")()

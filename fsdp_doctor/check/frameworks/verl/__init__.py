@@ -10,6 +10,7 @@ ppo/ray_trainer.py for which models are built.
 from __future__ import annotations
 
 import functools
+import re
 
 from fsdp_doctor.check.config_findings import ConfigFinding, note
 from fsdp_doctor.check.frameworks.framework import (
@@ -23,6 +24,7 @@ from fsdp_doctor.check.frameworks.framework import (
 from fsdp_doctor.check.frameworks.verl import axis_values, conflicts, extraction_points, releases, roles
 from fsdp_doctor.check.frameworks.verl.releases import VerlVersions
 from fsdp_doctor.check.frameworks.verl.roles import VerlModel
+from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Role, Use, use_of
 from fsdp_doctor.matrix.axes import Strategy
@@ -90,12 +92,22 @@ def _world_size(settings: Settings) -> int | None:
 
 
 def _findings(settings: Settings) -> list[ConfigFinding]:
-    found = conflicts.misplaced(settings)
+    found = [*conflicts.misplaced(settings), *_started_by_another(settings)]
     if roles.is_ppo(settings) and not roles.another_engine(settings):
         found += _not_built(settings)
     if settings.first("defaults"):
         found.append(note("Hydra's `defaults` are not followed; verl's own defaults are assumed"))
     return found
+
+
+def _started_by_another(settings: Settings) -> list[ConfigFinding]:
+    """A package with verl's settings that is not verl's may be a copy of it, with workers of its own."""
+    script = settings.first(f"{LAUNCH}.script")
+    module = re.fullmatch(r"(\w+)(?:\.\w+)+", str(script.value)) if script is not None else None
+    if module is None or module[1] in ("verl", "recipe") or str(script and script.value).endswith((".py", ".sh")):
+        return []
+    sentence = f"{module[1]} is not verl's own package: what is said here holds if its workers are those of verl"
+    return [note(sentence, script)]
 
 
 def _not_built(settings: Settings) -> list[ConfigFinding]:
