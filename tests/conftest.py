@@ -37,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
         shared = tempfile.TemporaryDirectory()
         os.environ[SHARED_DIRECTORY] = shared.name
         config.add_cleanup(shared.cleanup)
+
+
+def pytest_collectstart() -> None:
     # Thousands of tests and what they import stay to the end. To look through them for garbage takes half a second
     # each time: not while they are collected, and not when a test asks for it.
     gc.disable()
