@@ -7,6 +7,7 @@ import random
 
 import pytest
 from support.inside import doctor
+from support.written_logs import BEGIN, DURING, UNSHARD, entry_of, explained
 
 from fsdp_doctor.explain import Explanation, explain
 
@@ -14,14 +15,11 @@ _STORAGE = (
     'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
     '"cuda:{}".  This is no longer allowed; the devices must match.'
 )
-_UNSHARD = "AssertionError: Expects tensor to be on the compute device cuda:{}, was on cpu"
-_DURING = "During handling of the above exception, another exception occurred:"
-_BEGIN = "Traceback (most recent call last):"
 
 
 def _traceback(raised: str) -> list[str]:
     return [
-        _BEGIN,
+        BEGIN,
         '  File "/opt/verl/verl/workers/fsdp_workers.py", line 652, in rollout_mode',
         "    params = self.actor_module_fsdp.state_dict()",
         '  File "/opt/env/lib/python3.12/site-packages/torch/nn/modules/module.py", line 2256, in state_dict',
@@ -40,16 +38,6 @@ def _interleaved(streams: list[list[str]], seed: int = 0) -> list[str]:
     return lines
 
 
-def _explained(tmp_path: pathlib.Path, lines: list[str] | str) -> Explanation:
-    file = tmp_path / "log.txt"
-    file.write_text(lines if isinstance(lines, str) else "\n".join(lines) + "\n", encoding="utf-8")
-    return explain([file])
-
-
-def _entry(found: Explanation) -> str:
-    return found.entry.id if found.entry is not None else ""
-
-
 def _sources(found: Explanation) -> set[str]:
     assert found.cause is not None
     return found.cause.sources
@@ -58,8 +46,8 @@ def _sources(found: Explanation) -> set[str]:
 @pytest.mark.parametrize("seed", range(5))
 def test_of_64_interleaved_ranks_every_one_that_raised_is_named(tmp_path: pathlib.Path, seed: int) -> None:
     streams = [[f"[rank{rank}]: {line}" for line in _traceback(_STORAGE.format(rank % 8))] for rank in range(64)]
-    found = _explained(tmp_path, _interleaved(streams, seed))
-    assert _entry(found) == "fsdp2-pinned-policy-half-moved"
+    found = explained(tmp_path, _interleaved(streams, seed))
+    assert entry_of(found) == "fsdp2-pinned-policy-half-moved"
     assert _sources(found) == {f"rank {rank}" for rank in range(64)}
 
 
@@ -69,20 +57,20 @@ def test_what_followed_on_other_ranks_is_not_the_cause_though_it_comes_first_in_
         "[rank2]:[E1121 12:34:56.789 ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: "
         "WorkNCCL(SeqNum=512, OpType=_ALLGATHER_BASE)"
     )
-    lines = [cascade, watchdog, *(f"[rank0]: {line}" for line in _traceback(_UNSHARD.format(0)))]
-    found = _explained(tmp_path, lines)
-    assert (_entry(found), _sources(found)) == ("fsdp1-manual-offload-then-state-dict", {"rank 0"})
+    lines = [cascade, watchdog, *(f"[rank0]: {line}" for line in _traceback(UNSHARD.format(0)))]
+    found = explained(tmp_path, lines)
+    assert (entry_of(found), _sources(found)) == ("fsdp1-manual-offload-then-state-dict", {"rank 0"})
     assert sum(found.consequences.values()) == 2
 
 
 def test_time_stamps_decide_where_the_logs_of_ranks_stand_one_after_the_other(tmp_path: pathlib.Path) -> None:
-    late = ["2026-04-13 10:00:09,000 INFO sync", *_traceback(_UNSHARD.format(0))]
+    late = ["2026-04-13 10:00:09,000 INFO sync", *_traceback(UNSHARD.format(0))]
     early = ["2026-04-13 10:00:01,500 INFO sync", *_traceback(_STORAGE.format(1))]
     files = [tmp_path / "rank0.log", tmp_path / "rank1.log"]
     for file, lines in zip(files, (late, early), strict=True):
         file.write_text("\n".join(lines) + "\n")
     found = explain(files)
-    assert _entry(found) == "fsdp2-pinned-policy-half-moved"
+    assert entry_of(found) == "fsdp2-pinned-policy-half-moved"
     assert found.cause is not None
     assert found.cause.first.file == str(files[1])
 
@@ -93,8 +81,8 @@ def test_rays_prefixes_and_colours_are_taken_off_whether_or_not_the_escape_survi
         other = colour.format("(WorkerDict pid=813, ip=10.0.0.1)")
         streams = [[prefix + line for line in _traceback(_STORAGE.format(0))]]
         streams += [[other + line for line in _traceback(_STORAGE.format(1))]]
-        found = _explained(tmp_path, _interleaved(streams))
-        assert _entry(found) == "fsdp2-pinned-policy-half-moved"
+        found = explained(tmp_path, _interleaved(streams))
+        assert entry_of(found) == "fsdp2-pinned-policy-half-moved"
         assert _sources(found) == {"pid 812 on 10.0.0.1", "pid 813 on 10.0.0.1"}
 
 
@@ -103,12 +91,12 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
         "ray.exceptions.RayTaskError(AssertionError): ray::WorkerDict.compute_log_prob() (pid=618, ip=10.0.0.1)",
         '  File "/opt/verl/verl/single_controller/ray/base.py", line 399, in func',
         "    return getattr(self.worker_dict[key], name)(*args, **kwargs)",
-        _UNSHARD.format(0) + " [repeated 7x across cluster]",
+        UNSHARD.format(0) + " [repeated 7x across cluster]",
     ]
-    found = _explained(tmp_path, lines)
-    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
+    found = explained(tmp_path, lines)
+    assert entry_of(found) == "fsdp1-manual-offload-then-state-dict"
     assert found.cause is not None
-    assert found.cause.first.text == _UNSHARD.format(0)
+    assert found.cause.first.text == UNSHARD.format(0)
     assert found.others == ()
 
 
@@ -127,14 +115,14 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
     ids=["one line", "smart quotes in prose", "windows line ends", "no exception's name"],
 )
 def test_a_message_that_lost_its_form_in_an_issue_is_found(tmp_path: pathlib.Path, text: str) -> None:
-    found = _explained(tmp_path, text)
+    found = explained(tmp_path, text)
     assert found.matches[0].entry.id == "fsdp2-pinned-policy-half-moved"
     assert found.grade == ("known" if "fsdp_workers.py" in text else "possible")
 
 
 def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Path) -> None:
     lines = [
-        *(f"[rank0]: {line}" for line in _traceback(_UNSHARD.format(0))),
+        *(f"[rank0]: {line}" for line in _traceback(UNSHARD.format(0))),
         *(f"[rank3]: {line}" for line in _traceback(_STORAGE.format(3))),
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
         "Root Cause (first observed failure):",
@@ -144,8 +132,8 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
         "  rank      : 3 (local_rank: 3)",
         "  exitcode  : 1 (pid: 4229)",
     ]
-    found = _explained(tmp_path, lines)
-    assert (_entry(found), _sources(found)) == ("fsdp2-pinned-policy-half-moved", {"rank 3"})
+    found = explained(tmp_path, lines)
+    assert (entry_of(found), _sources(found)) == ("fsdp2-pinned-policy-half-moved", {"rank 3"})
     assert found.summary is not None
     assert found.summary.sentence == "torchrun saw rank 3 fail first, with exit code 1"
 
@@ -160,24 +148,24 @@ def test_a_rank_that_was_killed_without_a_word_is_told_from_torchruns_summary(tm
 
 
 def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path) -> None:
-    lines = [*_traceback("ImportError: cannot import name 'flash_attn_func'"), *_traceback(_UNSHARD.format(0))]
-    found = _explained(tmp_path, lines)
-    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
+    lines = [*_traceback("ImportError: cannot import name 'flash_attn_func'"), *_traceback(UNSHARD.format(0))]
+    found = explained(tmp_path, lines)
+    assert entry_of(found) == "fsdp1-manual-offload-then-state-dict"
     assert [other.type for other in found.others] == ["ImportError"]
 
 
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
-        (["worker-0  | " + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
-        (["[pod/job-0/pytorch] " + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
-        ([">" + line for line in _traceback(_UNSHARD.format(0))], _UNSHARD.format(0)),
+        (["worker-0  | " + line for line in _traceback(UNSHARD.format(0))], UNSHARD.format(0)),
+        (["[pod/job-0/pytorch] " + line for line in _traceback(UNSHARD.format(0))], UNSHARD.format(0)),
+        ([">" + line for line in _traceback(UNSHARD.format(0))], UNSHARD.format(0)),
         (_traceback("mypkg.SyncAborted: no"), "SyncAborted: no"),
         (_traceback("_queue.Empty"), "Empty"),
         (["FutureWarning: old", "loss/MeanSquaredError: 0.123", *_traceback("TypeError: bad")], "TypeError: bad"),
         (["WARNING ImportError: No module named flash_attn", *_traceback("TypeError: bad")], "TypeError: bad"),
         (
-            [*_traceback("KeyError: 'x'"), "", _DURING, "", *_traceback("ValueError: no x")],
+            [*_traceback("KeyError: 'x'"), "", DURING, "", *_traceback("ValueError: no x")],
             "ValueError: no x",
         ),
         (
@@ -190,8 +178,8 @@ def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path)
                 f"ValueError: cannot decode {chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}"
                 for i in range(2500)
             ]
-            + _traceback(_UNSHARD.format(0)),
-            _UNSHARD.format(0),
+            + _traceback(UNSHARD.format(0)),
+            UNSHARD.format(0),
         ),
     ],
     ids=[
@@ -201,70 +189,23 @@ def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path)
     ],
 )
 def test_the_cause_is_found_among(tmp_path: pathlib.Path, lines: list[str], cause: str) -> None:
-    found = _explained(tmp_path, lines)
+    found = explained(tmp_path, lines)
     assert found.cause is not None
     assert found.cause.first.text == cause
-
-
-@pytest.mark.parametrize(
-    "raised", ["AssertionError", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
-)
-def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pathlib.Path, raised: str) -> None:
-    lines = [_BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised]
-    assert _explained(tmp_path, ["strategy: fsdp", *lines]).grade == "possible"
-    assert _explained(tmp_path, lines).matches == ()
-
-
-def _ending_in(file: str, line: str) -> list[str]:
-    """A traceback whose innermost frame is that line of that file."""
-    above = ['  File "/home/me/train.py", line 30, in <module>', "    sync(FSDP(model))"]
-    return [_BEGIN, *above, f'  File "{file}", line 12, in state_dict', f"    {line}", _UNSHARD.format(0)]
-
-
-_OWN_RAISE = _ending_in("/home/me/train.py", f'raise AssertionError("{_UNSHARD.format(0)}")')
-_TORCHS_RAISE = _ending_in("/env/torch/distributed/utils.py", "raise AssertionError(s)")
-
-
-@pytest.mark.parametrize("line", ["raise AssertionError(f'Expects {text}')", "assert tensor.device == device, text"])
-@pytest.mark.parametrize("file", ["/home/me/train.py", "C:\\jobs\\train.py", "train.py"])
-def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
-    tmp_path: pathlib.Path, file: str, line: str
-) -> None:
-    found = _explained(tmp_path, _ending_in(file, line))
-    assert found.grade == "possible"
-    assert f"does {file} pass on an error of torch's?" in "".join(found.matches[0].open)
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        _TORCHS_RAISE,
-        _ending_in("/env/lib/python3.12/site-packages/mine/a.py", "raise AssertionError(text)"),
-        _ending_in("C:\\Python312\\Lib\\concurrent\\futures\\_base.py", "raise self._exception"),
-        _ending_in("/workspace/verl/verl/workers/fsdp_workers.py", "raise error.with_traceback(None)"),
-        _ending_in("/home/me/train.py", "handle.unshard()"),
-        [line for line in _OWN_RAISE if not line.startswith("    raise")],
-        [*_TORCHS_RAISE, "", _DURING, "", *_OWN_RAISE],
-        [*_OWN_RAISE, *_TORCHS_RAISE],
-    ],
-    ids=["torch", "package", "python", "framework", "call", "no source", "raised again", "another rank's"],
-)
-def test_what_a_script_only_calls_or_passes_on_is_known(tmp_path: pathlib.Path, lines: list[str]) -> None:
-    assert _entry(_explained(tmp_path, lines)) == "fsdp1-manual-offload-then-state-dict"
 
 
 def test_long_tracebacks_of_64_interleaved_ranks_keep_their_frames(tmp_path: pathlib.Path) -> None:
     deep = [f'  File "/opt/a{i}.py", line {i}, in f{i}' for i in range(38)]
     last = '  File "/opt/torch/distributed/tensor/_api.py", line 500, in full_tensor'
     raised = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    streams = [[f"[rank{rank}]: {line}" for line in (_BEGIN, *deep, last, raised)] for rank in range(64)]
-    assert _entry(_explained(tmp_path, _interleaved(streams))) == "full-gather-runs-out-of-memory"
+    streams = [[f"[rank{rank}]: {line}" for line in (BEGIN, *deep, last, raised)] for rank in range(64)]
+    assert entry_of(explained(tmp_path, _interleaved(streams))) == "full-gather-runs-out-of-memory"
 
 
 def test_holes_that_a_truncated_log_has_are_no_binary_file(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "log.txt"
-    file.write_bytes(b"INFO a line\n" * 50 + b"\0" * 20 + "\n".join(_traceback(_UNSHARD.format(0))).encode())
-    assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"
+    file.write_bytes(b"INFO a line\n" * 50 + b"\0" * 20 + "\n".join(_traceback(UNSHARD.format(0))).encode())
+    assert entry_of(explain([file])) == "fsdp1-manual-offload-then-state-dict"
 
 
 def test_where_only_consequences_are_in_the_log_that_is_said(tmp_path: pathlib.Path) -> None:
@@ -297,12 +238,12 @@ def test_a_process_that_was_killed_for_host_memory_is_where_to_look(tmp_path: pa
     "words", ["the zoom-kill event of the dataset", "set vm.overcommit so that no OOM comes", "torch: out of memory?"]
 )
 def test_words_of_memory_alone_are_no_process_that_was_killed(tmp_path: pathlib.Path, words: str) -> None:
-    assert not _explained(tmp_path, [words, *_traceback(_UNSHARD.format(0))]).killed_for_memory
+    assert not explained(tmp_path, [words, *_traceback(UNSHARD.format(0))]).killed_for_memory
 
 
 def test_what_ended_another_rank_before_the_known_failure_is_not_called_no_cause(tmp_path: pathlib.Path) -> None:
-    other = [_BEGIN, '  File "/opt/me/reward.py", line 8, in score', "    return table[answer]", "IndexError: 7"]
-    known = _traceback(_UNSHARD.format(0))
+    other = [BEGIN, '  File "/opt/me/reward.py", line 8, in score', "    return table[answer]", "IndexError: 7"]
+    known = _traceback(UNSHARD.format(0))
     file = tmp_path / "log.txt"
     for streams, words in (((other, known), "Came first, on another rank"), ((known, other), "Probably not the cause")):
         lines = [f"[rank{rank}]: {line}" for rank, stream in enumerate(streams) for line in stream]
@@ -317,9 +258,9 @@ def test_memory_that_was_not_allocated_is_fsdp1s_only_where_fsdp1_ran(tmp_path: 
     used = '  File "/opt/me/value_head.py", line 31, in forward'
     compiled = '  File "/opt/torch/_inductor/runtime/triton_heuristics.py", line 1200, in run'
     of_fsdp2 = '  File "/opt/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line 250, in _pre_forward'
-    assert _entry(_explained(tmp_path, [_BEGIN, ran, used, raised])) == "fsdp1-freed-parameter-is-used"
+    assert entry_of(explained(tmp_path, [BEGIN, ran, used, raised])) == "fsdp1-freed-parameter-is-used"
     for others in ([used], [ran, compiled], [of_fsdp2, used]):
-        assert _entry(_explained(tmp_path, [_BEGIN, *others, raised])) == ""
+        assert entry_of(explained(tmp_path, [BEGIN, *others, raised])) == ""
 
 
 def test_what_is_not_known_is_said_with_what_is_near_and_what_to_attach(tmp_path: pathlib.Path) -> None:
@@ -379,92 +320,5 @@ def test_an_entry_can_be_printed_and_all_listed() -> None:
 
 def test_a_line_without_an_end_is_read_too(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "log.txt"
-    file.write_text("." * 3_000_000 + "\n" + "\n".join(_traceback(_UNSHARD.format(0))))
-    assert _entry(explain([file])) == "fsdp1-manual-offload-then-state-dict"
-
-
-_WORDS = _UNSHARD.format(0).removeprefix("AssertionError: ")
-_IN_FSDP = "/env/lib/python3.12/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
-
-
-@pytest.mark.parametrize(
-    ("file", "line"),
-    [
-        ("/env/lib/python3.12/site-packages/mine/a.py", f'raise AssertionError("{_WORDS}")'),
-        (
-            "/env/lib/python3.12/site-packages/mine/a.py",
-            'raise AssertionError(f"Expects tensor to be on the compute device {one}, was on {other}")',
-        ),
-    ],
-    ids=["words", "f-string"],
-)
-def test_what_a_package_raises_in_words_of_its_own_is_no_more_than_possible(
-    tmp_path: pathlib.Path, file: str, line: str
-) -> None:
-    assert _explained(tmp_path, _ending_in(file, line)).grade == "possible"
-
-
-def test_what_a_framework_of_the_entry_raises_in_words_of_its_own_is_known(tmp_path: pathlib.Path) -> None:
-    file = "/env/lib/python3.12/site-packages/verl/utils/fsdp_utils.py"
-    found = _explained(tmp_path, _ending_in(file, f'raise AssertionError("{_WORDS}")'))
-    assert _entry(found) == "fsdp1-manual-offload-then-state-dict"
-
-
-def _in_fsdp(raised: str) -> list[str]:
-    return [_BEGIN, f'  File "{_IN_FSDP}", line 530, in foreach_reduce', "    reduce_output = allocate(", raised]
-
-
-def test_what_fails_while_a_full_memory_is_handled_is_not_its_cause(tmp_path: pathlib.Path) -> None:
-    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.09 GiB."
-    then = _ending_in("/env/torch/distributed/distributed_c10d.py", "work = group.allgather(tensors)")
-    then[-1] = "RuntimeError: No backend type associated with device type cpu"
-    found = _explained(tmp_path, [*_in_fsdp(full), "", _DURING, "", *then])
-    assert found.cause is not None
-    assert found.cause.first.type == "OutOfMemoryError"
-
-
-def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: pathlib.Path) -> None:
-    imported = [_BEGIN, '  File "/home/me/a.py", line 1, in f', "    import b", "ImportError: No module named b"]
-    found = _explained(tmp_path, [*imported, "", _DURING, "", *_in_fsdp("RuntimeError: no such thing")])
-    assert found.cause is not None
-    assert found.cause.first.type == "RuntimeError"
-
-
-@pytest.mark.parametrize(
-    ("raised", "what"),
-    [
-        ("torch.AcceleratorError: CUDA error: device-side assert triggered", "a kernel on the device"),
-        ("OSError: [Errno 28] No space left on device", "a file, or the right to use something"),
-    ],
-)
-def test_what_is_raised_wherever_the_program_is_is_no_failure_of_fsdps(
-    tmp_path: pathlib.Path, raised: str, what: str
-) -> None:
-    found = _explained(tmp_path, _in_fsdp(raised))
-    assert (found.ours, found.foreign) == (False, what)
-    assert _explained(tmp_path, _in_fsdp("RuntimeError: CUDA error: illegal memory access")).ours
-
-
-def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_there(tmp_path: pathlib.Path) -> None:
-    carrier = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])"
-    saver = '  File "/env/torch/distributed/checkpoint/utils.py", line 252, in all_reduce'
-    inner = '  File "/env/torch/distributed/checkpoint/filesystem.py", line 420, in _write_files_from_queue'
-    lines = [_BEGIN, saver, "    raise final_result", carrier, f"{_BEGIN}: (RANK 1)", inner, "    stream.write(data)"]
-    found = _explained(tmp_path, [*lines, "OSError: [Errno 28] No space left on device"])
-    assert found.cause is not None
-    assert found.cause.first.type == "OSError"
-    assert found.consequences == {"a distributed checkpoint failed on a rank": 1}
-
-
-@pytest.mark.parametrize(
-    ("place", "grade"),
-    [
-        ('_fully_shard/_fsdp_param.py", line 700 in all_gather_inputs', "possible"),
-        ('_unshard_param_utils.py", line 190 in _unshard_fsdp_state_params', "known"),
-    ],
-)
-def test_a_segmentation_fault_is_known_only_where_it_is_known_to_come_from(
-    tmp_path: pathlib.Path, place: str, grade: str
-) -> None:
-    stack = ["Thread 0x00007f1 (most recent call first):", f'  File "/env/torch/distributed/fsdp/{place}']
-    assert _explained(tmp_path, ["Fatal Python error: Segmentation fault", "", *stack]).grade == grade
+    file.write_text("." * 3_000_000 + "\n" + "\n".join(_traceback(UNSHARD.format(0))))
+    assert entry_of(explain([file])) == "fsdp1-manual-offload-then-state-dict"
