@@ -33,11 +33,14 @@ class GivenSource:
     _files: list[SafetensorsFile] = field(default_factory=list)
 
     @property
-    def files(self) -> dict[str, FileTensor]:
+    def in_files(self) -> dict[str, FileTensor]:
         """What lies in files, by name."""
-        if self.kind != "files":
-            return {}
         return {name: value for name, value in self.tensors.items() if isinstance(value, FileTensor)}
+
+    @property
+    def directories(self) -> list[str]:
+        """Of the files."""
+        return sorted({str(file.path.parent) for file in self._files})
 
     @property
     def makes_values(self) -> bool:

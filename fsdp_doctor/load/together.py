@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, PlanMismatch,
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.given import GivenSource, Kind
 from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.safetensors_files import FileTensor
 from fsdp_doctor.load.same_files import digests
 from fsdp_doctor.load.targets import ranks_of
 
@@ -44,8 +43,8 @@ class Together:
         counts = dict(zip(_KINDS, self._agreement.counted(), strict=True))
         have = {kind: count for kind, count in counts.items() if count}
         if have == {of_first: len(self._ranks)}:
-            if given.files:
-                self._compare(given.files)
+            if given.kind == "files":
+                self._compare(given)
             return "all"
         if have == {of_first: 1}:
             return "first"
@@ -54,16 +53,15 @@ class Together:
             f"{said or 'no rank has a source'}: rank {self._ranks[0]} alone must have one, or every rank, of one kind"
         )
 
-    def _compare(self, files: Mapping[str, FileTensor]) -> None:
+    def _compare(self, given: GivenSource) -> None:
         """Raises LoadError on a rank whose files are not those of rank 0, which the others hear of where they agree."""
-        own = digests(files)
+        own = digests(given.in_files)
         others = tuple(self.agree(" ".join(own)).split())
         if others != own:
             what = "names, shapes or dtypes" if others[0] != own[0] else "values"
-            where = ", ".join(sorted({str(one.file.path.parent) for one in files.values()}))
             raise LoadError(
-                f"the files of rank {dist.get_rank()} in {where} have other {what} than those of "
-                f"rank {self._ranks[0]}: each node must have the same checkpoint"
+                f"the files of rank {dist.get_rank()} in {', '.join(given.directories)} have other {what} "
+                f"than those of rank {self._ranks[0]}: each node must have the same checkpoint"
             )
 
     def agree(self, word: str = "") -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def of_what_stays() -> Iterator[None]:
     """For imports: Python looks for garbage in nothing that they make, neither meanwhile nor later nor in a fork.
 
-    To look through all of it again and again while it grows takes a third of their time.
+    It would look through all of it again and again while it grows.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -104,6 +104,9 @@ def stopped(model: nn.Module) -> Any:
     _wait_for_the_other_rank()
 
 
+collective_of_one_rank_1, stopped_1 = collective_of_one_rank, stopped
+
+
 def ignores_sigterm(model: nn.Module) -> Any:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _pause_for_ever()

@@ -220,6 +220,7 @@ def test_a_file_that_one_rank_has_is_an_error_on_every_rank() -> None:
 OTHERS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "all values": (lambda tensors: {name: tensor + 1 for name, tensor in tensors.items()}, "have other values"),
     "one tensor": (lambda tensors: tensors | {"embed.weight": tensors["embed.weight"] * 2}, "have other values"),
+    "no tensor": (lambda tensors: {}, "have other names, shapes or dtypes"),
     "another name": (lambda tensors: tensors | {"more": torch.ones(2)}, "have other names, shapes or dtypes"),
 }
 
