@@ -81,6 +81,8 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device,
     )
     private.fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:
+        # Lazy initialization under CPUOffload has pinned a copy, which is used from the first forward on.
+        unit.unite_memories()
         fill(unit.shard, device)
     return model
 

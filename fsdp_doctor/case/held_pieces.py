@@ -26,6 +26,7 @@ class HeldPiece:
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
     shown: the tensor that the model or the optimizer has. held: this rank's part as it lies, which can be written.
+    copies: every other tensor from which FSDP1 may take this part, in a forward, a state dict or a reshard.
     expected: on the host, flat or of the part's shape; None where the unsharded tensors have none of these names.
     """
 
@@ -33,6 +34,12 @@ class HeldPiece:
     shown: torch.Tensor
     held: torch.Tensor
     expected: torch.Tensor | None
+    copies: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def everywhere(self) -> tuple[torch.Tensor, ...]:
+        """All that must have the expected values."""
+        return (self.held, *self.copies)
 
     @property
     def name(self) -> str:
@@ -73,7 +80,8 @@ def write(pieces: list[HeldPiece]) -> None:
     with torch.no_grad():
         for piece in pieces:
             if piece.expected is not None:
-                piece.held.copy_(piece.expected.view(piece.held.shape))
+                for held in piece.everywhere:
+                    held.copy_(piece.expected.view(held.shape))
 
 
 def expected_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -116,7 +124,7 @@ class _Place:
 
 
 def _places(unit: Fsdp1Unit) -> Iterator[_Place]:
-    length = unit.shard.numel()
+    length = unit.attributes_with_weights[0][0].numel()
     shard_begin = dist.get_rank(unit.group) * length if unit.is_sharded else 0
     for index, (names, place) in enumerate(zip(unit.names, unit.layout(), strict=True)):
         first = max(place.offset, shard_begin)
@@ -126,12 +134,17 @@ def _places(unit: Fsdp1Unit) -> Iterator[_Place]:
 
 def _of_units(held: HeldModel, full: Full) -> Iterator[HeldPiece]:
     for unit in held.fsdp1_units:
+        shards, originals = unit.attributes_with_weights
         for place in _places(unit):
             whole = next((full[name] for name in place.names if name in full), None)
+            part, *copies = (shard[place.begin : place.begin + len(place.mine)] for shard in shards)
+            if originals and (original := originals[place.index]) is not None:
+                copies.append(original)
             yield HeldPiece(
                 names=place.names,
                 shown=unit.flat_parameter,
-                held=unit.shard[place.begin : place.begin + len(place.mine)],
+                held=part,
+                copies=tuple(copies),
                 expected=place.part(whole) if whole is not None else None,
             )
 

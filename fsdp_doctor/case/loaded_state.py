@@ -124,12 +124,23 @@ class LoadedState:
         """What the checkpoint lacks is as it was, and the path says that it is."""
         if not reported & set(piece.names):
             self._found.note("incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name)
-        elif before.values is not None and (difference := compare(piece.held.cpu(), before.values)):
-            self._found.note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
+            return
+        for held in piece.everywhere:
+            if before.values is not None and (difference := compare(held.cpu(), before.values)):
+                self._found.note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
+                return
 
     def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
         assert piece.expected is not None
-        actual = piece.held.cpu()
+        on_host = [held.cpu() for held in piece.everywhere]
+        wrong = [held for held in on_host if compare(held, piece.expected.to(held.dtype))]
+        if 0 < len(wrong) < len(on_host):
+            difference = compare(wrong[0], piece.expected.to(wrong[0].dtype))
+            self._found.note(
+                "wrong", f"loaded into one of the two memories that FSDP1 has of it: {difference}", piece.name
+            )
+            return
+        actual = on_host[0]
         difference = compare(actual, piece.expected.to(actual.dtype))
         if not difference:
             if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:

@@ -130,7 +130,8 @@ def _unit_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Op
     for unit in held.fsdp1_units:
         names = [names[0] for names in unit.names]
         reference.parameters += names
-        local = _to_host(unit.shard)
+        # What a state dict and summon_full_params take: FlatParameter.data, while it is this rank's shard.
+        local = _to_host(unit.attributes_with_weights[0][0])
         reference.flat[unit.flat_name] = local[: local.numel() - unit.padding]
         yield _Part(local, _cutter(reference.full, names, "", unit))
         if optimizer is None or not unit.flat_parameter.requires_grad:

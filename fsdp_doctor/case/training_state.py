@@ -91,7 +91,8 @@ def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for unit in held.fsdp1_units:
         expected = truth.flat[unit.flat_name]
-        pairs[unit.flat_name] = (unit.shard[: expected.numel()], expected)
+        for index, shard in enumerate(unit.attributes_with_weights[0]):
+            pairs[f"{unit.flat_name}{index or ''}"] = (shard[: expected.numel()], expected)
     for tensor in held.tensors():
         if tensor.names[0] in truth.local:
             local = private.local_tensor(tensor.tensor).detach()
@@ -106,8 +107,10 @@ def _of_model(held: reader.HeldModel) -> Iterator[_StateTensor]:
         flat = unit.flat_parameter
         # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
         # keeps its own until the next unshard, an extraction's or a forward's, drops it.
-        local = unit.shard if unit.keeps_originals else flat.detach()
+        shards, _ = unit.attributes_with_weights
+        local = shards[-1] if unit.keeps_originals else flat.detach()
         yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
+        yield from (_StateTensor(f"{unit.flat_name}, in another memory", shard, shard) for shard in shards)
         yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
     for tensor in (*held.tensors(), *held.transient_buffers):
         local = private.local_tensor(tensor.tensor).detach()

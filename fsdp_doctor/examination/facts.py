@@ -312,7 +312,7 @@ def _is_even(tensor: DTensor) -> bool | None:
 def _flat_facts(unit: Fsdp1Unit) -> TensorFacts:
     flat = unit.flat_parameter
     # A unit that torch does not shard uses the flat parameter itself; a policy still keeps the CPU's beside it.
-    local = unit.shard if unit.is_sharded or unit.offloads else flat
+    local = unit.memories[-1] if unit.is_sharded or unit.offloads else flat
     # While it is unsharded, the flat parameter is another tensor than the shard, and rightly elsewhere.
     is_shown = unit.is_sharded and flat.shape == local.shape
     state = TensorState(

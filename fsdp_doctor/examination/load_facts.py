@@ -23,6 +23,8 @@ class LoadFacts:
     untied: pairs of names that the model's configuration ties, and that are two tensors.
     replaced: the names under which modules have parameters that FSDP2 does not gather, but others in their place.
     recast: the names of parameters that FSDP2 takes to be in another dtype than they are.
+    second_memories: the FSDP1 units whose local shard is other memory than their flat parameter.
+    stray_pieces: the names of parameters that are pieces of another FSDP1 unit's flat parameter.
     """
 
     held: tuple[str, ...] = ()
@@ -33,6 +35,8 @@ class LoadFacts:
     untied: tuple[tuple[str, str], ...] = ()
     replaced: tuple[str, ...] = ()
     recast: tuple[str, ...] = ()
+    second_memories: tuple[str, ...] = ()
+    stray_pieces: tuple[str, ...] = ()
 
 
 def read_load_facts(model: nn.Module, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> LoadFacts:
@@ -41,6 +45,8 @@ def read_load_facts(model: nn.Module, held: HeldModel, optimizer: torch.optim.Op
         untied=tuple(_untied(model, held)),
         replaced=tuple(_replaced(model, held)),
         recast=_names(held, [parameter for unit in held.fsdp2_units for parameter in unit.recast]),
+        second_memories=tuple(_second_memories(held)),
+        stray_pieces=held.stray_pieces,
     )
     if optimizer is None:
         return facts
@@ -64,6 +70,14 @@ def _replaced(model: nn.Module, held: HeldModel) -> Iterator[str]:
     if places := [place for unit in held.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
         yield from (unwrapped(prefixes[id(module)] + name) for module, name in places)
+
+
+def _second_memories(held: HeldModel) -> Iterator[str]:
+    """A unit with two memories on two devices is half-moved, which is another finding."""
+    for unit in held.fsdp1_units:
+        memories = unit.memories
+        if len(memories) > 1 and memories[0].device == memories[1].device:
+            yield unit.flat_name
 
 
 def _names(held: HeldModel, parameters: list[nn.Parameter]) -> tuple[str, ...]:

@@ -95,6 +95,34 @@ def recast(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def second_memories(facts: Facts) -> Iterator[Finding]:
+    """torch gathers ``FlatParameter.data`` in full precision, casts ``_local_shard`` under mixed precision, and returns
+    to ``_local_shard`` at each reshard."""
+    if names := facts.load.second_memories:
+        yield Finding(
+            kind="second-memory",
+            severity="hazard",
+            sentence="With a local shard in other memory than the flat parameter, as model.cpu() and model.to(device), "
+            f"or lazy initialization under CPUOffload leave it: {few(names, 'unit')}. A state dict reads the flat "
+            "parameter, a forward under mixed precision the local shard, and each forward ends with the local shard: "
+            "what optimizer.step() writes to the flat parameter now is lost there.",
+            names=names,
+            remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+        )
+
+
+def stray_pieces(facts: Facts) -> Iterator[Finding]:
+    if names := facts.load.stray_pieces:
+        yield Finding(
+            kind="stray-piece",
+            severity="bad",
+            sentence=f"Tied to a parameter of another FSDP1 unit before it was wrapped: {few(names)}; only that unit "
+            "gathers it, and here the module has this rank's piece of it.",
+            names=names,
+            remedy="put the modules that share the parameter into one FSDP1 unit.",
+        )
+
+
 def untied(facts: Facts) -> Iterator[Finding]:
     """transformers does not tie where a checkpoint has two tensors, whatever the configuration says."""
     if pairs := facts.load.untied:
@@ -116,4 +144,6 @@ LOAD_FINDINGS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     untied,
     replaced,
     recast,
+    second_memories,
+    stray_pieces,
 )

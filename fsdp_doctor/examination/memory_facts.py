@@ -58,7 +58,7 @@ def _unsharded(held: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((own.names[0], own.shown) for own in held.parameters if own.shown is not own.tensor)
     for unit in held.fsdp1_units:
         flat = unit.flat_parameter.detach()
-        if unit.is_sharded and flat.shape != unit.shard.shape:
+        if unit.is_sharded and flat.shape != unit.memories[0].shape:
             yield unit.flat_name, flat
 
 
@@ -68,7 +68,7 @@ def _left_gradients(held: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
         if by_hand and own.tensor.grad is not None and private.local_tensor(own.tensor).is_cpu:
             yield own.names[0], own.tensor.grad
     for unit in held.fsdp1_units:
-        if not unit.offloads and unit.shard.is_cpu:
+        if not unit.offloads and unit.memories[0].is_cpu:
             yield from ((unit.flat_name, owner.grad) for owner in unit.optimized if owner.grad is not None)
 
 
@@ -104,7 +104,7 @@ def _of_model(held: HeldModel) -> Iterator[torch.Tensor]:
     for tensor in (*held.parameters, *held.buffers, *held.transient_buffers):
         yield from (tensor.tensor, tensor.shown)
     for unit in held.fsdp1_units:
-        yield from (unit.shard, unit.flat_parameter.detach(), *unit.shown.values())
+        yield from (*unit.memories, unit.flat_parameter.detach(), *unit.shown.values())
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

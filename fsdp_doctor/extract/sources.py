@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
 
@@ -120,8 +121,14 @@ def specs(source: Source) -> list[TensorSpec]:
 def sources_of(held: HeldModel) -> list[Source]:
     """Every parameter and persistent buffer of the model, each once, in the order of the model.
 
-    FSDP1's units come first. Whether they can be gathered is another question: ``check_shards``.
+    FSDP1's units come first. Whether they can be gathered is another question: ``check_shards``. Raises RuntimeError
+    for a parameter that is only a piece of another unit's flat parameter.
     """
+    if held.stray_pieces:
+        raise RuntimeError(
+            f"{some(held.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was tied "
+            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+        )
     groups = _ShardGroups()
     found: list[Source] = []
     for place, unit in enumerate(held.fsdp1_units):
@@ -240,6 +247,10 @@ def shard_group(group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
 
 
 def _unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
+    if unit.is_recast:
+        raise RuntimeError(
+            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
+        )
     local = unit.shard
     parts = [
         (TensorSpec(names=names, shape=part.shape, numel=part.shape.numel(), dtype=local.dtype), part)

@@ -118,8 +118,36 @@ class Fsdp1Unit:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's shard, 1-D, as long as every other rank's: its last ``padding`` elements are no parameter's."""
+        """This rank's shard as the next unshard in full precision, ``summon_full_params`` or a state dict, reads it.
+
+        1-D, as long as every other rank's: its last ``padding`` elements are no parameter's. With ``use_orig_params`` a
+        copy where an original parameter was given other memory.
+        """
         return private.flat_shard(self._handle)
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """Every memory that the shard has now: one, or two where the next unshard and the reshard after it differ."""
+        return private.flat_memories(self._handle)
+
+    @property
+    def attributes_with_weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """(every attribute of torch's that has this rank's shard, the original parameters' parts of it or None)."""
+        return private.attributes_with_weights(self._handle)
+
+    @property
+    def replaced(self) -> list[tuple[str, ...]]:
+        """With use_orig_params, the names of parameters that were given other memory than the flat parameter's."""
+        return [self.names[index] for index in private.replaced_originals(self._handle)]
+
+    @property
+    def is_recast(self) -> bool:
+        """Whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
+        return len({memory.dtype for memory in self.memories}) > 1
+
+    def unite_memories(self) -> None:
+        """Makes the shard one memory again where it lies on one device, as torch's reshard does."""
+        private.unite_memories(self._handle)
 
     @property
     def host_gradient(self) -> torch.Tensor | None:
@@ -213,8 +241,10 @@ class Fsdp1Unit:
 class HeldModel:
     """All that a model holds, in the order of its modules.
 
-    fsdp1_units: what they hold is not among the parameters.
+    fsdp1_units: their parameters are not among ``parameters``.
     parameters; buffers: those that a state dict has; transient_buffers: the others.
+    stray_pieces: names of parameters that are pieces of an FSDP1 unit's flat parameter in a module of another unit, as
+    a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -222,6 +252,7 @@ class HeldModel:
     parameters: tuple[HeldTensor, ...]
     buffers: tuple[HeldTensor, ...]
     transient_buffers: tuple[HeldTensor, ...]
+    stray_pieces: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[HeldTensor]:
         """The parameters and buffers of a state dict, without those in FSDP1 units."""
@@ -238,10 +269,13 @@ def read(model: nn.Module) -> HeldModel:
     """Any rank may call it alone, before the first forward too."""
     modules = _modules(model)
     fsdp1_units, fsdp2_units = _fsdp1_units(modules), _fsdp2_units(modules)
+    parameters = _parameters(modules, fsdp1_units, fsdp2_units)
+    stray = [p for p in parameters if private.is_flattened(p.tensor)] if fsdp1_units else []
     return HeldModel(
         fsdp1_units=fsdp1_units,
         fsdp2_units=tuple(unit for unit in fsdp2_units.values() if unit is not None),
-        parameters=_parameters(modules, fsdp1_units, fsdp2_units),
+        parameters=parameters,
+        stray_pieces=tuple(name for parameter in stray for name in parameter.names),
         buffers=_buffers(modules, fsdp2_units, persistent=True),
         transient_buffers=_buffers(modules, fsdp2_units, persistent=False),
     )
@@ -268,21 +302,32 @@ def _modules(model: nn.Module) -> list[private.OwnTensors]:
 
 def _fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
     """Each once, under its module's first name."""
+    prefixes: dict[int, list[str]] = {}
+    for own in modules:
+        prefixes.setdefault(id(own.module), []).append(own.prefix)
     units: dict[int, Fsdp1Unit] = {}
     for own in modules:
         handle = private.flat_handle(own.module)
         if handle is not None and id(handle) not in units:
-            names = _names_in_unit(own.prefix, handle)
+            names = tuple(_names_of(places, own.prefix, prefixes) for places in private.flat_names(handle))
             units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, _handle=handle, _module=own.module)
     return tuple(units.values())
 
 
-def _names_in_unit(prefix: str, handle: Any) -> tuple[tuple[str, ...], ...]:
-    own, tied = private.flat_names(handle)
-    names = {name: [unwrapped(prefix + name)] for name in own}
-    for name, primary in tied:
-        names[primary].append(unwrapped(prefix + name))
-    return tuple(map(tuple, names.values()))
+def _names_of(places: list[private.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
+    """Every name of a parameter: a module that the model has in several places has its parameter in each of them.
+
+    unit: the prefix of the unit's names, for a module that is not in the model any more.
+    """
+    names = [
+        name
+        for place in places
+        for name in (
+            [f"{prefix}{place.name}" for prefix in prefixes.get(id(place.module), ())]
+            or [unwrapped(unit + place.name_in_unit)]
+        )
+    ]
+    return tuple(dict.fromkeys(names))
 
 
 def _fsdp2_units(modules: list[private.OwnTensors]) -> dict[int, Fsdp2Unit | None]:

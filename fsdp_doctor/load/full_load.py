@@ -14,7 +14,7 @@ from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
 from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.outcome import LoadReport
-from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of
+from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of, write_other_memories
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
@@ -88,4 +88,6 @@ def load_full_tensors(
             settle(model, held, place.device)
             transient.fill()
 
-        return Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
+        report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
+        write_other_memories(held)
+        return report

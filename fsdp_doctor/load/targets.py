@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
+from fsdp_doctor.fsdp.shards import Slices
 from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks
 from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
@@ -74,6 +76,11 @@ def loaded_model(held: HeldModel) -> LoadedModel:
     """Raises LoadError for a model that is not sharded, or whose ranks cannot be told."""
     if not held.fsdp1_units and not _meshes(held):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
+    if held.stray_pieces:
+        raise LoadError(
+            f"{some(held.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was tied "
+            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+        )
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
     of_parts = _ranks_of_parts(held)
@@ -116,6 +123,19 @@ def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
             module.reshard()
     for unit in held.fsdp1_units:
         unit.reshard()
+        unit.unite_memories()
+
+
+@torch.no_grad()
+def write_other_memories(held: HeldModel) -> None:
+    """Copies what was loaded to where else FSDP1 has a shard: on another device than the flat parameter.
+
+    The forward under mixed precision reads it there, and the next reshard returns to it.
+    """
+    for unit in held.fsdp1_units:
+        loaded, *others = unit.memories
+        for other in others:
+            other.copy_(loaded)
 
 
 def _meshes(held: HeldModel) -> list[DeviceMesh]:
@@ -192,13 +212,17 @@ def _of_unit(unit: Fsdp1Unit, model: LoadedModel) -> Iterator[Target]:
     flat = unit.shard
     if flat.is_meta:
         raise LoadError(f"{unit.flat_name} is on the meta device, where FSDP1 cannot be loaded into")
+    if unit.is_recast:
+        raise LoadError(
+            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
+        )
     shards = ShardsOfUnit(unit, model.first)
     for names, place in zip(unit.names, unit.layout(), strict=True):
         layout = InFlatParameter(shards, place.offset, place.stride)
-        local = flat[layout.place(place.shape)]
-        shard = functools.partial(_itself, local)
+        shard = functools.partial(_part_of_unit, unit, layout.place(place.shape))
         yield Target(names=names, shape=place.shape, dtype=flat.dtype, layout=layout, shard=shard)
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _part_of_unit(unit: Fsdp1Unit, place: Slices) -> torch.Tensor:
+    """Where it lies once the unit's memories are one."""
+    return unit.memories[0][place]

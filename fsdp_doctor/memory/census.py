@@ -44,7 +44,7 @@ def held_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Ten
 
 def _parameters(held: HeldModel) -> Iterator[torch.Tensor]:
     yield from (parameter.tensor for parameter in held.parameters)
-    yield from (unit.shard for unit in held.fsdp1_units)
+    yield from (memory for unit in held.fsdp1_units for memory in unit.memories)
 
 
 def _gradients(held: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:

@@ -13,6 +13,12 @@ from fsdp_doctor.fsdp.private.access import (
     PrivateApiGone as PrivateApiGone,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
+    PlaceInModule as PlaceInModule,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
+    attributes_with_weights as attributes_with_weights,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
     compute_device as compute_device,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
@@ -20,6 +26,9 @@ from fsdp_doctor.fsdp.private.flat_handles import (
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
     flat_layout as flat_layout,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
+    flat_memories as flat_memories,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
     flat_names as flat_names,
@@ -43,7 +52,13 @@ from fsdp_doctor.fsdp.private.flat_handles import (
     is_flat_parameter as is_flat_parameter,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
+    is_flattened as is_flattened,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
     is_initialized as is_initialized,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
+    is_same_memory as is_same_memory,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
     is_sharded as is_sharded,
@@ -67,6 +82,9 @@ from fsdp_doctor.fsdp.private.flat_handles import (
     original_shapes as original_shapes,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
+    replaced_originals as replaced_originals,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
     replica_group as replica_group,
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
@@ -77,6 +95,9 @@ from fsdp_doctor.fsdp.private.flat_handles import (
 )
 from fsdp_doctor.fsdp.private.flat_handles import (
     shard_padding as shard_padding,
+)
+from fsdp_doctor.fsdp.private.flat_handles import (
+    unite_memories as unite_memories,
 )
 from fsdp_doctor.fsdp.private.gradient_switches import (
     GradientSwitches as GradientSwitches,

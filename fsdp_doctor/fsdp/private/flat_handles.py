@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,118 @@ def is_initialized(handle: Any) -> bool:
 
 
 def flat_shard(handle: Any) -> torch.Tensor:
-    """This rank's shard of the flat parameter, 1-D, padded to the same length on every rank.
+    """This rank's shard as torch's next unshard in full precision reads it: 1-D, as long as every other rank's.
 
-    ``FlatParameter._local_shard`` once lazy initialization made it, ``.data`` before that.
+    While the unit is sharded that is ``FlatParameter.data``: ``summon_full_params``, a state dict, and without mixed
+    precision the forward gather it. It is other memory than ``FlatParameter._local_shard`` after lazy initialization
+    under ``CPUOffload(offload_params=True)``, which pins a copy, and after ``Module.cpu()``. While the unit is
+    unsharded it is ``_local_shard``, to which a reshard returns. With ``use_orig_params`` an original parameter that
+    was given other memory is first written back (``FlatParamHandle._writeback_orig_params``): then this is a copy.
+    """
+    shard = _sharded_flat(handle)
+    if replaced := _replaced_originals(handle, shard):
+        shard = shard.clone()
+        with torch.no_grad():
+            for _, original, begin in replaced:
+                shard[begin : begin + original.numel()].copy_(original.view(-1))
+    return shard
+
+
+def flat_memories(handle: Any) -> list[torch.Tensor]:
+    """Every memory that this rank's shard has now, 1-D: one in ordinary states, two where ``_local_shard`` is another.
+
+    A forward under mixed precision reads ``_local_shard``; everything else reads the first one.
+    """
+    shard = _sharded_flat(handle)
+    local = getattr(get(handle, "flat_param"), "_local_shard", shard).detach()
+    return [shard] if is_same_memory(shard, local) else [shard, local]
+
+
+def attributes_with_weights(handle: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """(every attribute that has this rank's shard, the original parameters' parts of it or None), as they are now.
+
+    For verification, which must not rely on which of them is read: ``FlatParameter.data`` where it is as long as the
+    shard, ``_local_shard``, and with ``use_orig_params`` ``_params``, where they are sharded.
     """
     flat_param = get(handle, "flat_param")
-    shard: torch.Tensor = getattr(flat_param, "_local_shard", flat_param.data)
-    return shard.detach()
+    data = flat_param.detach()
+    local = getattr(flat_param, "_local_shard", data).detach()
+    shards = [data, local] if data.shape == local.shape else [local]
+    originals: list[torch.Tensor | None] = []
+    for original, part in zip(get(flat_param, "_params") or (), get(flat_param, "_shard_param_infos"), strict=False):
+        is_part = part.in_shard and original.numel() == part.numel_in_shard
+        originals.append(original.detach().reshape(-1) if is_part else None)
+    return shards, originals
+
+
+def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same address of the same device."""
+    return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
+
+
+def replaced_originals(handle: Any) -> list[int]:
+    """Places in the unit's list of parameters of the original parameters that have other memory than the shard."""
+    return [index for index, _, _ in _replaced_originals(handle, _sharded_flat(handle))]
+
+
+def unite_memories(handle: Any) -> None:
+    """Gives a sharded unit one memory again, with the values that its next unshard would read, as a reshard does.
+
+    Original parameters are written back and made views again. ``_local_shard`` stays another memory where it lies on
+    another device: :func:`flat_memories` has both. ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
+    """
+    flat_param, shard = get(handle, "flat_param"), _sharded_flat(handle)
+    replaced = _replaced_originals(handle, shard)
+    if replaced:
+        get(handle, "_writeback_orig_params")()
+    local = getattr(flat_param, "_local_shard", shard)
+    united = not is_same_memory(shard, local) and local.device == shard.device
+    if united:
+        with torch.no_grad():
+            local.detach().copy_(shard)
+        flat_param.data = local
+    if get(handle, "_use_orig_params") and (replaced or united):
+        get(handle, "_use_sharded_views")()
+
+
+def _sharded_flat(handle: Any) -> torch.Tensor:
+    """``FlatParameter.data`` while it is this rank's shard, otherwise ``_local_shard``."""
+    flat_param = get(handle, "flat_param")
+    data: torch.Tensor = flat_param.detach()
+    local: torch.Tensor | None = getattr(flat_param, "_local_shard", None)
+    if local is None:
+        return data
+    # A unit in a shard group of one computes with `_mp_shard`, which is as long as the shard.
+    low_precision = getattr(flat_param, "_mp_shard", None)
+    is_unsharded = data.shape != local.shape or (low_precision is not None and is_same_memory(data, low_precision))
+    return local.detach() if is_unsharded else data
+
+
+def _shown(handle: Any) -> list[Any]:
+    """What the modules have under the names of the original parameters, None where they have nothing."""
+    return [getattr(module, name, None) for name, module, _ in get(get(handle, "flat_param"), "_param_infos")]
+
+
+def _replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[int, torch.Tensor, int]]:
+    """(its place in the unit, parameter, where its part of this rank's shard begins) of those that are no views of it.
+
+    With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._shard_param_infos``,
+    ``FlatParamHandle._skipped_use_sharded_views``.
+    """
+    flat_param = get(handle, "flat_param")
+    if not get(handle, "_use_orig_params") or get(handle, "_skipped_use_sharded_views"):
+        return []
+    if not is_same_memory(flat_param.detach(), shard):
+        return []
+    begin_of_shard, size = shard.data_ptr(), shard.element_size()
+    replaced: list[tuple[int, torch.Tensor, int]] = []
+    for index, (shown, part) in enumerate(zip(_shown(handle), get(flat_param, "_shard_param_infos"), strict=True)):
+        if not part.in_shard or not isinstance(shown, nn.Parameter):
+            continue
+        where = begin_of_shard + part.offset_in_shard * size
+        if shown.numel() and (shown.data_ptr() != where or shown.device != shard.device):
+            replaced.append((index, shown, part.offset_in_shard))
+    return replaced
 
 
 def host_gradient(handle: Any) -> torch.Tensor | None:
@@ -63,21 +168,35 @@ def shard_padding(handle: Any) -> int:
     return int(getattr(get(handle, "flat_param"), "_shard_numel_padded", 0))
 
 
-def flat_names(handle: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """(parameter names, [(name of a tied parameter, the name that it is tied to)]) of one unit.
+class PlaceInModule(NamedTuple):
+    """One place of a unit's parameter: a module, the parameter's name in it, and its name relative to the unit."""
 
-    Names are relative to the unit: ``FlatParameter._fqns`` and ``_shared_param_infos``.
+    module: nn.Module
+    name: str
+    name_in_unit: str
+
+
+def flat_names(handle: Any) -> list[list[PlaceInModule]]:
+    """For each parameter of a unit, in the order of the flat parameter, the places that have it.
+
+    Its own comes first, then those to which it is tied within the unit. ``FlatParameter._param_infos`` and
+    ``_shared_param_infos``.
     """
     flat_param = get(handle, "flat_param")
-    tied = [
-        (_join(module_name, name), _join(primary_module_name, primary_name))
-        for name, _, module_name, primary_name, _, primary_module_name in get(flat_param, "_shared_param_infos")
-    ]
-    return list(get(flat_param, "_fqns")), tied
+    places = [[_place(module, name, path)] for name, module, path in get(flat_param, "_param_infos")]
+    index_of = {(id(place.module), place.name): index for index, (place,) in enumerate(places)}
+    for name, module, path, primary_name, primary_module, _ in get(flat_param, "_shared_param_infos"):
+        places[index_of[id(primary_module), primary_name]].append(_place(module, name, path))
+    return places
 
 
-def _join(module_name: str, name: str) -> str:
-    return f"{module_name}.{name}" if module_name else name
+def _place(module: nn.Module, name: str, path: str) -> PlaceInModule:
+    return PlaceInModule(module, name, f"{path}.{name}" if path else name)
+
+
+def is_flattened(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is a piece of some unit's flat parameter: ``_common_utils._is_fsdp_flattened``."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def flat_layout(handle: Any) -> list[torch.Tensor]:
