@@ -48,6 +48,18 @@ def test_a_planted_fault_of_a_loader_is_found_for_what_it_is(planted: Run, fault
     assert reason in verdict.reason
 
 
+def test_a_loader_of_one_of_two_memories_of_fsdp1_is_wrong_in_every_scenario(tmp_path: pathlib.Path) -> None:
+    scenarios = ("--strategy", "fsdp1,fsdp1-orig", "--offload", "none,policy", "--staging", "staged")
+    loader = "loaders:leaves_the_old_values_in_the_flat_parameter"
+    paths = (*user_paths(loader), "--path", "load_full_tensors")
+    run = probe(tmp_path, "--direction", "in", *scenarios, *paths, device="emulated")
+    assert run.report is not None
+    found = {result.id: result.verdict.kind for result in run.report.results}
+    planted = [kind for case, kind in found.items() if loader in case]
+    assert planted == ["wrong"] * 4, found
+    assert [kind for case, kind in found.items() if case.endswith("/load_full_tensors")] == ["ok"] * 4, found
+
+
 def test_a_faulty_loader_does_not_reach_the_case_after_it(planted: Run) -> None:
     assert planted.kind("fresh/load_state_dict.sharded") == "ok"
     assert planted.report is not None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsdp_doctor
 from fsdp_doctor import promises
@@ -73,6 +74,18 @@ def rounds_through_bfloat16(model: nn.Module, state: State) -> None:
 def replaces_the_parameters(model: nn.Module, state: State) -> None:
     _load(model, state)
     model.load_state_dict(dict(model.state_dict()), assign=True)
+
+
+@_loads
+def leaves_the_old_values_in_the_flat_parameter(model: Any, state: State) -> None:
+    """FSDP1: what is loaded is in ``_local_shard``, which a state dict does not read."""
+    with model.no_sync():
+        pass
+    flat_parameters = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(model)]
+    before = [flat.data.clone() for flat in flat_parameters]
+    _load(model, state)
+    for flat, old in zip(flat_parameters, before, strict=True):
+        flat.data = old
 
 
 @_loads
