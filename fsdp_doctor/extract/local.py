@@ -24,6 +24,7 @@ from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, signature
 from fsdp_doctor.extract.sources import Source, TensorSpec
 from fsdp_doctor.extract.streams import Streams
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
@@ -230,7 +231,7 @@ class _ShardLoading:
         self._cast_buffer = CastBuffer(device, self._streams)
         self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
 
-    @torch.no_grad()
+    @without_autograd
     @without_garbage_collection
     def launch(self, bucket: list[OwnShard]) -> _LoadedBucket:
         """Outputs are allocated on the caller's stream; loading waits for it, and nothing waits for the device."""

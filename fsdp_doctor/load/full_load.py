@@ -9,10 +9,10 @@ from typing import get_args
 import torch
 from torch import nn
 
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
-from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of
 from fsdp_doctor.load.together import Together, refused
@@ -20,7 +20,7 @@ from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
-@outside_of_inference_mode
+@without_autograd
 def load_full_tensors(
     model: nn.Module,
     source: TensorSource,

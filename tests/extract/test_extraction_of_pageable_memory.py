@@ -55,7 +55,7 @@ def test_pageable_shards_are_read_by_eight_threads_at_most_through_little_pinned
 
 @on_the_device
 def test_what_counts_as_read_is_referred_to_by_no_thread() -> None:
-    """Not even by one that loses the processor right after it has said that it has read: it waits there for the test."""
+    """Not even by one that loses the processor right after it has said so: there it waits for the test."""
     go_on = threading.Event()
 
     class Paused(host_copies._Submission):
