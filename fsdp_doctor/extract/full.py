@@ -66,9 +66,9 @@ def full_tensors(
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
     device: where the yielded tensors lie. It must be the device on which the model's groups gather,
         and that is the default; a model without shards may be asked for anywhere.
-    dtype: cast to it, each shard before it is gathered; by default every tensor has its own dtype (the
-        fp32 masters under mixed precision). keep_dtype: names, or patterns as fnmatch has them, of
-        tensors that are not cast.
+    dtype: floating-point tensors are cast to it, each shard before it is gathered; integers, bools and complex
+        numbers are left as they are. By default every tensor has its own dtype (the fp32 masters under mixed
+        precision). keep_dtype: names, or patterns as fnmatch has them, of tensors that are not cast.
     bucket_bytes: device memory of one bucket, in bytes. Where the largest tensor needs the memory anyway, a bucket is
         larger, up to four times, and a unit of FSDP1 is gathered whole.
     lora: ``merged`` the weights with their active adapters added, as the model computes (out of
