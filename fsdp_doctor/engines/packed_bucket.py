@@ -9,6 +9,8 @@ import torch
 
 from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.extract.full import BUCKET_BYTES
+from fsdp_doctor.extract.streams import HomeStream
+from fsdp_doctor.extract.without_autograd import without_autograd
 
 # Every dtype can be viewed where it begins at a multiple of this, and so can what a kernel reads at once.
 _ALIGNMENT = 16
@@ -33,6 +35,7 @@ class PackedBucket:
     index: tuple[PackedTensor, ...]
 
 
+@without_autograd
 def packed_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[PackedBucket]:
@@ -49,7 +52,9 @@ def packed_buckets(
     for name, tensor in tensors:
         start = -(-index[-1].end // _ALIGNMENT) * _ALIGNMENT if index else 0
         if buffer is not None and start + tensor.nbytes > len(buffer):
+            home = HomeStream(tensor.device)
             yield PackedBucket(buffer[: index[-1].end], tuple(index))
+            home.hand_out(tensor)
             buffer, index, start = None, [], 0
         if buffer is None:
             buffer = torch.empty(max(bucket_bytes, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
@@ -64,6 +69,7 @@ def packed_buckets(
         yield PackedBucket(buffer[: index[-1].end], tuple(index))
 
 
+@without_autograd
 def read_bucket(buffer: torch.Tensor, index: Sequence[PackedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views of its memory.
 

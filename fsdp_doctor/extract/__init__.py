@@ -10,6 +10,7 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
     plan            buckets of transfers; kept_plans keeps it for as long as the model is as it was
     transfers       allocation and collectives; flat_transfers for FSDP1's flat parameters
     agreement       the ranks compare plans, promise buckets, and say when they leave
+    without_autograd    alike in every grad mode and in inference mode
     interruptible   the waiting for another rank, which Ctrl-C ends
     pipeline        loads and gathers bucket after bucket: streams, the loader, host_copies (pageable memory)
     full            full_tensors and weights_info; state_dict collects them on the host

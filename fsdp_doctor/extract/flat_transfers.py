@@ -13,6 +13,7 @@ from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import Piece
 from fsdp_doctor.extract.sources import FlatUnit, ShardGroup, Span, TensorSpec
 from fsdp_doctor.extract.transfers import Call, Gather, Result, TensorTransfer
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private
 
 # Where CUDA's allocator begins a tensor, in bytes; and which part of a unit may be wasted beside a tensor.
@@ -301,6 +302,7 @@ class _CopiedOut:
             self._copy(self._groups.popleft())
         return _placed(self._copied.pop(index), self._spans[index], 0)
 
+    @without_autograd
     def _copy(self, group: Sequence[int]) -> None:
         flat = self._flat
         assert flat is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.pipeline import Pipeline
 from fsdp_doctor.extract.plan import Plan, ranks_of
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
+from fsdp_doctor.extract.streams import HomeStream
 from fsdp_doctor.fsdp import reader
 
 BUCKET_BYTES = 512 << 20
@@ -50,7 +50,9 @@ def full_tensors(
     Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
     torch.compile, peft). Tied parameters come under each of their names and share one tensor, gathered
     once. A yielded tensor belongs to the caller and may be kept; it never aliases the model. It is
-    ready on the caller's stream, as the result of any operation of torch; that is to be the same for a whole iteration.
+    ready on the stream that is current when it is asked for, as the result of any operation of torch; that may be
+    another one each time. What is in the stream that was current at the call, and in that of the first tensor, is
+    waited for before a shard is read.
 
     What does not change between two calls for a model is worked out in the first and kept; a model that has
     changed is noticed. Which shards it has is looked up in the call, their values as they are read: a training
@@ -64,9 +66,9 @@ def full_tensors(
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
     device: where the yielded tensors lie. It must be the device on which the model's groups gather,
         and that is the default; a model without shards may be asked for anywhere.
-    dtype: cast to it, each shard before it is gathered; by default every tensor has its own dtype (the
-        fp32 masters under mixed precision). keep_dtype: names, or patterns as fnmatch has them, of
-        tensors that are not cast.
+    dtype: floating-point tensors are cast to it, each shard before it is gathered; integers, bools and complex
+        numbers are left as they are. By default every tensor has its own dtype (the fp32 masters under mixed
+        precision). keep_dtype: names, or patterns as fnmatch has them, of tensors that are not cast.
     bucket_bytes: device memory of one bucket, in bytes. Where the largest tensor needs the memory anyway, a bucket is
         larger, up to four times, and a unit of FSDP1 is gathered whole.
     lora: ``merged`` the weights with their active adapters added, as the model computes (out of
@@ -122,24 +124,27 @@ def _ranks_of(model: nn.Module) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()))
 
 
-_T = TypeVar("_T")
+class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
+    """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor.
 
+    A tensor may be used in the stream that is current when it is taken, and in others after ``hand_out`` there.
+    """
 
-class TensorStream(Iterator[_T]):
-    """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor."""
-
-    def __init__(self, items: Generator[_T], agreement: Agreement) -> None:
-        self._items = items
+    def __init__(self, pipeline: Pipeline, agreement: Agreement, home: HomeStream) -> None:
+        self.hand_out = home.hand_out
+        self._items = home.run(pipeline.run())
         self._agreement = agreement
 
-    def __next__(self) -> _T:
+    def __next__(self) -> tuple[TensorSpec, torch.Tensor]:
         try:
-            return next(self._items)
+            spec, tensor = next(self._items)
         except StopIteration:
             raise
         except BaseException as error:
             self._agreement.leave(f"{type(error).__name__}: {error}")
             raise
+        self.hand_out(tensor)
+        return spec, tensor
 
     def close(self) -> None:
         self._agreement.leave("its caller stopped")
@@ -149,25 +154,27 @@ class TensorStream(Iterator[_T]):
         self.close()
 
 
-def extract(model: nn.Module, arguments: Arguments) -> TensorStream[tuple[TensorSpec, torch.Tensor]]:
+def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
     """Every full tensor once, with all of its names."""
     with announced(model):
         plan, shards = plan_of(model, arguments)
     return tensor_stream(plan, shards)
 
 
-def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream[tuple[TensorSpec, torch.Tensor]]:
+def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
     agreement = Agreement(plan.ranks)
     agreement.expect(lambda: plan.compared)
     with agreement.leaving():
         pipeline = Pipeline(plan, shards, agreement)
-    return TensorStream(pipeline.run(), agreement)
+    return TensorStream(pipeline, agreement, HomeStream(plan.device))
 
 
-def _named(tensors: TensorStream[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+def _named(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
     """Each tensor under each of its names."""
     with contextlib.closing(tensors):
         for spec, tensor in tensors:
-            for name in spec.names:
+            yield spec.names[0], tensor
+            for name in spec.names[1:]:
+                tensors.hand_out(tensor)
                 yield name, tensor
             del tensor

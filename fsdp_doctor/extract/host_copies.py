@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,11 +77,24 @@ class _Batch:
 class _Submission:
     """Batches that are read together. over: when all have been, or one has failed."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, batches: Sequence[_Batch]) -> None:
+        self._batches = collections.deque(batches)
+        self._count = len(batches)
         self._done: list[None] = []
         self._error: BaseException | None = None
         self._over = threading.Event()
+
+    def read_one(self, read: Callable[[_Batch], None]) -> None:
+        """One batch, which nothing refers to any more when it counts as read: its target is part of a bucket.
+
+        Any thread may call it, as often as there are batches.
+        """
+        try:
+            read(self._batches.popleft())
+        except BaseException as error:
+            self.failed(error)
+        else:
+            self.carried()
 
     def carried(self) -> None:
         self._done.append(None)
@@ -177,7 +191,7 @@ class _Readers:
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes
-        self._waiting: queue.SimpleQueue[tuple[_Batch, _Submission] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         for _ in range(most):
             thread = threading.Thread(target=self._run, daemon=True)
@@ -187,10 +201,10 @@ class _Readers:
                 break
             self._threads.append(thread)
 
-    def submit(self, batches: list[_Batch]) -> _Submission:
-        submission = _Submission(len(batches))
-        for batch in batches:
-            self._waiting.put((batch, submission))
+    def submit(self, batches: Sequence[_Batch]) -> _Submission:
+        submission = _Submission(batches)
+        for _ in batches:
+            self._waiting.put(submission)
         if not self._threads:
             self._waiting.put(None)
             self._run()
@@ -209,19 +223,17 @@ class _Readers:
         chunks = _Chunks(self._streams, self._chunk_bytes)
         with contextlib.ExitStack() as stack:
             is_ready = False
-            while (job := self._waiting.get()) is not None:
-                batch, submission = job
-                try:
-                    # Here, because what this raises is somebody's error, too.
-                    if not is_ready:
-                        stack.enter_context(self._streams.of_thread())
-                        is_ready = True
-                    _read(batch, chunks)
-                    submission.carried()
-                except BaseException as error:
-                    submission.failed(error)
-                # What was carried is not to be held until there is more.
-                del job, batch, submission
+
+            def read(batch: _Batch) -> None:
+                nonlocal is_ready
+                # Here, because what this raises is somebody's error, too.
+                if not is_ready:
+                    stack.enter_context(self._streams.of_thread())
+                    is_ready = True
+                _read(batch, chunks)
+
+            while (submission := self._waiting.get()) is not None:
+                submission.read_one(read)
 
 
 class _Chunks:

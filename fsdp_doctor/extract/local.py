@@ -6,7 +6,7 @@ import collections
 import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,11 +23,10 @@ from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
 from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, signature
 from fsdp_doctor.extract.sources import Source, TensorSpec
-from fsdp_doctor.extract.streams import Streams
+from fsdp_doctor.extract.streams import HomeStream, Streams
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
-
-FactorStream: TypeAlias = TensorStream[tuple[TensorSpec, torch.Tensor]]
 
 
 class LocalShard(NamedTuple):
@@ -129,10 +128,12 @@ def _has_adapters(model: nn.Module) -> bool:
     return False
 
 
-def _named(request: ShardRequest, factors: FactorStream | None) -> Iterator[LocalShard]:
-    with contextlib.closing(loaded_shards(request, gathered_deltas(request, factors), own=True)) as shards:
+def _named(request: ShardRequest, factors: TensorStream | None) -> Iterator[LocalShard]:
+    home = HomeStream(request.device)
+    with contextlib.closing(home.run(loaded_shards(request, gathered_deltas(request, factors), own=True))) as shards:
         for spec, tensor, place, _ in shards:
             for name in spec.names:
+                home.hand_out(tensor)
                 yield LocalShard(name, tensor, spec.shape, place)
             del tensor
 
@@ -160,7 +161,7 @@ def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, o
             private.release_workspaces(request.device)
 
 
-def factor_stream(request: ShardRequest) -> FactorStream | None:
+def factor_stream(request: ShardRequest) -> TensorStream | None:
     """What will gather the adapters' factors: begun here, so that who lets go of it unread tells the other ranks.
 
     Where no adapter is active here, it compares that with the other ranks. None for a model without adapters.
@@ -188,7 +189,7 @@ def factor_stream(request: ShardRequest) -> FactorStream | None:
     return tensor_stream(gathering, request.shards)
 
 
-def gathered_deltas(request: ShardRequest, factors: FactorStream | None) -> dict[str, list[Delta]]:
+def gathered_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
     """What is to be merged into which weight. Every rank must call it, if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
     return {weight: [_delta(one, full) for one in many] for weight, many in request.adapters.items()}
@@ -230,7 +231,7 @@ class _ShardLoading:
         self._cast_buffer = CastBuffer(device, self._streams)
         self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
 
-    @torch.no_grad()
+    @without_autograd
     @without_garbage_collection
     def launch(self, bucket: list[OwnShard]) -> _LoadedBucket:
         """Outputs are allocated on the caller's stream; loading waits for it, and nothing waits for the device."""

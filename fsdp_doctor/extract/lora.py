@@ -6,6 +6,7 @@ refused: a tensor that came out wrong would be worse.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,7 +66,9 @@ class Layers:
     adapters cannot be merged. copies: (the trained copy's prefix, the original's prefix, the plain prefix) of
     each module that is trained as a whole. wrappers: prefixes of other modules that peft wrapped, and how.
     prompts: kinds of prompt learning, which has no layers. active: the names of the active adapters. biases: by
-    adapter, the names of the model's own biases that are trained with it.
+    adapter, the names of the model's own biases that are trained with it. layers: the prefixes of the adapted layers;
+    embeddings: of those which are the model's input or output embedding. targets: by adapter, the modules that its
+    configuration names.
     """
 
     adapters: dict[str, list[LoraAdapter]] = field(default_factory=dict)
@@ -77,6 +80,8 @@ class Layers:
     active: set[str] = field(default_factory=set)
     biases: dict[str, str] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
+    embeddings: list[str] = field(default_factory=list)
+    targets: dict[str, str | frozenset[str]] = field(default_factory=dict)
     found: bool = False
 
 
@@ -153,9 +158,14 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
+    embeddings: list[Any] = []
     for prefix, module in modules:
         if isinstance(module, PeftModel):
             configs = module.peft_config
+            embeddings += _embeddings(module)
+            for adapter, config in configs.items():
+                targets = getattr(config, "target_modules", None) or ()
+                layers.targets[adapter] = targets if isinstance(targets, str) else frozenset(targets)
             layers.prompts += [
                 str(getattr(c.peft_type, "value", c.peft_type)) for c in configs.values() if c.is_prompt_learning
             ]
@@ -163,6 +173,8 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
         elif isinstance(module, BaseTunerLayer):
             layers.found = True
             layers.layers.append(prefix)
+            if any(module.base_layer is base for base in embeddings):
+                layers.embeddings.append(prefix)
             layers.active.update(module.active_adapters)
             _read_layer(layers, prefix, module)
         elif isinstance(module, ModulesToSaveWrapper):
@@ -175,6 +187,13 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
             layers.found = True
             layers.wrappers[prefix] = type(module).__name__
     return layers
+
+
+def _embeddings(model: Any) -> list[Any]:
+    """What lies below the adapters of the model's input and output embeddings; nothing for one without adapters."""
+    ways = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    bases = [getattr(way(), "base_layer", None) for way in ways if way is not None]
+    return [base for base in bases if base is not None]
 
 
 def _read_layer(layers: Layers, prefix: str, module: Any) -> None:
@@ -245,8 +264,13 @@ def _adapter_name(layers: Layers) -> Callable[[str], str | None]:
     _refuse_wrappers(layers)
     bias = layers.biases.get(adapter, "none")
     biases = {f"{prefix}base_layer.bias" for prefix in layers.layers}
+    embeddings = (
+        tuple(f"{prefix}base_layer." for prefix in layers.embeddings) if _saves_embeddings(layers, adapter) else ()
+    )
 
     def name_of(name: str) -> str | None:
+        if name.startswith(embeddings):
+            return name
         if f".modules_to_save.{adapter}." in name:
             return name.replace(f".modules_to_save.{adapter}.", ".")
         if (bias == "all" and name.endswith(".bias")) or (bias.endswith("_only") and name in biases):
@@ -260,6 +284,17 @@ def _adapter_name(layers: Layers) -> Callable[[str], str | None]:
         return ".".join([*parts[: kind + 1], *rest])
 
     return name_of
+
+
+def _saves_embeddings(layers: Layers, adapter: str) -> bool:
+    """Whether peft saves the embeddings, too: where the configuration names one of them by its usual name."""
+    from peft.utils.other import EMBEDDING_LAYER_NAMES
+
+    targets = layers.targets.get(adapter, frozenset())
+    if not isinstance(targets, str):
+        return not targets.isdisjoint(EMBEDDING_LAYER_NAMES)
+    names = [without_adapters(prefix).removesuffix(".") for prefix in layers.layers]
+    return any(re.fullmatch(targets, name) for name in names if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES)
 
 
 def _refuse_wrappers(layers: Layers) -> None:

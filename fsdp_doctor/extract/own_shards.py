@@ -99,8 +99,6 @@ def _whole(source: Plain, local: torch.Tensor) -> OwnShard:
 
 def _rows(source: Rows, local: torch.Tensor) -> OwnShard:
     spec = source.spec
-    row = spec.numel // spec.shape[0] if spec.numel else 0
-    rows = local.numel() // row if row else 0
     place = ShardPlace(
         numel=local.numel(),
         offset=min(source.shard_group.rank * source.chunk, spec.numel),
@@ -108,6 +106,8 @@ def _rows(source: Rows, local: torch.Tensor) -> OwnShard:
         mesh=source.mesh,
         placements=tuple(source.placements),
     )
+    # A row may have no elements.
+    rows = local.numel() * spec.shape[0] // spec.numel if spec.numel else place.held_part(spec.shape).shape[0]
     return OwnShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
 
 

@@ -21,6 +21,7 @@ from fsdp_doctor.extract.plan import Bucket, Plan, buckets
 from fsdp_doctor.extract.sources import TensorSpec
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.extract.transfers import Call, Result, TensorTransfer, all_gather, handed_out
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
@@ -127,7 +128,7 @@ class Pipeline:
         held = sum(one.nbytes for one in together) + sum(self._call.units[unit].held_bytes() for unit in units)
         return not self._pending or held + last_bytes <= self._plan.most_bytes
 
-    @torch.no_grad()
+    @without_autograd
     @without_garbage_collection
     def _load(self, bucket: Bucket) -> None:
         """Loading this rank's part needs no other rank."""
@@ -155,7 +156,7 @@ class Pipeline:
             if not pending.is_launched:
                 self._launch(pending)
 
-    @torch.no_grad()
+    @without_autograd
     @without_garbage_collection
     def _launch(self, pending: _PendingBucket) -> None:
         """What may fail comes before the ranks agree, or the others would wait for this one.
@@ -249,7 +250,7 @@ class Pipeline:
             self._streams.wait(self._pending.popleft().done)
             self._call.units.clear()
 
-    @torch.no_grad()
+    @without_autograd
     @without_garbage_collection
     def _results(self, launched: _PendingBucket) -> list[tuple[int, TensorSpec, Result]]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""

@@ -16,6 +16,7 @@ from fsdp_doctor.extract.full import BUCKET_BYTES, announced, extract
 from fsdp_doctor.extract.host_copies import flat_bytes, threads_of_a_rank
 from fsdp_doctor.extract.kept_plans import Arguments
 from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.without_autograd import without_autograd
 
 CollectingRanks = Literal["rank0", "all"]
 
@@ -23,6 +24,7 @@ _CHUNK_BYTES = 32 << 20
 _MOST_THREADS = 8
 
 
+@without_autograd
 def full_state_dict(
     model: nn.Module,
     *,

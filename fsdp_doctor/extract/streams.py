@@ -1,4 +1,4 @@
-"""The streams of an extraction, and how they wait for one another and for the caller's.
+"""The streams of an extraction, and how they wait for one another and for the caller's, of which there may be several.
 
 Shards are loaded on two, cast and merged on the next, gathered on the last, so that the copies of one
 piece run while another is cast and a third is gathered. Two, because the link is idle for some 10 us
@@ -10,9 +10,56 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
+
+
+class HomeStream:
+    """The stream that is current when this is made: the memory that a caller is given is allocated and written there.
+
+    The caller may have another stream current each time it asks for more.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
+        self._stream = self._module.current_stream(device) if self._module else None
+
+    def run(self, items: Generator[_T]) -> Generator[_T]:
+        """Yields what ``items`` yields. Each of its steps runs in this stream, and the first after the current one."""
+        if self._is_away():
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        try:
+            while True:
+                with self._current():
+                    item = next(items, None)
+                if item is None:
+                    return
+                yield item
+                del item
+        finally:
+            with self._current():
+                items.close()
+
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """The current stream may use the tensor: after what wrote it, and before its memory is used again."""
+        if self._is_away():
+            current = self._module.current_stream(self._device)
+            current.wait_event(self._stream.record_event())
+            tensor.record_stream(current)
+
+    def _is_away(self) -> bool:
+        return self._module is not None and self._module.current_stream(self._device) != self._stream
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = (
+            self._module.stream(self._stream) if self._is_away() else contextlib.nullcontext()
+        )
+        return context
 
 
 class Streams:

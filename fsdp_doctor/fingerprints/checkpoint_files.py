@@ -31,7 +31,8 @@ def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | Non
 
     dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument.
 
-    Raises FingerprintError for what is no checkpoint, LoadError (RuntimeError) for a damaged safetensors file, OSError.
+    Raises FingerprintError for what is no checkpoint, LoadError (RuntimeError) for a safetensors file that is
+    damaged, or changes while it is read, OSError.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -62,6 +63,8 @@ def _add_safetensors(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dty
         for name, tensor in tensors.items():
             for first, chunk in _file_chunks(tensor, buffer):
                 _add(sums, name, chunk, tensor.shape, first, dtype)
+        for file in files:
+            file.check_unchanged()
     finally:
         for file in files:
             file.close()

@@ -25,10 +25,12 @@ from fsdp_doctor.extract.local import (
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import signature
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec, specs
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fingerprints.fingerprint_set import Fingerprints, TensorFingerprint, lanes_of
 from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, to_be_summed
 
 
+@without_autograd
 def fingerprint(
     model: nn.Module,
     *,

@@ -12,7 +12,6 @@ Each rank's shard is filled where it lies: the model is never moved, and nothing
     own_parts            where every rank has the source
     from_first_rank      where rank 0 alone has it
     writing              one load, by one of these ways
-    inference_mode       is left for the time of a load
     full_load            load_full_tensors
     optimizer_state      load_optimizer_state; optimizer_checkpoint, optimizer_parameters and optimizer_matching say
                          what the source and the optimizer have, and whether that fits

@@ -22,7 +22,6 @@ class Destination:
     def is_shard(self) -> bool:
         return self._filled is self._shard
 
-    @torch.no_grad()
     def complete(self) -> None:
         """On the stream that has filled it, with the host through with it."""
         if not self.is_shard:

@@ -219,7 +219,6 @@ class FromFirstRank:
         self._agree(json.dumps([[piece.place, piece.start, piece.length] for piece in bucket.pieces]))
         self._transfer(bucket.pieces, bucket.memory, outgoing, bucket.used)
 
-    @torch.no_grad()
     def _transfer(
         self,
         pieces: Sequence[_Piece],

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import get_args
 
 import torch
 from torch import nn
 
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
-from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.outcome import LoadReport
 from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of, write_other_memories
 from fsdp_doctor.load.together import Together, refused
@@ -20,7 +20,7 @@ from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
-@outside_of_inference_mode
+@without_autograd
 def load_full_tensors(
     model: nn.Module,
     source: TensorSource,
@@ -49,10 +49,10 @@ def load_full_tensors(
         offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.
     source: by the names that the model had before it was wrapped (by FSDP1, activation checkpointing, torch.compile;
         peft's names stay as they are), full tensors on any device: a mapping; an iterable of (name, tensor), of which
-        each tensor has been read when the next is asked for; a safetensors file, or a directory of such files with
-        or without an index. Where every rank has it, each reads its own rows only and nothing is communicated;
-        where rank 0 alone has it, the others pass None or an empty mapping.
-        A tied tensor may come under any of its names, or several.
+        each tensor has been read when the next is asked for (a generator is closed at the end, also where it is
+        refused); a safetensors file, or a directory of such files with or without an index. Where every rank has it,
+        each reads its own rows only and nothing is communicated; where rank 0 alone has it, the others pass None or an
+        empty mapping. A tied tensor may come under any of its names, or several.
     strict: False to leave as it is what the source lacks, and to skip what the model does not have; the report names
         both. Shapes and dtypes must fit all the same.
     dtype: ``keep`` a tensor of another dtype than the model's is an error; ``cast`` it is cast to the model's.
@@ -62,32 +62,36 @@ def load_full_tensors(
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, for other
     shapes and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is
     not sharded, ranks whose models or arguments differ, or whose files do in names, shapes, dtypes, or the 4 KiB in
-    the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as it comes: then the
-    error says how many tensors had been written. On a rank where something else is raised (OSError, what an
-    iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError, ValueError for arguments
-    that make no sense.
+    the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as it comes, and that a file
+    was written to or replaced while it was read, only at the end: then the error says how many tensors had been
+    written. On a rank where something else is raised (OSError, what an iterator raises) it stays what it is, and the
+    others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
     """
-    with refused(model):
-        if dtype not in get_args(DtypeRule):
-            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
-        if buffers is not None and not isinstance(buffers, Mapping):
-            raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
-        check_arguments(model, bucket_bytes)
-        held = reader.read(model)
-        place = loaded_model(held)
-    together = Together(place.ranks)
-    with together.lasting(), contextlib.ExitStack() as stack:
-        targets = targets_of(held, place)
-        transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
-        have = given(source, is_first=torch.distributed.get_rank() == place.first)
-        stack.callback(have.close)
-        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-        holders = together.begin(have, lambda: plan(targets, settings))
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, Generator):
+            # It may be an extraction, whose other ranks wait for this one until it is closed.
+            stack.callback(source.close)
+        with refused(model):
+            if dtype not in get_args(DtypeRule):
+                raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
+            if buffers is not None and not isinstance(buffers, Mapping):
+                raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
+            check_arguments(model, bucket_bytes)
+            held = reader.read(model)
+            place = loaded_model(held)
+        together = Together(place.ranks)
+        with together.lasting():
+            targets = targets_of(held, place)
+            transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
+            have = given(source, is_first=torch.distributed.get_rank() == place.first)
+            stack.callback(have.close)
+            settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
+            holders = together.begin(have, lambda: plan(targets, settings))
 
-        def begin() -> None:
-            settle(model, held, place.device)
-            transient.fill()
+            def begin() -> None:
+                settle(model, held, place.device)
+                transient.fill()
 
-        report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
-        write_other_memories(held)
-        return report
+            report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
+            write_other_memories(held)
+            return report

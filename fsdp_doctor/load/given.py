@@ -56,6 +56,11 @@ class GivenSource:
             check_value(name, value)
             yield name, value
 
+    def check_unchanged(self) -> None:
+        """After the last value was read. Raises LoadError for a file that is another than when it was opened."""
+        for file in self._files:
+            file.check_unchanged()
+
     def close(self) -> None:
         for file in self._files:
             file.close()

@@ -11,7 +11,6 @@ from torch import nn
 from fsdp_doctor.load.outcome import LoadError
 
 
-@torch.no_grad()
 def materialize(tensor: torch.Tensor, device: torch.device) -> None:
     """Gives a tensor on the meta device uninitialized memory, in place; a DTensor, its shard.
 
@@ -20,7 +19,6 @@ def materialize(tensor: torch.Tensor, device: torch.device) -> None:
     become(tensor, torch.empty_like(tensor, device=device))
 
 
-@torch.no_grad()
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """The tensor takes over the memory of the other, and stays the object, with the attributes, that it was."""
     new = nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other

@@ -66,7 +66,6 @@ class StateOutline:
         return outline
 
 
-@torch.no_grad()
 def outline_of(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
     """The outline, and the tensors by the names that ``entry_name`` gives them. Raises LoadError, TypeError."""
     if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.agreement import first_difference
+from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
 from fsdp_doctor.load.given import GivenSource
-from fsdp_doctor.load.inference_mode import outside_of_inference_mode
 from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name, outline_of
 from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching, check_kind
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
@@ -23,7 +23,7 @@ from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
-@outside_of_inference_mode
+@without_autograd
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

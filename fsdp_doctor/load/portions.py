@@ -105,7 +105,6 @@ def _some_of(source: Portion, start: int = 0, nbytes: int | None = None) -> torc
     return memory
 
 
-@torch.no_grad()
 def fingerprint(source: Portion) -> int:
     """A number that two portions share if their bytes are the same, and else by an accident of one in 2 ** 64."""
     generator = torch.Generator().manual_seed(1)

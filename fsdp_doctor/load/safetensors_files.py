@@ -5,6 +5,7 @@ Read with pread, not through a map of the file: a page of a map that has gone wi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -56,8 +57,10 @@ class SafetensorsFile:
         # What is no file, such as a pipe, might never be opened.
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            opened = os.fstat(self._fd)
+            if not stat.S_ISREG(opened.st_mode):
                 raise LoadError(f"{path} is no file")
+            self._version = _version_of(opened)
             self.tensors = self._read_header()
         except BaseException:
             self.close()
@@ -75,6 +78,20 @@ class SafetensorsFile:
             if not count:
                 raise LoadError(f"{self.path} has become shorter while it was read: it ends at byte {offset}")
             offset, into = offset + count, into[count:]
+
+    def check_unchanged(self) -> None:
+        """Raises LoadError where the file was written to, or another put in its place, since it was opened.
+
+        Where it was removed, all that was read is still of the one file.
+        """
+        found = [os.fstat(self._fd)]
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.stat(self.path))
+        if any(_version_of(one) != self._version for one in found):
+            raise LoadError(
+                f"{self.path} has changed while it was read, so that what was loaded may be of two checkpoints: load "
+                "again when nothing writes to it"
+            )
 
     def _read_header(self) -> dict[str, FileTensor]:
         size = os.fstat(self._fd).st_size
@@ -179,6 +196,10 @@ def _all_tensors(path: pathlib.Path, files: list[SafetensorsFile], index: dict[s
                 raise LoadError(f"{name} is in {found[name].file.path} and in {file.path}")
             found[name] = tensor
     return found
+
+
+def _version_of(file: os.stat_result) -> tuple[int, int, int, int]:
+    return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
 
 
 def _are_counts(value: Any) -> bool:

@@ -40,7 +40,6 @@ class TransientBuffers:
         given = ((by_name[name].tensor, value.detach()) for name, value in supplied.items())
         self._given = [(b, value.to(device, copy=True) if b.is_meta else value) for b, value in given]
 
-    @torch.no_grad()
     def fill(self) -> None:
         for buffer, value in self._given:
             if buffer.is_meta:

@@ -58,10 +58,11 @@ class Load:
         with contextlib.closing(HostCopies(streams)) as copies:
             items = self._items(have, matching, ties, copies)
             if holders == "first":
-                return self._from_first(items, matching, copies, streams, begin)
+                return self._from_first(have, items, matching, copies, streams, begin)
             self._together.agree()
             begin()
             self._write_own(items, copies, streams)
+            have.check_unchanged()
             self._together.agree()
             return _report(matching, self._together.written)
 
@@ -93,6 +94,7 @@ class Load:
 
     def _from_first(
         self,
+        have: GivenSource,
         items: Iterator[tuple[int, Value]],
         matching: Matching,
         copies: HostCopies,
@@ -110,6 +112,7 @@ class Load:
             if dist.get_rank() == self._place.first:
                 way.send(items)
                 copies.finish()
+                have.check_unchanged()
                 report = _report(matching, self._together.written)
                 self._together.agree(json.dumps(vars(report)))
             else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.extraction import adapted, qwen, tensors_of
 from torch import nn
 
@@ -67,6 +69,34 @@ def test_an_adapter_may_have_any_name(peft: Any, name: str) -> None:
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(qwen(), config, adapter_name=name)
     _is_what_peft_saves(peft, model, adapter_name=name)
+
+
+@_quietly
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": r".*\.(embed_tokens|q_proj)"},
+        {"target_modules": r"lm_head|.*\.q_proj"},
+        {"target_modules": ["model.embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+        {"target_modules": "all-linear"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_adapter_of_an_embedding_is_the_file_that_peft_writes(
+    peft: Any, options: dict[str, Any], tied: bool, tmp_path: pathlib.Path
+) -> None:
+    model = adapted(qwen(tie_word_embeddings=tied), **options)
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "adapter_model.safetensors")
+    actual = dict(full_tensors(model, lora="adapter"))
+    assert not set(actual) ^ set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 @_quietly

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from fsdp_doctor import compare_fingerprints, fingerprint, local_shards
+from fsdp_doctor import compare_fingerprints, fingerprint, full_state_dict, local_shards, weights_info
 
 
 @everywhere
@@ -40,9 +40,37 @@ def test_a_cast_of_shards_is_the_cast_of_the_whole() -> None:
     expected = tensors_of(new_net())
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
-            actual = extracted(model, dtype=dtype, keep_dtype=INTEGERS)
+            actual = extracted(model, dtype=dtype)
             assert_same(actual, {name: tensor for name, tensor in cast_of(expected, dtype).items() if name in actual})
             assert set(expected) - set(actual) <= {"empty"}
+
+
+class _OfManyDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 10)
+        self.count = nn.Parameter(torch.arange(12).view(4, 3), requires_grad=False)
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j]))
+        self.register_buffer("scale", torch.rand(5, dtype=torch.float64))
+
+
+@everywhere
+def test_a_cast_leaves_what_is_not_floating_point_as_it_is() -> None:
+    torch.manual_seed(0)
+    net = _OfManyDtypes()
+    expected = cast_of(tensors_of(net), torch.bfloat16)
+    prints = fingerprint(net, dtype=torch.bfloat16)
+    model = _whole_fsdp2(net)
+    assert_same(extracted(model, dtype=torch.bfloat16), expected)
+    state = full_state_dict(model, dtype=torch.bfloat16, ranks="all")
+    assert_same(state, expected, device=torch.device("cpu"))
+    announced = weights_info(model, dtype=torch.bfloat16)
+    assert {name: one.dtype for name, one in announced.items()} == {name: t.dtype for name, t in expected.items()}
+    for one in local_shards(model, dtype=torch.bfloat16):
+        assert one.tensor.dtype == expected[one.name].dtype
+    assert compare_fingerprints(fingerprint(model, dtype=torch.bfloat16), prints) == []
 
 
 @everywhere

@@ -99,9 +99,7 @@ _of_each_function = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda f
         ({"lora": "x"}, ValueError, "lora must be one of merged, adapter, base, not 'x'"),
         ({"lora": "adapter"}, ValueError, "the model has no adapters"),
         ({"dtype": torch.int8}, TypeError, "must be a floating-point dtype, not torch.int8"),
-        ({"dtype": torch.bfloat16}, TypeError, "count is torch.int64 and cannot be cast to torch.bfloat16"),
         ({"keep_dtype": ["nothing.*"]}, ValueError, r"no parameter and no buffer is called nothing\.\*"),
-        ({"dtype": torch.bfloat16, "keep_dtype": "linear.weight"}, TypeError, "count is torch.int64"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_at_the_call(

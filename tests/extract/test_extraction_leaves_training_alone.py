@@ -77,19 +77,6 @@ def test_a_kept_tensor_does_not_change_when_training_goes_on() -> None:
 
 
 @everywhere
-def test_grad_and_inference_modes_make_no_difference() -> None:
-    net = new_net()
-    expected = tensors_of(net)
-    model = fsdp2(net)
-    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-        with mode():
-            tensors = extracted(model)
-        assert not any(tensor.requires_grad for tensor in tensors.values())
-        assert_same(tensors, expected)
-    train_step(model)
-
-
-@everywhere
 def test_wrapped_layers_have_plain_names() -> None:
     for wrap in (checkpoint_wrapper, torch.compile, lambda layer: torch.compile(checkpoint_wrapper(layer))):
         for shard in (fsdp2, fsdp1):

@@ -66,6 +66,26 @@ def test_fsdp2_shards_are_the_rows_of_the_model_before_it_was_sharded() -> None:
             assert_shards(model, cast_of(expected, torch.bfloat16), **BF16)
 
 
+class _WithoutElements(nn.Module):
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            setattr(self, f"part{index}", nn.Parameter(torch.empty(shape)))
+
+
+@everywhere
+def test_shards_without_elements_have_the_shape_of_the_ranks_part() -> None:
+    """FSDP2's own local tensors have no rows there."""
+    shapes = ((5, 0), (0, 4), (1, 0), (6, 0, 3), (7, 8))
+    model = fully_shard(_WithoutElements(*shapes), mesh=mesh_over())
+    for name, tensor, shape, place in local_shards(model):
+        assert tensor.shape == place.of(torch.empty(shape)).shape, name
+        rows = torch.tensor([tensor.shape[0]], device=this_device())
+        dist.all_reduce(rows)
+        assert torch.Size((int(rows), *tensor.shape[1:])) == shape, name
+    assert [tensor.shape for tensor in extracted(model).values()] == list(shapes)
+
+
 @on_the_device
 def test_half_moved_shards_come_too() -> None:
     expected = tensors_of(new_net())

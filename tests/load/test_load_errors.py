@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_doctor import LoadError, load_full_tensors
+from fsdp_doctor import LoadError, full_tensors, load_full_tensors
 
 SMALL = "layers.0.up.bias"
 
@@ -101,6 +101,35 @@ def _raises_after(count: int, tensors: Tensors) -> Iterator[tuple[str, torch.Ten
         if number == count:
             raise _Broken("the disk is gone")
         yield item
+
+
+@everywhere
+def test_a_generator_that_is_refused_is_closed() -> None:
+    """While the error, and with it the frames of the load, is still held: others may wait for the generator's end."""
+    model = fsdp2(new_net())
+    unknown = {"unknown": torch.ones(1), **other_tensors()}
+    calls: list[Callable[[Any], Any]] = [
+        lambda source: load_full_tensors(model, source),
+        lambda source: load_full_tensors(model, source, dtype="x"),
+        lambda source: load_full_tensors(nn.Linear(2, 2), source),
+        lambda source: load_full_tensors("a model", source),
+        lambda source: load_full_tensors(model, source if this_rank() == 0 else source.close() or other_tensors()),
+    ]
+    for call in calls:
+        source = items_of(unknown)
+        error = None
+        try:
+            call(source)
+        except (LoadError, ValueError, TypeError) as raised:
+            error = raised
+        assert error is not None
+        assert source.gi_frame is None, error
+        together()
+    # A second extraction of the model is refused on a rank that is still in the first.
+    source = full_tensors(model)
+    with raises_soon(ValueError, "dtype must be one of"):
+        load_full_tensors(model, source, dtype="x")
+    assert_same(extracted(model), extracted(model))
 
 
 @everywhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pathlib
 import struct
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from support.training import shared_directory
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from fsdp_doctor import LoadError, load_full_tensors
+from fsdp_doctor import LoadError, fingerprint_checkpoint, load_full_tensors
+from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.load import safetensors_files
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
 from fsdp_doctor.load.writing import Load
@@ -271,8 +273,70 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
                 return write(*arguments)
 
             patch.setattr(Load, "run", run)
-            with raises_soon(LoadError, "has become shorter while it was read", "had begun to write"):
+            with raises_soon(LoadError, str(places["file"]), "had begun to write"):
                 load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
+
+
+def _overwrite(path: pathlib.Path) -> None:
+    """With as many bytes, in the same file."""
+    with path.open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(bytes(4096))
+
+
+def _replace(path: pathlib.Path) -> None:
+    """With a file of the same size and time."""
+    before = path.stat()
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes())
+    _overwrite(other)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+
+
+@everywhere
+def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> None:
+    for change, source in itertools.product((_overwrite, _replace), (lambda path: path, on_first)):
+        model = fsdp2(new_net())
+        with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
+            path, write, finish = places["file"], Load.run, HostCopies.finish
+            if this_rank() == 0:
+                # Another time than that of a change, however coarse the clock of the files is.
+                os.utime(path, ns=(10**18, 10**18))
+            torch.distributed.barrier()
+            to_change = [change] if this_rank() == 0 else []
+
+            def finished(self: Any, path: Any = path, to_change: Any = to_change, finish: Any = finish) -> None:
+                while to_change:
+                    to_change.pop()(path)
+                finish(self)
+
+            def run(*arguments: Any, patch: Any = patch, finished: Any = finished, write: Any = write) -> Any:
+                patch.setattr(HostCopies, "finish", finished)
+                return write(*arguments)
+
+            patch.setattr(Load, "run", run)
+            with raises_soon(LoadError, str(path), "had begun to write"):
+                load_full_tensors(model, source(path), bucket_bytes=BUCKET_BYTES)
+            torch.distributed.barrier()
+
+
+def test_a_checkpoint_that_changes_while_its_fingerprint_is_taken_is_an_error(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(_saved(other_tensors()), path)
+    os.utime(path, ns=(10**18, 10**18))
+    fingerprint_checkpoint(path)
+    whole = SafetensorsFile.read
+
+    def read(self: SafetensorsFile, offset: int, into: memoryview) -> None:
+        whole(self, offset, into)
+        _overwrite(path)
+
+    monkeypatch.setattr(SafetensorsFile, "read", read)
+    with pytest.raises(LoadError, match=r"model\.safetensors"):
+        fingerprint_checkpoint(path)
 
 
 def _truncate_to(path: pathlib.Path, size: int) -> None:

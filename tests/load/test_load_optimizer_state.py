@@ -108,6 +108,22 @@ def test_training_goes_on_from_a_full_state() -> None:
         _resumed(states[name], source, used=used)
 
 
+@on_the_device
+def test_the_callers_grad_and_inference_modes_have_no_say() -> None:
+    model, optimizer, state = _trained()
+    weights = full_state_dict(model, ranks="all")
+    losses = []
+    for mode, source in itertools.product((torch.enable_grad, torch.no_grad, torch.inference_mode), (on_first, _whole)):
+        other = _sharded2()
+        fresh = adamw(other)
+        with mode():
+            load_full_tensors(other, source(weights))
+            load_optimizer_state(other, fresh, source(state))
+        assert_same_state(fresh, optimizer)
+        losses.append(step(other, fresh, 5))
+    assert losses == [step(model, optimizer, 5)] * len(losses)
+
+
 @on_four
 def test_every_replica_of_hsdp_goes_on() -> None:
     for source in (on_first, _whole):
