@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
+
+from typing_extensions import get_type_hints
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
