@@ -63,10 +63,10 @@ def load_full_tensors(
     shapes and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is
     not sharded, tensors of which groups of ranks have others under one name (meshes of a part of the ranks, plain
     parameters whose values differ), ranks whose models or arguments differ, or whose files do in names, shapes,
-    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as it comes: then the
-    error says how many tensors had been written. On a rank where something else is raised (OSError, what an
-    iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError, ValueError for arguments
-    that make no sense.
+    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as
+    it comes: then the error says how many tensors had been written. On a rank where something else is raised (OSError,
+    what an iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError, ValueError for
+    arguments that make no sense.
     """
     with refused(model):
         if dtype not in get_args(DtypeRule):
