@@ -125,7 +125,7 @@ class ComparedPlan:
         return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
 
 
-class Comparison(Protocol):
+class Exchange(Protocol):
     """What the ranks compare once their plans are found to be alike, if that is due on one of them."""
 
     @property
@@ -175,7 +175,7 @@ class Agreement:
         with self._store_is_there():
             self._store = process.store()
 
-    def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
+    def expect(self, plan: Callable[[], ComparedPlan], comparison: Exchange | None = None) -> None:
         """The plan to compare before the first bucket: asked for then, while shards are being loaded."""
         self._plan = plan
         self._comparison = comparison
