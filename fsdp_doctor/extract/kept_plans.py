@@ -15,6 +15,7 @@ from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.lora import Lora, LoraAdapter
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, ranks_of, ready_places, shard_groups, signature
+from fsdp_doctor.extract.rank_groups import read_groups
 from fsdp_doctor.extract.sources import (
     Source,
     check_shards,
@@ -131,6 +132,7 @@ def _plan(
     computes = compute_device(held, everything)
     device = _device(arguments.device, computes, bool(shard_groups(everything)))
     factors = adapters.factors(everything, merged)
+    groups = read_groups(held)
     settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
     return Plan(
         all_sources=everything,
@@ -140,7 +142,8 @@ def _plan(
         factors=factors,
         dtypes=dtypes,
         device=device,
-        ranks=ranks_of(everything),
+        ranks=groups.ranks or ranks_of(everything),
+        groups=groups.of({source.place for source in (*sources, *factors.values())}),
         buckets=list(buckets(sources, dtypes, arguments.bucket_bytes, _extra_bytes(merged, factors))),
         most_bytes=most_bytes(sources, dtypes, arguments.bucket_bytes),
         ready=ready_places(sources, shards, dtypes, device, merged),

@@ -14,7 +14,14 @@ from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
 from fsdp_doctor.load.outcome import LoadReport
-from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of, write_other_memories
+from fsdp_doctor.load.targets import (
+    comparison_of,
+    loaded_model,
+    plan,
+    settle,
+    targets_of,
+    write_other_memories,
+)
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
@@ -61,11 +68,12 @@ def load_full_tensors(
 
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, for other
     shapes and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is
-    not sharded, ranks whose models or arguments differ, or whose files do in names, shapes, dtypes, or the 4 KiB in
-    the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as it comes, and that a file
-    was written to or replaced while it was read, only at the end: then the error says how many tensors had been
-    written. On a rank where something else is raised (OSError, what an iterator raises) it stays what it is, and the
-    others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
+    not sharded, tensors of which groups of ranks have others under one name (meshes of a part of the ranks, plain
+    parameters whose values differ), ranks whose models or arguments differ, or whose files do in names, shapes,
+    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as
+    it comes, and that a file was written to or replaced while it was read, only at the end: then the error says how
+    many tensors had been written. On a rank where something else is raised (OSError, what an iterator raises) it
+    stays what it is, and the others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
@@ -86,7 +94,7 @@ def load_full_tensors(
             have = given(source, is_first=torch.distributed.get_rank() == place.first)
             stack.callback(have.close)
             settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-            holders = together.begin(have, lambda: plan(targets, settings))
+            holders = together.begin(have, lambda: plan(targets, settings), comparison_of(held, place))
 
             def begin() -> None:
                 settle(model, held, place.device)

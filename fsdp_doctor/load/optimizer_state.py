@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.agreement import first_difference
+from fsdp_doctor.extract.rank_groups import refusal
 from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
@@ -18,7 +19,7 @@ from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, Ten
 from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching, check_kind
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadError, LoadReport
-from fsdp_doctor.load.targets import Target, loaded_model, settle
+from fsdp_doctor.load.targets import Target, comparison_of, loaded_model, settle
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
@@ -62,7 +63,8 @@ def load_optimizer_state(
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, for
     other shapes and dtypes, for the state of another optimizer, as the options of its param groups tell (AdamW's in
     SGD; not where the two have most options in common), for param groups that do not correspond, for ranks whose
-    sources differ in more than the values of their tensors, and for an optimizer of parameters that are not the
+    sources differ in more than the values of their tensors, for parameters of which groups of ranks have others under
+    one name, and for an optimizer of parameters that are not the
     model's.
     Raises TypeError for a source that is not of the format, ValueError for a rule that there is not.
     """
@@ -80,14 +82,16 @@ def load_optimizer_state(
         parameters = optimized(held, place, optimizer)
         outline, tensors = outline_of(source) if source else (StateOutline(), {})
         have = GivenSource(kind="mapping" if source else None, tensors=tensors)
-        holders = together.begin(
-            have, lambda: _plan(parameters, f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}")
-        )
+        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
+        holders = together.begin(have, lambda: _plan(parameters, settings), comparison_of(held, place))
         of_first = StateOutline.of_word(together.agree(outline.as_word()))
         if source and (difference := _difference(of_first, outline, place.first)):
             raise LoadError(difference)
         check_kind(of_first, optimizer.defaults, optimizer.param_groups)
         matching = StateMatching(parameters, of_first, strict=strict, dtype=dtype)
+        names = [name for one, _ in matching.found for name in one.names if name in together.refused]
+        if names:
+            raise LoadError(refusal({name: together.refused[name] for name in names}))
         state = NewState(optimizer, matching)
         wanted = {name for target in state.targets for name in target.names}
         have.tensors = {name: tensor for name, tensor in tensors.items() if name in wanted}

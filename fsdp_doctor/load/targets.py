@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.errors import some
-from fsdp_doctor.extract.sources import device_of
+from fsdp_doctor.extract.rank_groups import Comparison, read_groups
+from fsdp_doctor.extract.sources import device_of, shards_of
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
@@ -109,6 +110,11 @@ def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
 def plan(targets: Sequence[Target], settings: str) -> list[str]:
     """A line for each target and one for the settings: what all ranks must have alike."""
     return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets)]
+
+
+def comparison_of(held: HeldModel, model: LoadedModel) -> Comparison:
+    """Of what a load cannot write as it should; what are to be copies it makes alike."""
+    return Comparison(read_groups(held), shards_of(held), model.device, compares=["plain"])
 
 
 def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:

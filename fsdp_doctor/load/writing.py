@@ -49,7 +49,7 @@ class Load:
         """begin: called when all ranks have found that they can write, before they do."""
         if holders == "first" and not self._place.spans:
             raise LoadError("some tensors are sharded over a part of the model's ranks: give every rank the source")
-        matching = Matching(self._targets, rules)
+        matching = Matching(self._targets, rules, self._together.refused)
         if have.kind in ("mapping", "files"):
             matching.add_all(have.tensors)
         ties = Ties(self._targets, holders)
