@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import assert_never
 
 from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.matrix.axes import Precision
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.memory.stage_watch import Unwatched
-
-COMPUTE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,17 @@ class Start:
 
 
 START = Start()
+
+
+def compute_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype to which FSDP casts parameters for the computation; None where it casts nothing."""
+    match precision:
+        case "bf16-compute":
+            return torch.bfloat16
+        case "fp32-compute":
+            return None
+        case _:
+            assert_never(precision)
 
 
 class Unsupported(Exception):
@@ -169,7 +180,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
             plain,
             mesh,
             kind=scenario.sharding,
-            compute_dtype=COMPUTE_DTYPE,
+            compute_dtype=compute_dtype(scenario.precision),
             policy=scenario.policy,
             # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
             pin_memory=scenario.pinning == "pinned" and runtime.has_accelerator,
@@ -178,7 +189,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
         plain,
         mesh if with_mesh else None,
         runtime.device,
-        compute_dtype=COMPUTE_DTYPE,
+        compute_dtype=compute_dtype(scenario.precision),
         policy=scenario.policy,
         use_orig_params=scenario.strategy == "fsdp1-orig",
     )
