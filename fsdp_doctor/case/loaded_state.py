@@ -130,7 +130,7 @@ class LoadedState:
     def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
         assert piece.expected is not None
         actual = piece.held.cpu()
-        difference = compare(actual, piece.expected.to(actual.dtype))
+        difference = compare(actual, piece.expected)
         if not difference:
             if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
                 what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"

@@ -173,7 +173,7 @@ class LoadingRun(CaseRun):
 
 def _differs(piece: held_pieces.HeldPiece) -> bool:
     assert piece.expected is not None
-    return bool(compare(piece.held.cpu(), piece.expected.to(piece.held.dtype)))
+    return bool(compare(piece.held.cpu(), piece.expected))
 
 
 def _missing_keys(result: Any) -> Iterable[str]:

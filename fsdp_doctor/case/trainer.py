@@ -72,7 +72,7 @@ class Trainer:
         self.with_mesh = with_mesh
         self.num_steps = 0
         self.model = self._sharded_model(start.weights)
-        self._vocabulary_size = models.vocabulary_size(self.model)
+        self._tokens = models.drawn_tokens(scenario.model, self.model)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
         # Tensor-parallel ranks, which are two next to each other, compute on one batch.
@@ -82,6 +82,8 @@ class Trainer:
 
     def _sharded_model(self, weights: models.Weights) -> nn.Module:
         plain = models.build(self.scenario.model, self.scenario.dims, self.runtime.custom_model, weights)
+        if weights == "own" and self.scenario.model != "custom":
+            models.add_special_values(plain)
         if self.scenario.checkpoint == "fp32":
             models.halve(plain)
         if self.runtime.training.checkpointing:
@@ -105,7 +107,7 @@ class Trainer:
     def step(self) -> None:
         """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
         size = (self.runtime.training.batch, self.runtime.training.sequence)
-        tokens = torch.randint(0, self._vocabulary_size, size, generator=self._generator)
+        tokens = torch.randint(self._tokens.start, self._tokens.stop, size, generator=self._generator)
         tokens = tokens.to(self.runtime.device)
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()

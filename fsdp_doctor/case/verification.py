@@ -195,7 +195,7 @@ class Verifier:
             return self._asked.own_parts[entry.name].difference(entry.data, entry.place, expected)
         if entry.name in self._merged:
             return self._merged[entry.name].difference(entry.data)
-        return compare(entry.data, expected.to(entry.data.dtype))
+        return compare(entry.data, expected)
 
     def _came_otherwise(self, name: str) -> bool:
         """Whether a tied parameter came under another of its names, where that is enough: they share one tensor."""

@@ -11,7 +11,7 @@ the paths that a framework is known to use.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -89,7 +89,7 @@ _DEFAULT_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
     ),
 }
 
-# Of what these axes depart to, the default matrix has only the paths that a framework is known to use.
+# Of what these axes depart to, the default matrix as a whole has some, with the paths that a framework is known to use.
 _SAMPLED = ("precision", "context")
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
 _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
@@ -168,17 +168,21 @@ def quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
         yield from product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
 
 
-def has_paths_in_use_alone(level: Level, scenario: Scenario, asked: Collection[str]) -> bool:
+def is_sampled(scenario: Scenario) -> bool:
+    """Whether the default matrix has the scenario only as a whole, and not where values of axes are asked for."""
+    return any(getattr(scenario, axis) != AXIS[axis].default for axis in _SAMPLED)
+
+
+def has_paths_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
     """Whether a level has of the scenario only the paths that a framework is known to use.
 
-    asked: the axes of which values were asked for.
+    asked: whether values of axes were asked for.
     """
     match level:
         case "quick":
             return True
         case "default":
-            sampled = (axis for axis in _SAMPLED if axis not in asked)
-            return any(getattr(scenario, axis) != AXIS[axis].default for axis in sampled)
+            return is_sampled(scenario) and not asked
         case "full":
             return False
         case _:
