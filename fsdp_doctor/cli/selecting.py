@@ -52,8 +52,10 @@ class SelectionOptions:
     sharding: Annotated[list[str] | None, _axis("sharding")] = None
     pinning: Annotated[list[str] | None, _axis("pinning")] = None
     transfer: Annotated[list[str] | None, _axis("transfer")] = None
+    precision: Annotated[list[str] | None, _axis("precision")] = None
     init: Annotated[list[str] | None, _axis("init")] = None
     checkpoint: Annotated[list[str] | None, _axis("checkpoint")] = None
+    context: Annotated[list[str] | None, _axis("context")] = None
     model: Annotated[
         list[str] | None,
         _option("--model", help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
@@ -80,8 +82,8 @@ class SelectionOptions:
         str | None,
         _option(
             "--level",
-            help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,283 cases), or "
-            "full (10,426 cases: every axis).",
+            help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,393 cases), or "
+            "full (12,249 cases: every axis).",
         ),
     ] = None
     full: Annotated[bool, _option("--full", help="The same as --level full.")] = False
