@@ -90,6 +90,8 @@ def load_full_tensors(
 
             def begin() -> None:
                 settle(model, held, place.device)
+                for unit in held.fsdp2_units:
+                    unit.follow_moved()
                 transient.fill()
 
             return Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
@@ -93,6 +94,11 @@ def loaded_model(held: HeldModel) -> LoadedModel:
 @without_garbage_collection
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
     """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
+    if lost := held.unused(but_followed=True):
+        raise LoadError(
+            f"FSDP2 does not compute with what the model has as {some(lost)}: another parameter was assigned after "
+            "the first forward, and the next one puts the former back. Copy values into the one that FSDP2 has instead"
+        )
     layouts, rank = Layouts(model.ranks), dist.get_rank()
     targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
     targets += [_of_tensor(tensor, layouts.of(tensor.tensor), rank, model.device) for tensor in held.tensors()]
