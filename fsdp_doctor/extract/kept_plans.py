@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
@@ -71,6 +72,11 @@ class _Kept:
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
         held = reader.read(model)
+        if unused := held.unused():
+            raise RuntimeError(
+                f"FSDP2 does not compute with what the model has as {some(unused)}: it was assigned or swapped after "
+                "the first forward. Copy values into the parameter that FSDP2 has instead of replacing it or its memory"
+            )
         peft_modules = adapters.adapter_modules(reader.innermost(model))
         self._snapshot = Snapshot(model, held)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import get_args
 
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.without_autograd import without_autograd
+from fsdp_doctor.extract.without_autograd import in_present_modes, without_autograd
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
@@ -27,7 +27,6 @@ from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
-@without_autograd
 def load_full_tensors(
     model: nn.Module,
     source: TensorSource,
@@ -79,27 +78,44 @@ def load_full_tensors(
         if isinstance(source, Generator):
             # It may be an extraction, whose other ranks wait for this one until it is closed.
             stack.callback(source.close)
-        with refused(model):
-            if dtype not in get_args(DtypeRule):
-                raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
-            if buffers is not None and not isinstance(buffers, Mapping):
-                raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
-            check_arguments(model, bucket_bytes)
-            held = reader.read(model)
-            place = loaded_model(held)
-        together = Together(place.ranks)
-        with together.lasting():
-            targets = targets_of(held, place)
-            transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
-            have = given(source, is_first=torch.distributed.get_rank() == place.first)
-            stack.callback(have.close)
-            settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-            holders = together.begin(have, lambda: plan(targets, settings), comparison_of(held, place))
+        if isinstance(source, Iterator):
+            source = in_present_modes(source)
+        return _loaded(model, source, strict=strict, dtype=dtype, buffers=buffers, bucket_bytes=bucket_bytes)
 
-            def begin() -> None:
-                settle(model, held, place.device)
-                transient.fill()
 
-            report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
-            write_other_memories(held)
-            return report
+@without_autograd
+def _loaded(
+    model: nn.Module,
+    source: TensorSource,
+    *,
+    strict: bool,
+    dtype: DtypeRule,
+    buffers: Mapping[str, torch.Tensor] | None,
+    bucket_bytes: int,
+) -> LoadReport:
+    with refused(model):
+        if dtype not in get_args(DtypeRule):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
+        if buffers is not None and not isinstance(buffers, Mapping):
+            raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
+        check_arguments(model, bucket_bytes)
+        held = reader.read(model)
+        place = loaded_model(held)
+    together = Together(place.ranks)
+    with together.lasting(), contextlib.ExitStack() as stack:
+        targets = targets_of(held, place)
+        transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
+        have = given(source, is_first=torch.distributed.get_rank() == place.first)
+        stack.callback(have.close)
+        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
+        holders = together.begin(have, lambda: plan(targets, settings), comparison_of(held, place))
+
+        def begin() -> None:
+            settle(model, held, place.device)
+            for unit in held.fsdp2_units:
+                unit.follow_moved()
+            transient.fill()
+
+        report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
+        write_other_memories(held)
+        return report

@@ -127,6 +127,9 @@ from fsdp_doctor.fsdp.private.of_torch import (
     all_gather as all_gather,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
+    can_follow as can_follow,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
     compiled_module as compiled_module,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
@@ -137,6 +140,9 @@ from fsdp_doctor.fsdp.private.of_torch import (
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     follow_materialized as follow_materialized,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
+    follow_moved as follow_moved,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     fsdp2_unit as fsdp2_unit,
@@ -158,6 +164,9 @@ from fsdp_doctor.fsdp.private.of_torch import (
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     modules_and_tensors as modules_and_tensors,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
+    moved_parameters as moved_parameters,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
     num_interleaved as num_interleaved,
