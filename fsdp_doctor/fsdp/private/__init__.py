@@ -118,6 +118,9 @@ from fsdp_doctor.fsdp.private.of_torch import (
     follow_materialized as follow_materialized,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
+    fsdp2_precision as fsdp2_precision,
+)
+from fsdp_doctor.fsdp.private.of_torch import (
     fsdp2_unit as fsdp2_unit,
 )
 from fsdp_doctor.fsdp.private.of_torch import (
