@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.fsdp import private
@@ -35,6 +35,11 @@ class Fsdp2Unit:
     def offloads(self) -> bool:
         """Whether it is under CPUOffloadPolicy."""
         return isinstance(self.policy, CPUOffloadPolicy)
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """The policy that it was sharded with; without mixed precision all of its dtypes are None."""
+        return private.fsdp2_precision(self.state)
 
     @property
     def replaced(self) -> list[tuple[nn.Module, str]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -253,6 +253,12 @@ def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
     for group in fsdp2_groups(state):
         return get(group, "device"), get(group, "offload_policy"), get(state, "_is_root") is not None
     return None
+
+
+def fsdp2_precision(state: Any) -> MixedPrecisionPolicy:
+    """``FSDPState._mp_policy``: no public name says with which mixed precision a module was sharded."""
+    policy: MixedPrecisionPolicy = get(state, "_mp_policy")
+    return policy
 
 
 def follow_materialized(state: Any, parameter: nn.Parameter) -> None:
