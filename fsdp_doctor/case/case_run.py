@@ -87,6 +87,7 @@ class CaseRun(RecordedRun, abc.ABC):
             self._leftovers.look_before()
             self.exercise(trainer, lambda: self._function(self.given), owned=True)
         reusable = self.go_on(trainer)
+        self._torch_functions.reapply()
         self._add(retire=self._leftovers.undo())
         return reusable
 

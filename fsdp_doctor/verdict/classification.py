@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_doctor.verdict.records import Failure, ProblemKind, RankReport
+from fsdp_doctor.verdict.records import Failure, ProblemKind, RankReport, Stage
 
 VerdictKind = Literal[
     "ok",
@@ -51,7 +51,7 @@ MEANING: dict[VerdictKind, str] = {
 NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
 
 # Where the doctor works, and not the case.
-_OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
+OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
 _PATH_STAGES = ("extract", "save", "load", "test")
 
@@ -207,7 +207,7 @@ def _events(report: RankReport) -> list[_Event]:
 
 
 def _kind_of(failure: Failure, stage: str) -> VerdictKind:
-    if stage in _OWN_STAGES:
+    if stage in OWN_STAGES:
         return "lost"
     if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):
         return "oom"
@@ -269,7 +269,7 @@ def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdi
     busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
     named = busy or still_in or list(hanging)
     standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in hanging)
-    own = all(report.record and report.record.stage in _OWN_STAGES for report in hanging)
+    own = all(report.record and report.record.stage in OWN_STAGES for report in hanging)
     return Verdict(
         kind="lost" if own else "hang",
         reason=f"{hanging[0].stopped_detail}: {standing}",

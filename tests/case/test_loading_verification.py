@@ -20,6 +20,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "freezes_a_parameter": ("poisoned", "requires_grad is False where it was True: model.norm.weight"),
     "leaves_one_layer_in_eval_mode": ("poisoned", "training is False where it was not: model.layers.1.mlp"),
     "spoils_a_buffer_that_no_state_dict_has": ("wrong", "a buffer that no state dict has"),
+    "casts_a_buffer_that_no_state_dict_has": ("misplaced", "model.rotary_emb.inv_freq"),
     "loses_a_parameter": ("incomplete", "not in the model any more: model.norm.weight"),
     "loads_when_the_step_comes": ("poisoned", "the next training step ends otherwise"),
     "raises_on_rank_0_alone": ("crash", "rank 0: KeyError: 'planted on rank 0'"),
@@ -91,6 +92,16 @@ def test_a_loader_of_an_optimizer_is_not_tried_where_only_weights_can_be_loaded(
     found = [result.verdict for result in run.report.results if ":honest_optimizer" in result.id]
     assert {verdict.kind for verdict in found} == {"unsupported"}
     assert all("optimizer" in verdict.reason for verdict in found)
+
+
+def test_a_buffer_of_no_state_dict_that_a_load_leaves_on_the_host_is_misplaced(tmp_path: pathlib.Path) -> None:
+    name = "moves_a_buffer_that_no_state_dict_has_to_the_host"
+    options = ("--init", "materialized", "--checkpoint", "exact", "--path", "load_full_tensors")
+    run = probe(tmp_path, *_LOADING, *options, *user_paths(f"loaders:{name}"), device="emulated")
+    verdict = run.result(f":{name}").verdict
+    assert verdict.kind == "misplaced"
+    assert "model.rotary_emb.inv_freq" in verdict.reason
+    assert run.kind("/load_full_tensors") == "ok"
 
 
 def test_a_loader_that_gives_up_on_one_rank_alone_is_no_refusal(tmp_path: pathlib.Path) -> None:
