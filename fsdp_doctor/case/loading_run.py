@@ -35,7 +35,7 @@ class LoadingRun(CaseRun):
         super().__init__(assignment)
         self._saved = saved
         self._fit = assignment.case.scenario.checkpoint
-        self._must_fit = self._fit in ("exact", "other-run")
+        self._must_fit = assignment.case.scenario.checkpoint_fits
 
     def _new_trainer(self) -> Trainer:
         self._enter("checkpoint")
@@ -131,7 +131,7 @@ class LoadingRun(CaseRun):
             if self._refused_everywhere(True):
                 directory = self._checkpoint.directory or self._scratch
                 told = failure_from(error).summary.replace(str(directory), "the checkpoint")
-                self._add(failure=None, refusal=told)
+                self._add(refusal=told)
                 return
         raise error
 
