@@ -88,6 +88,7 @@ class CaseRun(RecordedRun, abc.ABC):
             self._leftovers.look_before()
             self.exercise(trainer, lambda: self._function(self.given), owned=True)
         reusable = self.go_on(trainer)
+        self._torch_functions.reapply()
         self._add(retire=self._leftovers.undo())
         return reusable
 
@@ -139,7 +140,7 @@ class CaseRun(RecordedRun, abc.ABC):
 
     def go_on(self, trainer: Trainer | None) -> Trainer | None:
         """Agrees with the other ranks and trains on. Returns the trainer if it may be used again."""
-        goes_on = not self.record.unsupported and self._agree() and self._unbroken and not self.record.refusal
+        goes_on = not self.record.unsupported and self._agree() and self._unbroken
         if goes_on and trainer:
             with self._catching():
                 self._train_on(trainer)

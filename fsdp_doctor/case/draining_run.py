@@ -91,6 +91,7 @@ class DrainingRun(RecordedRun):
         for name, value in items:
             if extraction.offloaded_bytes and not yielded:
                 self._look_for_kept_shards(allocated, extraction.offloaded_bytes, value)
+            self._torch_functions.restore()
             entry = yielded_entries.read(name, value)
             yielded[entry.kind] += 1
             if extraction.owned and isinstance(value, torch.Tensor) and id(value) not in extraction.own:

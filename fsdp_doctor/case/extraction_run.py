@@ -61,10 +61,13 @@ class ExtractionRun(CaseRun, DrainingRun):
             trainer.unstage(undo_staging=self.undoes_staging)
         with self._in_life("loaded", self._path.name):
             trainer.load()
+        self._enter("fingerprint")
         self._check_weights(trainer.model, self.truth, "the next training step would start from other weights")
+        self._enter("next step")
         with self._in_life("trained again", self._path.name):
             trainer.step()
             self._runtime.synchronize()
+        self._enter("fingerprint")
         self._earlier = self._expected
         if self._holds_weights and not training_state.lost_weights(trainer.model, self.truth):
             self._add(problems=(Problem(kind="poisoned", detail="the next training step changes no weight"),))

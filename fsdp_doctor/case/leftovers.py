@@ -5,6 +5,7 @@ It decides no verdict: a case is judged with all that its path left in place.
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import os
@@ -15,18 +16,76 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 # Opened by paths in all, over the life of a process, and not closed.
 _DESCRIPTORS_ALLOWED = 64
 _THREADS_END_SECONDS = 0.5
 _STANDARD_STREAMS = (0, 1, 2)
 _UNREADABLE = object()
+# Where a function of others is put in the place of one of torch's.
+_OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, nn.Module, dist, distributed_c10d, DTensor)
+_ABSENT = object()
+
+
+@functools.cache
+def torch_functions() -> TorchFunctions:
+    """Of this process, which asks for them before any code of the user's runs."""
+    return TorchFunctions()
+
+
+class TorchFunctions:
+    """torch's functions and methods as they were when this was made: what the doctor's own work uses."""
+
+    def __init__(self) -> None:
+        self._own = _functions_of_torch()
+        self._aside: list[tuple[Any, str, Any]] = []
+
+    def restore(self) -> None:
+        """Puts them back in the place of what others have put there, for what the doctor itself does."""
+        patched = list(_differing(self._own))
+        self._aside += [(place, name, vars(place).get(name, _ABSENT)) for place, name, _ in patched]
+        _put(patched)
+
+    def reapply(self) -> None:
+        """Puts what others had put there in their place again."""
+        _put(self._aside)
+        self._aside = []
+
+
+def _functions_of_torch() -> list[dict[str, Any]]:
+    return [{name: value for name, value in vars(place).items() if _is_function(value)} for place in _OF_TORCH]
+
+
+def _is_function(value: Any) -> bool:
+    """Or a class, or a property; what else stands there is state of torch's own, such as the number of groups."""
+    # isinstance() asks the value for its class, which makes torch.distributed.reduce_op warn.
+    return callable(value) or issubclass(type(value), (property, classmethod, staticmethod))
+
+
+def _differing(before: list[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """(where, name, what it was) of every function that is not as before."""
+    for place, were in zip(_OF_TORCH, before, strict=True):
+        are = vars(place)
+        yield from ((place, name, value) for name, value in were.items() if are.get(name, _ABSENT) is not value)
+        new = [name for name, value in are.items() if name not in were and _is_function(value)]
+        yield from ((place, name, _ABSENT) for name in new)
+
+
+def _put(values: Iterable[tuple[Any, str, Any]]) -> None:
+    for place, name, value in values:
+        if value is _ABSENT:
+            delattr(place, name)
+        else:
+            setattr(place, name, value)
 
 
 class Leftovers:
@@ -98,6 +157,12 @@ class _Setting:
 
 def _settings(device: torch.device) -> Iterator[_Setting]:
     """In the order in which they are put back: what decides how tensors are made comes first."""
+    yield _Setting(
+        "torch's functions",
+        _functions_of_torch,
+        lambda before: _put(list(_differing(before))),
+        lambda _, before: next(_differing(before), None) is None,
+    )
     yield _Setting("the default process group", lambda: dist.group.WORLD, None, operator.is_)
     yield _Setting("inference mode", torch.is_inference_mode_enabled, None)
     yield _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled)

@@ -69,6 +69,10 @@ class LoadedState:
         pieces = held_pieces.of_model(model, right)
         self._before = {piece.name: self._facts(piece) for piece in pieces}
         self._ties = {piece.names for piece in pieces}
+        self._transient_places = {
+            buffer.names[0]: (buffer.tensor.device, buffer.tensor.dtype)
+            for buffer in reader.read(model).transient_buffers
+        }
         self._modes = {name: module.training for name, module in model.named_modules()}
         self._found = Findings()
 
@@ -177,11 +181,23 @@ class LoadedState:
         return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
-        """A buffer that no state dict has keeps its values; on the meta device it must be given them."""
-        expected = self._transient.get(name)
+        """A buffer that no state dict has keeps its values, dtype and device, or lies on the device that uses it.
+
+        On the meta device it must be given them.
+        """
         if buffer.is_meta:
             self._found.note("incomplete", "still on the meta device, a buffer that no state dict has", name)
-        elif expected is not None and (difference := compare(private.local_tensor(buffer).cpu(), expected)):
+            return
+        device, dtype = self._transient_places.get(name, (self._device, buffer.dtype))
+        if buffer.dtype != dtype:
+            what = f"dtype {buffer.dtype} where it was {dtype}, a buffer that no state dict has"
+            self._found.note("misplaced", what, name)
+        home = self._device if device.type == "meta" else device
+        if buffer.device not in (home, self._device):
+            what = f"on {buffer.device} where it was on {home}, a buffer that no state dict has"
+            self._found.note("misplaced", what, name)
+        actual, expected = private.local_tensor(buffer).cpu(), self._transient.get(name)
+        if expected is not None and (difference := compare(actual, expected.to(actual.dtype))):
             self._found.note("wrong", f"a buffer that no state dict has: {difference}", name)
 
 
@@ -190,6 +206,12 @@ def optimizer_problems(
 ) -> tuple[Problem, ...]:
     """What is wrong with the optimizer after a load: every moment and step, their dtypes, the options of its groups."""
     found = Findings()
+    for index, state in enumerate(optimizer.state.values()):
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                found.note("wrong", f"a {type(value).__name__} where the checkpoint has a tensor", f"{index}.{key}")
+    if problems := found.problems():
+        return problems
     pieces, missing = held_pieces.of_optimizer(model, optimizer, moments)
     for name in missing:
         found.note("incomplete", "not in the optimizer's state", name)
@@ -200,7 +222,11 @@ def optimizer_problems(
             found.note("misplaced", f"dtype {piece.held.dtype} where the checkpoint has {expected.dtype}", piece.name)
         elif difference := compare(piece.held.cpu(), expected):
             found.note("wrong", difference, piece.name)
-    for group, wanted in zip(options_of(optimizer), options, strict=True):
+    groups = options_of(optimizer)
+    if len(groups) != len(options):
+        what = f"{len(groups)} where the checkpoint has {len(options)}"
+        found.note("wrong", what, "the number of param groups")
+    for group, wanted in zip(groups, options, strict=False):
         for key in wanted.keys() | group.keys():
             if _plain(group.get(key)) != _plain(wanted.get(key)):
                 found.note("wrong", f"is {group.get(key)!r}, not {wanted.get(key)!r}", f"the option {key}")
@@ -209,8 +235,10 @@ def optimizer_problems(
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Of each of its groups, all but which parameters it has."""
-    groups = optimizer.state_dict()["param_groups"]
-    return [{key: value for key, value in group.items() if key not in _OPTIONS_NOT_COMPARED} for group in groups]
+    return [
+        {key: value for key, value in group.items() if key not in _OPTIONS_NOT_COMPARED}
+        for group in optimizer.param_groups
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from fsdp_doctor.case.checkpoints import EXTRA_KEY, Checkpoint, Saved, right_wei
 from fsdp_doctor.case.loaded_state import LoadedState, held_by, optimizer_problems
 from fsdp_doctor.case.paths.arguments import PathArguments
 from fsdp_doctor.case.problem_notes import first_names
-from fsdp_doctor.case.step_outcome import differences, outcome_of_step
+from fsdp_doctor.case.step_outcome import differences, outcome_of, train_one_step
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 from fsdp_doctor.verdict.tracebacks import failure_from
@@ -35,7 +35,7 @@ class LoadingRun(CaseRun):
         super().__init__(assignment)
         self._saved = saved
         self._fit = assignment.case.scenario.checkpoint
-        self._must_fit = self._fit in ("exact", "other-run")
+        self._must_fit = assignment.case.scenario.checkpoint_fits
 
     def _new_trainer(self) -> Trainer:
         self._enter("checkpoint")
@@ -131,11 +131,12 @@ class LoadingRun(CaseRun):
             if self._refused_everywhere(True):
                 directory = self._checkpoint.directory or self._scratch
                 told = failure_from(error).summary.replace(str(directory), "the checkpoint")
-                self._add(failure=None, refusal=told)
+                self._add(refusal=told)
                 return
         raise error
 
     def _refused_everywhere(self, mine: bool) -> bool:
+        self._torch_functions.restore()
         flags = torch.tensor([int(mine)], device="cpu")
         dist.all_reduce(flags, group=self._runtime.control)
         return int(flags) == self._runtime.world_size
@@ -146,12 +147,16 @@ class LoadingRun(CaseRun):
         if scenario.init == "meta" and not self._path.optimizer_first:
             trainer.optimizer = trainer.make_optimizer()
         trainer.resume(undo_staging=self.undoes_staging)
+        self._enter("fingerprint")
         self._look_at_what_trains(trainer)
         if self._contract.loads != "model":
             trainer.seek(self._checkpoint.data_position)
+        self._enter("checkpoint")
         expected = self._saved.next_step(scenario, self._contract.loads)
         self._enter("next step")
-        actual = outcome_of_step(trainer)
+        train_one_step(trainer)
+        self._enter("fingerprint")
+        actual = outcome_of(trainer.model, trainer.optimizer)
         others = differences(actual, expected)
         if others and self._fit != "missing-key" and not self.record.problems:
             what = "the next training step ends otherwise than that of a run which had this state from the start"

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_doctor.case.leftovers import torch_functions
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Unsupported
 from fsdp_doctor.extract.agreement import num_agreements
+from fsdp_doctor.verdict.classification import OWN_STAGES
 from fsdp_doctor.verdict.records import Problem, Record, Stage
 from fsdp_doctor.verdict.tracebacks import failure_from
 
@@ -31,6 +33,7 @@ class RecordedRun:
 
     def __init__(self, case_id: str, report: RecordSink) -> None:
         self._tell = report
+        self._torch_functions = torch_functions()
         self._reported_at = 0.0
         self._changed_somewhere = False
         self._in_step = True
@@ -47,12 +50,15 @@ class RecordedRun:
         Where all ranks ended alike, one collective over the model's own group shows whether it
         still works; the answer decides whether the next case may run in the same workers.
         """
+        self._torch_functions.restore()
         failed = self.record.failure is not None
         stage = self.record.stage
         if not failed:
             self._enter("agree")
         try:
             same = self._same_everywhere(failed)
+            # A collective of the next step is what the path left it.
+            self._torch_functions.reapply()
             works = same and self._runtime.group_works()
             self._add(healthy=self.record.healthy and works and self._in_step, stage=stage)
         except Exception as error:
@@ -112,6 +118,9 @@ class RecordedRun:
             self._report(self.record)
 
     def _stay(self, stage: Stage) -> None:
+        """What the doctor itself does uses torch's own functions, and all else what a path put in their place."""
+        functions = self._torch_functions
+        (functions.restore if stage in OWN_STAGES or stage == "agree" else functions.reapply)()
         self.record = dataclasses.replace(self.record, stage=stage)
 
     def _add(self, *, problems: tuple[Problem, ...] = (), **fields: Any) -> None:

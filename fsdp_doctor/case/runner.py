@@ -10,7 +10,7 @@ import torch
 from fsdp_doctor.case import checkpoints
 from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.extraction_run import ExtractionRun
-from fsdp_doctor.case.leftovers import Leftovers
+from fsdp_doctor.case.leftovers import Leftovers, torch_functions
 from fsdp_doctor.case.loading_run import LoadingRun
 from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name, in_context
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
@@ -31,6 +31,7 @@ class CaseRunner:
     """
 
     def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: RecordSink) -> None:
+        torch_functions()
         self._runtime = runtime
         self._user_paths = {name: load_user_path(name) for name in user_paths}
         self._report = report

@@ -19,10 +19,15 @@ StepOutcome = dict[str, str]
 
 def outcome_of_step(trainer: Trainer) -> StepOutcome:
     """Trains one step; by name the digest of each shard and of each of its moments. Every rank must call it."""
+    train_one_step(trainer)
+    return outcome_of(trainer.model, trainer.optimizer)
+
+
+def train_one_step(trainer: Trainer) -> None:
+    """Deterministic, and over when this returns. Every rank must call it."""
     with deterministic():
         trainer.step()
         trainer.runtime.synchronize()
-    return outcome_of(trainer.model, trainer.optimizer)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,14 @@ class Scenario:
         return not self.policy and "optimizer" in self.offload
 
     @property
+    def checkpoint_fits(self) -> bool:
+        """Whether the checkpoint has the names, shapes and dtypes of the model's state dict, so that it must load.
+
+        One that processes of another number saved need not: a file for each rank cannot be cut again.
+        """
+        return self.checkpoint in ("exact", "tied-twice", "other-run")
+
+    @property
     def saved_elsewhere(self) -> bool:
         """Whether other processes save the checkpoint than those that load it."""
         return self.checkpoint in ("other-run", "other-world")
@@ -142,6 +150,11 @@ class Case:
     @property
     def id(self) -> str:
         return f"{self.scenario.id}/{self.path}"
+
+    @property
+    def with_exact_checkpoint(self) -> Case:
+        """The case that differs from this one by its checkpoint alone, and is given one that has what the model has."""
+        return Case(self.scenario.changed(checkpoint=AXIS["checkpoint"].default), self.path)
 
 
 AnyScenario: TypeAlias = Scenario | FrameworkScenario

@@ -18,10 +18,10 @@ function hasColumn(column, rows) {
 
 function columnHead(column, rows) {
   const ran = rows.map((one) => one.outcomes[column.index]).filter(Boolean);
-  const ok = ran.filter((outcome) => outcome.kind === "ok").length;
+  const good = ran.filter((outcome) => data.good.includes(outcome.kind)).length;
   const head = element("th", { scope: "col", title: column.name }, `torch ${column.torch}`, element("small", {}, column.device));
   if (column.more) head.append(element("small", {}, column.more));
-  head.append(element("small", {}, ran.length ? `${ok} of ${ran.length} ok` : "no result"));
+  head.append(element("small", {}, ran.length ? `${good} of ${ran.length} good` : "no result"));
   if (column.incomplete) head.append(element("small", { className: "incomplete", title: column.incomplete }, "incomplete"));
   return head;
 }

@@ -18,7 +18,7 @@ from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind
 from fsdp_doctor.versions.merged import NOWHERE, SHORTENED, Environment, MergedCase, MergedReport, Outcome
 
 _NO_RESULT = -1
@@ -76,7 +76,8 @@ def page_data(merged: MergedReport) -> dict[str, Any]:
     return {
         "environments": [dataclasses.asdict(column) for column in columns(merged)],
         "kinds": [*_KINDS],
-        "bad": [kind for kind in _KINDS if kind not in NEUTRAL],
+        "good": [kind for kind in _KINDS if kind in GOOD],
+        "bad": [kind for kind in _KINDS if kind not in GOOD | NOT_RUN],
         "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
         "paths": paths.texts,
         "outcomes": [_outcome(outcome, texts) for outcome in merged.outcomes],

@@ -15,7 +15,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expected_failures import ExpectedFailures, unexpected
 from fsdp_doctor.report.layout import counted
-from fsdp_doctor.verdict.classification import NEUTRAL
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
 
 Baseline: TypeAlias = Report | ExpectedFailures | Literal["known"] | None
 """The verdicts of a report; the failures that a file names; what the catalogue foretells; or None, that all is ok."""
@@ -65,10 +65,11 @@ def as_expected(report: Report, baseline: Baseline, context: RunContext) -> froz
 
 def conclusion(report: Report, surprises: Sequence[str], context: RunContext) -> str:
     """The last line of a run that was held against the catalogue."""
-    ran = [result for result in report.results if result.verdict.bad or result.verdict.kind == "ok"]
+    ran = [result for result in report.results if result.verdict.kind not in NOT_RUN]
     as_foretold = [result for result in ran if not _unforeseen(result, context)]
-    num_ok = sum(not result.verdict.bad for result in as_foretold)
-    parts = [f"{num_ok} ok", f"{len(as_foretold) - num_ok} as torch {_short(context.torch)} is known to fail"]
+    num_ok, num_refused = (sum(r.verdict.kind == kind for r in as_foretold) for kind in ("ok", "refused"))
+    parts = [f"{num_ok} ok", *([f"{num_refused} refused"] if num_refused else [])]
+    parts += [f"{len(as_foretold) - num_ok - num_refused} as torch {_short(context.torch)} is known to fail"]
     num_not_run = len(report.results) - len(ran)
     parts += [f"{num_not_run} not run"] if num_not_run else []
     return f"{counted(len(report.results), 'case')}: {', '.join(parts)}, {len(surprises)} unforeseen"
@@ -83,7 +84,7 @@ def exit_code(report: Report, baseline: Baseline, surprises: Sequence[str]) -> i
         raise DoctorFault(f"{counted(lost, 'case')} without a result, which is the doctor's own fault")
     if surprises or (baseline is None and report.bad):
         return EXIT_BAD_VERDICT
-    if not isinstance(baseline, Report) and not report.of_kind("ok") and not report.bad:
+    if not isinstance(baseline, Report) and all(result.verdict.kind in NOT_RUN for result in report.results):
         raise CannotRun("none of the selected cases could be run here; the reason is given with each case")
     return EXIT_OK
 
@@ -91,14 +92,14 @@ def exit_code(report: Report, baseline: Baseline, surprises: Sequence[str]) -> i
 def _unforeseen(result: CaseResult, context: RunContext) -> str:
     """What is not as the catalogue foretells; empty where all is."""
     verdict = result.verdict
-    if verdict.kind in NEUTRAL and verdict.kind != "ok":
+    if verdict.kind in NOT_RUN:
         return ""
     outcomes = catalogue.foretold(result.case, context)
     if any(_is(result, outcome) for outcome in outcomes):
         return ""
     foretold = " or ".join("ok" if entry is None else f"{entry.verdict} ({entry.id})" for entry in outcomes)
-    if verdict.kind == "ok":
-        return f"foretold and not seen: {result.id} is ok, not {foretold}"
+    if not verdict.bad:
+        return f"foretold and not seen: {result.id} is {verdict.kind}, not {foretold}"
     recognized = f" ({result.known})" if result.known else ""
     return f"unforeseen: {result.id} is {verdict.kind}{recognized}, not {foretold}: {verdict.reason}"
 
@@ -106,15 +107,19 @@ def _unforeseen(result: CaseResult, context: RunContext) -> str:
 def _is(result: CaseResult, outcome: KnownFailure | None) -> bool:
     """Whether the case ended so: the same verdict for another reason is another failure."""
     if outcome is None:
-        return result.verdict.kind == "ok"
+        return result.verdict.kind in GOOD
     return (result.verdict.kind, result.known) == (outcome.verdict, outcome.id)
 
 
 def _unlike(report: Report, expected: Report) -> list[str]:
-    """Which verdicts are not the expected report's, in which a case that it does not have is ok."""
+    """Which verdicts are not the expected report's, in which a case that it does not have is ok or refused."""
     kind_of = {result.id: result.verdict.kind for result in expected.results}
     found = [(result, kind_of.get(result.id, "ok")) for result in report.results]
-    other = [(result, wanted) for result, wanted in found if result.verdict.kind != wanted]
+    other = [
+        (result, wanted)
+        for result, wanted in found
+        if result.verdict.kind != wanted and (result.id in kind_of or result.verdict.kind not in GOOD)
+    ]
     ordered = sorted(other, key=lambda pair: not pair[0].verdict.bad)
     return [f"expected {wanted}, got {result.verdict.kind}: {result.id}" for result, wanted in ordered]
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from fsdp_doctor.probe.conductor import Conductor
+    from fsdp_doctor.probe.job import Job
     from fsdp_doctor.probe.savers import Savers
     from fsdp_doctor.probe.supervisor import Interruption
 
@@ -49,6 +50,7 @@ def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
     with imports.of_what_stays():
         from fsdp_doctor.memory.counters import check_counted
+        from fsdp_doctor.probe import session
         from fsdp_doctor.probe.conductor import Conductor
         from fsdp_doctor.probe.job import Job, Limits, share_job
         from fsdp_doctor.probe.savers import Savers, number_of_savers
@@ -65,7 +67,7 @@ def conduct(options: ProbeOptions) -> int:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         device=device,
-        cases=options.cases,
+        cases=session.with_exact_checkpoints(options.cases),
         user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
         custom_model=options.model,
         scratch=scratch,
@@ -79,7 +81,7 @@ def conduct(options: ProbeOptions) -> int:
     savers = Savers(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(Conductor(supervisor), savers, writer, options, context_of(report))
+        return _run(Conductor(supervisor), job, savers, writer, options, context_of(report))
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -139,7 +141,14 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
-def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: ProbeOptions, context: RunContext) -> int:
+def _run(
+    conductor: Conductor,
+    job: Job,
+    savers: Savers,
+    writer: ReportWriter,
+    options: ProbeOptions,
+    context: RunContext,
+) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
     from fsdp_doctor.probe import session
 
@@ -152,7 +161,7 @@ def _run(conductor: Conductor, savers: Savers, writer: ReportWriter, options: Pr
         with Progress(len(numbers)) as progress:
             for result in session.results(
                 conductor,
-                options.cases,
+                job.cases,
                 numbers,
                 savers=savers,
                 world_size=context.world_size,

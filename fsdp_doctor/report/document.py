@@ -14,11 +14,12 @@ from fsdp_doctor.ledgers.stage_ledger import StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, any_case_of
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind
-from fsdp_doctor.verdict.classification import Verdict, VerdictKind
+from fsdp_doctor.verdict.classification import Verdict, VerdictKind, verdict_of_version_1
 from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
 
 SCHEMA = "fsdp-doctor/report"
-SCHEMA_VERSION = 1
+# Since version 2 there is the verdict "refused".
+SCHEMA_VERSION = 2
 # Keys of a result, or of a rank's record in it, that reports of the first versions do not have.
 NOT_IN_OLDER_REPORTS = frozenset(
     {"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers", "call", "precision", "context"}
@@ -216,4 +217,5 @@ def _verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _verdict_from_dict(data: dict[str, Any]) -> Verdict:
-    return Verdict(kind=data["kind"], reason=data["reason"], ranks=tuple(data["ranks"]), also=tuple(data["also"]))
+    kind, reason = verdict_of_version_1(data["kind"], data["reason"])
+    return Verdict(kind=kind, reason=reason, ranks=tuple(data["ranks"]), also=tuple(data["also"]))

@@ -18,7 +18,7 @@ from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expectation_patterns import compiled_pattern, matches_case
 from fsdp_doctor.report.layout import printable
-from fsdp_doctor.verdict.classification import VerdictKind, fold, without_seconds
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind, fold, without_seconds
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,7 +67,7 @@ class ExpectedFailure:
 
 @dataclass(frozen=True)
 class ExpectedFailures:
-    """Those of a file. The first that covers a case says what is expected of it; what none covers is to be ok."""
+    """Those of a file. The first that covers a case says what is expected of it; what none covers is not to be bad."""
 
     entries: tuple[ExpectedFailure, ...]
 
@@ -91,9 +91,9 @@ def comparable(text: str) -> str:
 
 def _as_expected(result: CaseResult, expected: ExpectedFailure | None) -> bool:
     """A case that could not run here shows nothing, and that a stale expectation is told of it elsewhere."""
-    if result.verdict.kind in ("unsupported", "skipped"):
+    if result.verdict.kind in NOT_RUN:
         return True
-    return result.verdict.kind == "ok" if expected is None else expected.met_by(result)
+    return result.verdict.kind in GOOD if expected is None else expected.met_by(result)
 
 
 def _sentence(result: CaseResult, expected: ExpectedFailure | None) -> str:
@@ -109,7 +109,7 @@ def _sentence(result: CaseResult, expected: ExpectedFailure | None) -> str:
 
 def _stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
     """Expectations that cases which ran do not meet, and patterns that are of no case that there is."""
-    ran = [result for result in report.results if result.verdict.kind not in ("unsupported", "skipped", "lost")]
+    ran = [result for result in report.results if result.verdict.kind not in {*NOT_RUN, "lost"}]
     names = (*(result.id for result in report.results), *_known_ids())
     by_entry: dict[ExpectedFailure, list[CaseResult]] = {}
     for result in ran:

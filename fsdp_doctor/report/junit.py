@@ -54,7 +54,7 @@ def _outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
     if result.id in expected:
         return "skipped"
     match result.verdict.kind:
-        case "ok":
+        case "ok" | "refused":
             return ""
         case "unsupported" | "skipped":
             return "skipped"
@@ -74,10 +74,11 @@ def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult, ex
         classname=result.case.scenario.id,
         time=f"{result.wall_seconds:.3f}",
     )
-    outcome = _outcome(result, expected)
+    outcome, verdict = _outcome(result, expected), result.verdict
+    if verdict.kind == "refused":
+        ElementTree.SubElement(case, "system-out").text = printable(f"{verdict.kind}: {verdict.reason}")
     if not outcome:
         return
-    verdict = result.verdict
     message = f"{'as expected, ' if result.id in expected else ''}{verdict.kind}: {verdict.reason}"
     if result.confirmation is not None:
         message += f" (run again in fresh workers: {result.confirmation.kind})"

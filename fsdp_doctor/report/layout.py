@@ -12,7 +12,7 @@ from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
 from fsdp_doctor.matrix.paths import PATH_NAMES, fix_for
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import NEUTRAL
+from fsdp_doctor.verdict.classification import NOT_RUN
 
 # XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -29,11 +29,10 @@ class Grid:
 
     @property
     def uniform(self) -> CaseResult | None:
-        """A result that stands for all, where every cell has one neutral verdict and one reason."""
+        """A result that stands for all, where no cell ran, and all for one reason."""
         kinds = {(result.verdict.kind, result.verdict.reason) for result in self.cells.values()}
         first = next(iter(self.cells.values()))
-        neutral = first.verdict.kind in NEUTRAL and first.verdict.kind != "ok"
-        return first if neutral and len(kinds) == 1 else None
+        return first if first.verdict.kind in NOT_RUN and len(kinds) == 1 else None
 
 
 def grids(report: Report) -> list[Grid]:

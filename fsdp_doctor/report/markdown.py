@@ -18,6 +18,7 @@ from fsdp_doctor.report.layout import (
     seconds_text,
     summary,
 )
+from fsdp_doctor.verdict.classification import GOOD
 
 # GitHub takes 65,536 characters in an issue.
 _LIMIT = 60_000
@@ -99,7 +100,7 @@ def _cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _comparison(report: Report) -> list[str]:
-    """The fix in each scenario, and how many of the paths beside it were ok."""
+    """The fix in each scenario, and how many of the paths beside it were ok or refused what does not fit."""
     fix_of = fixes(report)
     if not fix_of:
         return []
@@ -111,7 +112,7 @@ def _comparison(report: Report) -> list[str]:
     ]
     for fix in {id(fix): fix for fix in fix_of.values()}.values():
         others = [r for r in report.results if fix_of.get(r.case) is fix and r is not fix]
-        worked = sum(r.verdict.kind == "ok" for r in others)
+        worked = sum(r.verdict.kind in GOOD for r in others)
         lines.append(
             f"| {fix.id} | {fix.verdict.kind} | {seconds_text(fix.seconds)} "
             f"| {bytes_text(fix.peak_extra_bytes)} | {worked} of {len(others)} |"

@@ -45,7 +45,7 @@ _TYPES = TypeSchemas(definitions=_DEFINITIONS, optional=NOT_IN_OLDER_REPORTS)
 
 def schema() -> JsonSchema:
     """The schema, of the version that :func:`fsdp_doctor.report.document.report_to_dict` writes."""
-    head = {"schema": {"const": SCHEMA}, "schema_version": {"const": SCHEMA_VERSION}}
+    head = {"schema": {"const": SCHEMA}, "schema_version": {"enum": list(range(1, SCHEMA_VERSION + 1))}}
     report = _TYPES.of_object(Report)
     return {
         "$schema": DRAFT,

@@ -28,6 +28,7 @@ from fsdp_doctor.verdict.classification import VerdictKind
 
 _STYLE: dict[VerdictKind, str] = {
     "ok": "green",
+    "refused": "cyan",
     "unsupported": "dim",
     "skipped": "dim",
     "lost": "bold yellow",

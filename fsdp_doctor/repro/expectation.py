@@ -16,7 +16,7 @@ from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.paths import find_path
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.repro.patterns import pattern_of
-from fsdp_doctor.verdict.classification import VerdictKind
+from fsdp_doctor.verdict.classification import NOT_RUN, VerdictKind
 
 # What a script does not compare.
 _UNSEEN = re.compile(
@@ -32,11 +32,13 @@ class Expectation:
 
     kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over what the script
     itself says of values; empty for none.
+    by_every_rank: whether a crash is one also where every rank raises an exception, which can be a refusal.
     title: in words. references: of the catalogue's entry. source: where it is known from. versions: by package.
     """
 
     kind: VerdictKind
     message: str = ""
+    by_every_rank: bool = False
     title: str = ""
     references: tuple[str, ...] = ()
     source: str = ""
@@ -59,6 +61,7 @@ def expected(case: AnyCase) -> Expectation:
         kind=entry.verdict,
         # What also shows without an exception is known by its verdict alone.
         message=entry.signatures[0].pattern if entry.signatures and not entry.symptoms else "",
+        by_every_rank=True,
         title=entry.title,
         references=entry.references,
         source=_CATALOGUE,
@@ -83,7 +86,7 @@ def reported(case: AnyCase, report: Report) -> Expectation:
     result = next((result for result in report.results if result.id == case.id), None)
     if result is None:
         raise UsageError(f"the report has no case {case.id!r}")
-    if not result.verdict.bad and result.verdict.kind != "ok":
+    if result.verdict.kind in NOT_RUN:
         raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
     if found := _UNSEEN.search(result.verdict.reason):
         raise UsageError(f"case {case.id!r}: that {found[0]}, the doctor alone can see")
@@ -96,6 +99,7 @@ def reported(case: AnyCase, report: Report) -> Expectation:
     return Expectation(
         kind=result.verdict.kind,
         message=pattern_of(result) if isinstance(case, Case) else "",
+        by_every_rank=len(result.verdict.ranks) == report.world_size,
         title=known.title if known is not None else "",
         references=known.references if known is not None else (),
         source=f"a run on {report.world_size} ranks of {report.device}",

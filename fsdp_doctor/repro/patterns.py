@@ -15,7 +15,6 @@ _LIST = re.compile(r": \[\(.*$", re.DOTALL)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # A CheckpointException's message has the traceback of another exception, and its summary has that exception alone.
 _CARRIES, _CARRIER = "Traceback (most recent call last):", "CheckpointException: "
-_REFUSED = re.compile(r"^refused on every rank: (?P<exception>.*)$", re.DOTALL)
 _DIRECTORY, _ANY_RANK = re.compile(r"the checkpoint/(?:\w+/)*"), re.compile(r"rank_\d+")
 _HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
 _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
@@ -23,7 +22,7 @@ _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d
 
 def pattern_of(result: CaseResult) -> str:
     """Empty where only the kind of the verdict says what to see."""
-    if result.verdict.kind == "ok":
+    if result.verdict.kind == "refused":
         return _refusal(result)
     if result.verdict.kind in ("crash", "poisoned", "oom"):
         return _message(result) or _held(result)
@@ -42,14 +41,12 @@ def _message(result: CaseResult) -> str:
 
 
 def _refusal(result: CaseResult) -> str:
-    """The exception with which every rank refused a checkpoint, if they did: any rank's file in any directory."""
-    if (match := _REFUSED.search(result.verdict.reason)) is None:
-        return ""
+    """The exception with which every rank refused a checkpoint: any rank's file in any directory."""
     assert isinstance(result.case, Case)
     if find_path(result.case.path, result.case.scenario.version).contract.ranks == "rank0":
         # What is given to rank 0 alone, the others refuse in other words.
-        return _escaped(match["exception"].partition(" ")[0])
-    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _pattern(match["exception"])))
+        return _escaped(result.verdict.reason.partition(" ")[0])
+    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _pattern(result.verdict.reason)))
 
 
 def _pattern(text: str) -> str:

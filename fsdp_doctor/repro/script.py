@@ -51,7 +51,7 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
         path_module=path_module,
         call=_call(path_module, function, path.direction, case.scenario.context),
         compares=_compares(case, path, expectation),
-        asks_others=_asks_others(case, path, expectation),
+        asks_others=_asks_others(case, expectation),
         expected=expectation,
         message=_literal(expectation.message.replace(signatures.DEVICE, r"\S+?")),
         file_name=name,
@@ -79,18 +79,18 @@ def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
     if path.contract.form == "flat":
         return False
     if path.direction == "in":
-        # A message says enough: with which exception every rank refuses, or of what the next step dies.
-        told = expectation.kind in ("ok", "poisoned") and bool(expectation.message)
+        # A message says enough: of what the next step dies.
+        told = expectation.kind == "poisoned" and bool(expectation.message)
         return expectation.kind in _SEEN_IN_VALUES and not told
     if expectation.kind == "poisoned":
         return case.scenario.transfer == "nonblocking"
     return expectation.kind not in ("leak", "crash", "oom", "died")
 
 
-def _asks_others(case: Case, path: Path, expectation: Expectation) -> bool:
-    """Whether an exception is a refusal, where every rank raises one: of a checkpoint that does not fit."""
-    fits = path.direction == "out" or case.scenario.checkpoint == "exact"
-    return not fits and expectation.kind in ("ok", "crash")
+def _asks_others(case: Case, expectation: Expectation) -> bool:
+    """Whether an exception that every rank raises is another end than one that some raise: a refusal."""
+    crash = expectation.kind == "crash" and not expectation.by_every_rank
+    return not case.scenario.checkpoint_fits and (crash or expectation.kind in ("ok", "refused"))
 
 
 def _standing_alone(case: Case) -> Path:

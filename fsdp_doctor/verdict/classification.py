@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_doctor.verdict.records import Failure, ProblemKind, RankReport
+from fsdp_doctor.verdict.records import Failure, ProblemKind, RankReport, Stage
 
 VerdictKind = Literal[
     "ok",
+    "refused",
     "wrong",
     "incomplete",
     "misplaced",
@@ -33,7 +34,8 @@ VerdictKind = Literal[
 ]
 
 MEANING: dict[VerdictKind, str] = {
-    "ok": "every value as it should be, on every rank; training goes on; or every rank refused what does not fit",
+    "ok": "every value as it should be, on every rank; training goes on",
+    "refused": "every rank raised an exception on a checkpoint that does not fit; the exact one is ok",
     "wrong": "a value, shape or form differs from the reference",
     "incomplete": "names are missing or superfluous, a rank got no data, or something was not loaded",
     "misplaced": "another device or dtype than promised",
@@ -48,10 +50,16 @@ MEANING: dict[VerdictKind, str] = {
     "lost": "the doctor's own fault: no result",
 }
 
-NEUTRAL: frozenset[VerdictKind] = frozenset({"ok", "unsupported", "skipped"})
+# Of cases that ran, what is as it should be; and of cases that ran nothing.
+GOOD: frozenset[VerdictKind] = frozenset({"ok", "refused"})
+NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
+
+BAD_ON_EXACT = "bad on the exact checkpoint too"
+
+_REFUSED_IN_VERSION_1 = "refused on every rank: "
 
 # Where the doctor works, and not the case.
-_OWN_STAGES = ("checkpoint", "reference", "fingerprint", "verify")
+OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
 _PATH_STAGES = ("extract", "save", "load", "test")
 
@@ -91,7 +99,16 @@ class Verdict:
 
     @property
     def bad(self) -> bool:
-        return self.kind not in NEUTRAL
+        return self.kind not in GOOD | NOT_RUN
+
+
+def verdict_of_version_1(kind: VerdictKind, reason: str) -> tuple[VerdictKind, str]:
+    """(kind, reason) of a stored verdict: in the first version of the reports a refusal was an ok with a reason.
+
+    Such a refusal was not judged: nobody asked whether the path loads the exact checkpoint.
+    """
+    exception = reason.removeprefix(_REFUSED_IN_VERSION_1)
+    return ("refused", exception) if kind == "ok" and exception != reason else (kind, reason)
 
 
 @dataclass(frozen=True)
@@ -106,10 +123,15 @@ class _Event:
 
 
 def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
-    """The verdict over all ranks' reports of one case."""
+    """The verdict over all ranks' reports of one case.
+
+    A refusal is none until :func:`judged_refusal` has said so.
+    """
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
         return Verdict(kind="lost", reason=f"no report came from {_ranks(missing)}", ranks=tuple(missing))
+    if refusals := _refusals(reports):
+        return Verdict(kind="refused", reason=refusals[0])
     events = sorted((event for report in reports for event in _events(report)), key=_by_cause)
     hanging = [report for report in reports if report.stopped == "deadline"]
     if hanging and all(event.cascade for event in events):
@@ -123,12 +145,24 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
     return _from_records(reports)
 
 
+def judged_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
+    """The verdict of a case that every rank refused. exact: that of the same path with the exact checkpoint.
+
+    A path that is bad on that one protects nobody by refusing another: it raised an exception, no more.
+    """
+    if exact.kind in GOOD:
+        return refusal
+    also = f"{BAD_ON_EXACT}: {exact.kind}: {exact.reason}"
+    kind = "crash" if exact.bad and exact.kind != "lost" else exact.kind
+    return Verdict(kind=kind, reason=refusal.reason, ranks=tuple(range(world_size)), also=(also,))
+
+
 def workers_are_whole(reports: Sequence[RankReport]) -> bool:
     """Whether every rank went through the case alike and its group still works, so that its worker can go on."""
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
-    if any(report.exit or report.garbled or report.stopped for report in reports):
+    if any(map(_left, reports)):
         return False
     return len({record.failure is None for record in records if record is not None}) == 1
 
@@ -178,6 +212,18 @@ def _is_idle(stack: str) -> bool:
     return bool(frames and _WAITS_OF_PYTHON.search(frames[0][0]))
 
 
+def _refusals(reports: Sequence[RankReport]) -> list[str]:
+    """The exceptions with which all ranks refused a checkpoint and nothing else was found; none where one did not."""
+    records = [report.record for report in reports if report.record is not None and not _left(report)]
+    refusals = [one.refusal for one in records if one.done and one.refusal and not one.problems]
+    return refusals if len(refusals) == len(reports) else []
+
+
+def _left(report: RankReport) -> bool:
+    """Whether the rank ended, or its supervisor ended it."""
+    return bool(report.exit or report.garbled or report.stopped)
+
+
 def _by_cause(event: _Event) -> tuple[bool, float, int]:
     return (event.cascade, event.time, event.rank)
 
@@ -207,7 +253,7 @@ def _events(report: RankReport) -> list[_Event]:
 
 
 def _kind_of(failure: Failure, stage: str) -> VerdictKind:
-    if stage in _OWN_STAGES:
+    if stage in OWN_STAGES:
         return "lost"
     if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):
         return "oom"
@@ -269,7 +315,7 @@ def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdi
     busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
     named = busy or still_in or list(hanging)
     standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in hanging)
-    own = all(report.record and report.record.stage in _OWN_STAGES for report in hanging)
+    own = all(report.record and report.record.stage in OWN_STAGES for report in hanging)
     return Verdict(
         kind="lost" if own else "hang",
         reason=f"{hanging[0].stopped_detail}: {standing}",
@@ -318,8 +364,7 @@ def _from_records(reports: Sequence[RankReport]) -> Verdict:
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
     if not found:
-        refusal = next((r.record.refusal for r in reports if r.record and r.record.refusal), "")
-        return Verdict(kind="ok", reason=f"refused on every rank: {refusal}" if refusal else "")
+        return Verdict(kind="ok")
     worst = found[0]
     return Verdict(
         kind=worst.kind,

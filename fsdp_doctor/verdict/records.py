@@ -86,7 +86,7 @@ class Record:
     num_tensors: how many entries the path yielded on this rank so far; of a load, how many were checked after it.
     yielded: once the path is through, how many of each form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
-    refusal: the exception with which every rank refused a checkpoint that does not fit; empty where none did.
+    refusal: ``failure`` in short, where every rank refused a checkpoint that does not fit; empty where one did not.
     retire: what the path left behind in the process that could not be undone, so that no other case
         may run in it; empty if there is nothing.
     ledgers: of the stages of the scenario's life that were watched and are over.

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.verdict.classification import NEUTRAL, VerdictKind
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind
 
 MERGED_SCHEMA = "fsdp-doctor/merged"
-MERGED_SCHEMA_VERSION = 1
-
-# Verdicts of cases that ran nothing.
-NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
+# Since version 2 there is the verdict "refused".
+MERGED_SCHEMA_VERSION = 2
 
 # How a message that was too long ends.
 SHORTENED = " ..."
@@ -147,12 +145,12 @@ class MergedReport:
         return "not run" if outcome is None else outcome.kind
 
     def passes(self, case: MergedCase) -> bool:
-        """Whether the case is ok in every environment: no result of it, or one that did not run it, is no pass."""
-        return all(kind == "ok" for kind in self._kinds(case))
+        """Whether the case is as it should be in every environment: one that did not run it is none."""
+        return all(kind in GOOD for kind in self._kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
         """Whether the case has a bad verdict in some environment."""
-        return any(kind != "not run" and kind not in NEUTRAL for kind in self._kinds(case))
+        return any(kind != "not run" and kind not in GOOD | NOT_RUN for kind in self._kinds(case))
 
     def ran(self, case: MergedCase) -> bool:
         """Whether some environment could run the case."""

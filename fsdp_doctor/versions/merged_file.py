@@ -17,6 +17,7 @@ from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.report.stored_document import read_document, read_json
 from fsdp_doctor.report.whole_file import replace_file
+from fsdp_doctor.verdict.classification import verdict_of_version_1
 from fsdp_doctor.versions.merged import (
     MERGED_SCHEMA,
     MERGED_SCHEMA_VERSION,
@@ -27,6 +28,7 @@ from fsdp_doctor.versions.merged import (
     Period,
     Statement,
 )
+from fsdp_doctor.versions.merging import merge
 
 _Kind = TypeVar("_Kind")
 
@@ -36,7 +38,10 @@ def merged_to_dict(merged: MergedReport) -> dict[str, Any]:
 
 
 def merged_from_dict(data: dict[str, Any]) -> MergedReport:
-    """Raises KeyError, TypeError or ValueError for what :func:`merged_to_dict` does not write."""
+    """Raises KeyError, TypeError or ValueError for what :func:`merged_to_dict` does not write.
+
+    What an older version called otherwise is restated, and so is what changed from version to version.
+    """
     num_outcomes, num_environments = len(data["outcomes"]), len(data["environments"])
     cases = tuple(_case(case) for case in data["cases"])
     for case in cases:
@@ -44,12 +49,15 @@ def merged_from_dict(data: dict[str, Any]) -> MergedReport:
             index is None or 0 <= index < num_outcomes for index in case.outcomes
         ):
             raise ValueError(f"{case.id} has other outcomes or environments than the report")
-    return MergedReport(
+    merged = MergedReport(
         version=data["version"],
         environments=tuple(_made(Environment, environment) for environment in data["environments"]),
-        outcomes=tuple(_made(Outcome, outcome) for outcome in data["outcomes"]),
+        outcomes=tuple(map(_outcome, data["outcomes"])),
         cases=cases,
     )
+    if data["schema_version"] == MERGED_SCHEMA_VERSION:
+        return merged
+    return dataclasses.replace(merge({"": merged}), version=merged.version)
 
 
 def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
@@ -83,6 +91,12 @@ def read_merged(path: pathlib.Path) -> MergedReport:
 def _case(data: dict[str, Any]) -> MergedCase:
     statements = tuple(_statement(one) for one in data["statements"])
     return _made(MergedCase, {**data, "statements": statements})
+
+
+def _outcome(data: dict[str, Any]) -> Outcome:
+    outcome = _made(Outcome, data)
+    kind, reason = verdict_of_version_1(outcome.kind, outcome.reason)
+    return dataclasses.replace(outcome, kind=kind, reason=reason)
 
 
 def _statement(data: dict[str, Any]) -> Statement:

@@ -38,7 +38,7 @@ _TYPES = TypeSchemas(definitions=_DEFINITIONS)
 
 def merged_schema() -> JsonSchema:
     """The schema, of the version that :func:`fsdp_doctor.versions.merged_file.merged_to_dict` writes."""
-    head = {"schema": {"const": MERGED_SCHEMA}, "schema_version": {"const": MERGED_SCHEMA_VERSION}}
+    head = {"schema": {"const": MERGED_SCHEMA}, "schema_version": {"enum": list(range(1, MERGED_SCHEMA_VERSION + 1))}}
     merged = _TYPES.of_object(MergedReport)
     types = {name: _TYPES.of_object(kind) for kind, name in _DEFINITIONS.items() if kind is not VerdictKind}
     return {

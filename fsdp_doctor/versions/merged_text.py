@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fsdp_doctor.report.layout import counted
-from fsdp_doctor.versions.merged import NOT_RUN, MergedCase, MergedReport, Shown
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
+from fsdp_doctor.versions.merged import MergedCase, MergedReport, Shown
 
 
 def environment_lines(merged: MergedReport) -> Iterator[str]:
@@ -59,4 +60,4 @@ def _told(merged: MergedReport, case: MergedCase) -> list[str]:
 def _word(shown: Shown) -> str:
     if shown == "not run" or shown in NOT_RUN:
         return "not run"
-    return "ok" if shown == "ok" else "bad"
+    return "ok" if shown in GOOD else "bad"

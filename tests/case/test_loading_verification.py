@@ -24,6 +24,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "freezes_a_parameter": ("poisoned", "requires_grad is False where it was True: model.norm.weight"),
     "leaves_one_layer_in_eval_mode": ("poisoned", "training is False where it was not: model.layers.1.mlp"),
     "spoils_a_buffer_that_no_state_dict_has": ("wrong", "a buffer that no state dict has"),
+    "casts_a_buffer_that_no_state_dict_has": ("misplaced", "model.rotary_emb.inv_freq"),
     "loses_a_parameter": ("incomplete", "not in the model any more: model.norm.weight"),
     "loads_when_the_step_comes": ("poisoned", "the next training step ends otherwise"),
     "raises_on_rank_0_alone": ("crash", "rank 0: KeyError: 'planted on rank 0'"),
@@ -71,13 +72,16 @@ def test_a_faulty_loader_does_not_reach_the_case_after_it(planted: Run) -> None:
 
 
 _MISFITS: dict[tuple[str, str], tuple[str, str]] = {
-    ("extra-key", "honest"): ("ok", "refused on every rank: LoadError: "),
+    ("extra-key", "honest"): ("refused", "LoadError: "),
+    ("extra-key", "refuses_every_checkpoint"): ("crash", "KeyError: 'planted on every rank'"),
+    ("extra-key", "refuses_what_does_not_fit_and_ends_on_what_does"): ("crash", "KeyError: 'planted on every rank'"),
+    ("extra-key", "refuses_what_does_not_fit_and_spoils_what_does"): ("crash", "LoadError: "),
     ("extra-key", "skips_what_is_superfluous"): ("incomplete", "extra.weight of the checkpoint"),
-    ("missing-key", "honest"): ("ok", "refused on every rank: LoadError: "),
+    ("missing-key", "honest"): ("refused", "LoadError: "),
     ("missing-key", "skips_what_is_missing_and_says_nothing"): ("incomplete", "not reported as missing: model.norm"),
     ("missing-key", "skips_what_is_missing_and_says_so"): ("ok", ""),
-    ("bf16", "honest"): ("ok", "refused on every rank: LoadError: "),
-    ("fp32", "honest"): ("ok", "refused on every rank: LoadError: "),
+    ("bf16", "honest"): ("refused", "LoadError: "),
+    ("fp32", "honest"): ("refused", "LoadError: "),
 }
 
 
@@ -107,6 +111,58 @@ def test_a_loader_of_an_optimizer_is_not_tried_where_only_weights_can_be_loaded(
     found = [result.verdict for result in run.report.results if ":honest_optimizer" in result.id]
     assert {verdict.kind for verdict in found} == {"unsupported"}
     assert all("optimizer" in verdict.reason for verdict in found)
+
+
+@pytest.mark.parametrize(
+    ("loader", "exact"),
+    [
+        ("refuses_every_checkpoint", "crash"),
+        ("refuses_what_does_not_fit_and_ends_on_what_does", "died"),
+        ("refuses_what_does_not_fit_and_spoils_what_does", "wrong"),
+    ],
+)
+def test_a_refusal_of_a_loader_that_is_bad_on_the_exact_checkpoint_says_so(
+    misfits: Run, loader: str, exact: str
+) -> None:
+    """The exact checkpoint was not selected: it is tried for the sake of the refusal, and has no result of its own."""
+    verdict = misfits.result(f"extra-key/faults.loaders:{loader}").verdict
+    (also,) = verdict.also
+    assert f": {exact}: " in also
+    assert misfits.report is not None
+    assert all(not one.case.scenario.checkpoint_fits for one in misfits.report.results)
+
+
+def test_a_refusal_is_kept_with_what_every_rank_raised_where_it_is_no_refusal(misfits: Run) -> None:
+    ranks = misfits.result("extra-key/faults.loaders:refuses_every_checkpoint").ranks
+    records = [report.record for report in ranks]
+    assert [one.failure.type for one in records if one is not None and one.failure is not None] == ["KeyError"] * 2
+    assert misfits.result("extra-key/faults.loaders:honest").ranks == ()
+
+
+def test_both_names_of_a_tied_weight_are_a_checkpoint_that_fits(tmp_path: pathlib.Path) -> None:
+    """The state dict of a tied model has both."""
+    run = probe(
+        tmp_path,
+        *_LOADING,
+        "--checkpoint",
+        "tied-twice",
+        "--path",
+        "rank_files",
+        *user_paths("loaders:refuses_every_checkpoint"),
+    )
+    assert run.kind("qwen3-tied/fresh/tied-twice/rank_files") == "ok"
+    assert run.kind("qwen3-tied/fresh/tied-twice/faults.loaders:refuses_every_checkpoint") == "crash"
+    assert run.result("qwen3-tied/fresh/tied-twice/faults.loaders:refuses_every_checkpoint").verdict.also == ()
+
+
+def test_a_buffer_of_no_state_dict_that_a_load_leaves_on_the_host_is_misplaced(tmp_path: pathlib.Path) -> None:
+    name = "moves_a_buffer_that_no_state_dict_has_to_the_host"
+    options = ("--init", "materialized", "--checkpoint", "exact", "--path", "load_full_tensors")
+    run = probe(tmp_path, *_LOADING, *options, *user_paths(f"loaders:{name}"), device="emulated")
+    verdict = run.result(f":{name}").verdict
+    assert verdict.kind == "misplaced"
+    assert "model.rotary_emb.inv_freq" in verdict.reason
+    assert run.kind("/load_full_tensors") == "ok"
 
 
 def test_a_loader_that_gives_up_on_one_rank_alone_is_no_refusal(tmp_path: pathlib.Path) -> None:

@@ -41,6 +41,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "leaves_a_layer_sharded_again": ("ok", ""),
     "wraps_a_forward": ("poisoned", "parts of the training state: hooks and forwards"),
     "changes_a_buffer_of_no_state_dict": ("poisoned", "parts of the training state: model.rotary_emb.inv_freq"),
+    "casts_a_buffer_of_no_state_dict": ("poisoned", "parts of the training state: model.rotary_emb.inv_freq"),
     "changes_an_option_of_the_optimizer": ("poisoned", "parts of the training state: options of the optimizer"),
     "has_the_optimizer_do_nothing": ("poisoned", "the next training step changes no weight"),
     "never_ends": ("wrong", "goes on after 51 entries, where 25 were promised"),
@@ -74,6 +75,14 @@ def test_what_is_yielded_on_the_host_must_have_arrived(tmp_path: pathlib.Path) -
     paths = user_paths(*(f"values:{name}" for name in names))
     run = probe(tmp_path, *_ONE_SCENARIO, *paths, device="emulated")
     assert {name: run.kind(f":{name}") for name in names} == dict(zip(names, ("wrong", "wrong", "ok"), strict=True))
+
+
+def test_a_buffer_of_no_state_dict_that_was_moved_to_the_host_is_found(tmp_path: pathlib.Path) -> None:
+    none = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+    run = probe(tmp_path, *none, *user_paths("values:moves_a_buffer_of_no_state_dict"), device="emulated")
+    verdict = run.result(":moves_a_buffer_of_no_state_dict").verdict
+    assert verdict.kind == "poisoned"
+    assert "model.rotary_emb.inv_freq" in verdict.reason
 
 
 def test_a_divisor_of_the_gradients_that_was_left_behind_is_found(tmp_path: pathlib.Path) -> None:

@@ -129,6 +129,41 @@ def spoils_a_buffer_that_no_state_dict_has(model: nn.Module, state: State) -> No
 
 
 @_loads
+def casts_a_buffer_that_no_state_dict_has(model: nn.Module, state: State) -> None:
+    _load(model, state)
+    first = next(iter(model.buffers()))
+    first.data = first.data.double()
+
+
+@_loads
+def moves_a_buffer_that_no_state_dict_has_to_the_host(model: nn.Module, state: State) -> None:
+    _load(model, state)
+    first = next(iter(model.buffers()))
+    first.data = first.data.cpu()
+
+
+@_loads
+def refuses_every_checkpoint(model: nn.Module, state: State) -> None:
+    raise KeyError("planted on every rank")
+
+
+@_loads
+def refuses_what_does_not_fit_and_ends_on_what_does(model: nn.Module, state: State) -> None:
+    fits = state.keys() == model.state_dict().keys()
+    if fits and dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+    if not fits:
+        raise KeyError("planted on every rank")
+
+
+@_loads
+def refuses_what_does_not_fit_and_spoils_what_does(model: nn.Module, state: State) -> None:
+    _load(model, state)
+    _local(model, _NORM).add_(1)
+
+
+@_loads
 def loses_a_parameter(model: nn.Module, state: State) -> None:
     _load(model, state)
     del model.get_submodule("model.norm")._parameters["weight"]

@@ -195,6 +195,18 @@ def wraps_a_forward(model: nn.Module) -> Entries:
     layer.forward = functools.partial(layer.forward)
 
 
+def casts_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
+    yield from honest(model)
+    first = next(iter(model.buffers()))
+    first.data = first.data.double()
+
+
+def moves_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
+    yield from honest(model)
+    first = next(iter(model.buffers()))
+    first.data = first.data.cpu()
+
+
 def changes_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
     yield from honest(model)
     model.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq.flip(0))

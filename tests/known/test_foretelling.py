@@ -36,9 +36,11 @@ def _ids(case_id: str, **context: object) -> list[str]:
 
 @pytest.mark.parametrize("file", _REPORTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_verdict_of_a_committed_report_is_foretold(file: pathlib.Path) -> None:
+    """But for refusals: those of schema version 1 were not judged by what the path makes of the exact checkpoint."""
     report = read_report(file)
     context = context_of(report)
-    results = tuple(recognized(result, context) for result in report.results if result.id not in _SINCE_THEN)
+    judged = [one for one in report.results if one.id not in _SINCE_THEN and one.verdict.kind != "refused"]
+    results = tuple(recognized(result, context) for result in judged)
     assert len(results) > (0 if file.parent.name == "frameworks" else 250)
     assert baseline.surprises(dataclasses.replace(report, results=results), "known", context) == []
 

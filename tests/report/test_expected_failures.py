@@ -153,7 +153,7 @@ def test_patterns_match_the_cases_and_none_of_the_others() -> None:
         ("expect = [1]", "expectation 1: unknown key '1'"),
         ('[[expect]]\ncases = "a"\nverdict = "crash"', "cases must be a list"),
         ("[[expect]]\ncases = []", "cases must be a list"),
-        ('[[expect]]\ncases = ["a"]\nverdict = "crashed"', "verdict 'crashed' is none of ok, wrong"),
+        ('[[expect]]\ncases = ["a"]\nverdict = "crashed"', "verdict 'crashed' is none of ok, refused, wrong"),
         ('[[expect]]\ncases = ["a"]', "verdict '' is none of"),
         ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nreason = 1', "reason must be a string"),
         ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nuntill = "2.16"', "unknown key 'untill'; use cases, link"),

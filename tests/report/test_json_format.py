@@ -39,6 +39,16 @@ def validate(data):
     jsonschema.validate(data, SCHEMA, cls=jsonschema.Draft202012Validator)
 
 
+def test_a_refusal_in_a_report_of_the_first_version_is_read_as_one():
+    data = json.loads(json.dumps(report_to_dict(report(*every_kind()))))
+    data["schema_version"] = 1
+    data["results"][0]["verdict"] |= {"kind": "ok", "reason": "refused on every rank: KeyError: 'extra'"}
+    jsonschema.validate(data, SCHEMA, cls=jsonschema.Draft202012Validator)
+    first, second, *_ = report_from_dict(data).results
+    assert (first.verdict.kind, first.verdict.reason) == ("refused", "KeyError: 'extra'")
+    assert (second.verdict.kind, second.verdict.reason) == ("refused", "reason of refused")
+
+
 def test_the_schema_is_a_schema():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"

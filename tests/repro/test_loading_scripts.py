@@ -138,6 +138,7 @@ def test_a_checkpoint_that_every_rank_refuses_is_no_crash(tmp_path: pathlib.Path
     case = _case("fsdp2/none/unstaged/fresh/extra-key/load_state_dict.sharded")
     run = _run(tmp_path, script(case, Expectation(kind="crash", message="Unexpected key")))
     assert run.codes == [1, 1]
+    assert "[rank0] refused: RuntimeError: " in run.output
     assert run.output.count("] ok: RuntimeError: ") == 2
 
 

@@ -18,19 +18,23 @@ from support.rank_reports import (
 )
 
 from fsdp_doctor.verdict.classification import (
-    NEUTRAL,
+    GOOD,
+    NOT_RUN,
     Verdict,
     VerdictKind,
     classify,
     fold,
+    judged_refusal,
+    workers_are_whole,
 )
-from fsdp_doctor.verdict.records import RankReport
+from fsdp_doctor.verdict.records import Problem, RankReport
 
 
 @pytest.mark.parametrize("kind", get_args(VerdictKind))
-def test_only_ok_unsupported_and_skipped_are_not_bad(kind):
-    assert Verdict(kind=kind).bad is (kind not in {"ok", "unsupported", "skipped"})
-    assert (kind in NEUTRAL) is not Verdict(kind=kind).bad
+def test_only_what_is_as_it_should_be_and_what_did_not_run_is_not_bad(kind):
+    assert Verdict(kind=kind).bad is (kind not in {"ok", "refused", "unsupported", "skipped"})
+    assert (kind in GOOD | NOT_RUN) is not Verdict(kind=kind).bad
+    assert not GOOD & NOT_RUN
 
 
 # A missing record is never a pass.
@@ -105,6 +109,52 @@ def test_one_broken_rank_is_enough_for_a_bad_verdict_that_names_it(broken, order
     verdict = classify([reports[index] for index in order], 2)
     assert verdict.bad
     assert verdict.ranks == (1,)
+
+
+# Refusals.
+
+
+def _refusing(rank, **fields):
+    said = {"refusal": "KeyError: 'extra'", "done": True, **fields}
+    done = dataclasses.replace(failed(rank, stage="load").record, **said)
+    return RankReport(rank=rank, record=done)
+
+
+def test_what_every_rank_refused_is_refused_and_its_workers_go_on():
+    reports = [_refusing(0), _refusing(1)]
+    assert classify(reports, 2) == Verdict(kind="refused", reason="KeyError: 'extra'")
+    assert workers_are_whole(reports)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (failed(1, stage="load"), "crash"),
+        (fine(1), "crash"),
+        (dataclasses.replace(_refusing(1), exit="SIGSEGV", exit_time=3.0), "died"),
+        (_refusing(1, problems=(Problem(kind="poisoned", detail="a wrong sum"),)), "crash"),
+        (_refusing(1, done=False), "crash"),
+        (dataclasses.replace(_refusing(1), stopped="deadline", stopped_detail="not done"), "crash"),
+        (dataclasses.replace(_refusing(1), garbled="{"), "crash"),
+        (RankReport(rank=1), "crash"),
+    ],
+    ids=["an exception", "a load", "a death", "a problem", "not done", "stopped", "garbled", "nothing"],
+)
+def test_it_is_no_refusal_where_one_rank_did_something_else(other, kind):
+    assert classify([_refusing(0), other], 2).kind == kind
+
+
+@pytest.mark.parametrize("kind", get_args(VerdictKind))
+def test_a_refusal_is_worth_what_the_path_makes_of_the_exact_checkpoint(kind):
+    refusal = Verdict(kind="refused", reason="KeyError: 'extra'")
+    verdict = judged_refusal(refusal, Verdict(kind=kind, reason="of the exact one"), 2)
+    if kind in {"ok", "refused"}:
+        assert verdict == refusal
+        return
+    assert verdict.kind == (kind if kind in {"unsupported", "skipped", "lost"} else "crash")
+    assert (verdict.reason, verdict.ranks) == (refusal.reason, (0, 1))
+    (also,) = verdict.also
+    assert also.endswith(f"{kind}: of the exact one")
 
 
 # Exits and signals.

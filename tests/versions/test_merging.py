@@ -21,7 +21,7 @@ from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import merged_schema
 from fsdp_doctor.versions.merged import MergedReport, Statement
-from fsdp_doctor.versions.merged_file import merged_to_dict, read_merged, write_merged
+from fsdp_doctor.versions.merged_file import merged_from_dict, merged_to_dict, read_merged, write_merged
 from fsdp_doctor.versions.merged_text import incomplete_lines, merged_summary
 from fsdp_doctor.versions.merging import merge, names_beside
 
@@ -192,6 +192,17 @@ def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_director
     assert names_beside(files, None) == ["a.json", "b.json", "c.json"]
 
 
+def test_a_merged_report_of_the_first_version_says_refused_in_its_outcomes_and_its_statements() -> None:
+    merged = _merged(_of("2.10.0", "ok"), _of("2.11.0", "ok"))
+    data = json.loads(json.dumps(merged_to_dict(merged)))
+    data["schema_version"] = 1
+    for outcome in data["outcomes"]:
+        outcome["reason"] = "refused on every rank: KeyError: 'extra'"
+    (case,) = merged_from_dict(data).cases
+    assert {period.kind for statement in case.statements for period in statement.periods} == {"refused"}
+    assert [outcome.reason for outcome in merged_from_dict(data).outcomes] == ["KeyError: 'extra'"]
+
+
 _GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
 
 
@@ -201,7 +212,7 @@ _GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
         (b"{", "is not JSON"),
         (_GOOD[:-40], "is not JSON"),
         (b'{"schema": "fsdp-doctor/report"}', "its 'schema' is not 'fsdp-doctor/merged'"),
-        (_GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads up to 1: upgrade it"),
+        (_GOOD.replace(b'"schema_version": 2', b'"schema_version": 3'), "reads up to 2: upgrade it"),
         (_GOOD.replace(b'"outcomes": [0]', b'"outcomes": [7]'), "is a damaged merged report"),
         (_GOOD.replace(b'"path"', b'"pat"'), "is a damaged merged report: KeyError"),
     ],
@@ -246,11 +257,11 @@ _REPORT_TEXT = json.dumps(report_to_dict(_of("2.11.0", "ok")))
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("newer.json", _REPORT_TEXT.replace('"schema_version": 1', '"schema_version": 2').encode(), "upgrade it"),
+        ("newer.json", _REPORT_TEXT.replace('"schema_version": 2', '"schema_version": 3').encode(), "upgrade it"),
         ("cut.json", _REPORT_TEXT[:-50].encode(), "it is not JSON"),
         ("cut.json.gz", _as_gzip(_REPORT_TEXT)[:-20], "cannot read the report"),
         ("plain.json.gz", _REPORT_TEXT.encode(), "cannot read the report .*Not a gzipped file"),
-        ("merged.json", _GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads up to 1: upgrade it"),
+        ("merged.json", _GOOD.replace(b'"schema_version": 2', b'"schema_version": 3'), "reads up to 2: upgrade it"),
         ("log.json", b'{"schema": 1}', "its 'schema' is not 'fsdp-doctor/report'"),
         ("empty.json", b"", "it is not JSON"),
     ],

@@ -10,6 +10,7 @@ from support.places import ROOT
 
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
 from fsdp_doctor.versions.merged import MergedCase
 from fsdp_doctor.versions.merged_file import read_merged
 
@@ -21,7 +22,8 @@ def _counts(number: int, cases: list[MergedCase]) -> tuple[int, int, int]:
     """In the environment of that number: ok, bad, and without a verdict."""
     kinds = Counter(_MERGED.shown(case, number) for case in cases)
     not_run = kinds["unsupported"] + kinds["skipped"] + kinds["not run"]
-    return kinds["ok"], len(cases) - kinds["ok"] - not_run, not_run
+    good = kinds["ok"] + kinds["refused"]
+    return good, len(cases) - good - not_run, not_run
 
 
 def _matrix_table() -> str:
@@ -62,9 +64,7 @@ def test_every_run_is_whole_and_small_enough_to_be_committed() -> None:
 
 def test_no_failure_of_it_is_unknown_to_the_catalogue() -> None:
     shown = {one for case in _MERGED.cases for one in case.outcomes if one is not None}
-    unknown = [
-        _MERGED.outcomes[one] for one in shown if _MERGED.outcomes[one].kind not in ("ok", "unsupported", "skipped")
-    ]
+    unknown = [_MERGED.outcomes[one] for one in shown if _MERGED.outcomes[one].kind not in GOOD | NOT_RUN]
     assert [one.reason for one in unknown if not one.known] == []
 
 
