@@ -143,7 +143,6 @@ def _bench_options(options: argparse.Namespace) -> BenchOptions:
         direction="out",
         sources=(),
         model=options.model,
-        directory=None,
         layers=None,
         strategies=("fsdp2",),
         offloads=(),

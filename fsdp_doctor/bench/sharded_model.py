@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_doctor.bench.request import SHAPES, BenchOptions
+from fsdp_doctor.bench.request import BenchOptions
 from fsdp_doctor.case import offloading
+from fsdp_doctor.case.runtime import start as start_runtime
 from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.memory.rollout import RolloutRequest, TrainerState
+from fsdp_doctor.plan.meta_model import on_meta
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build(options: BenchOptions, strategy: str, offload: str, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Module:
     """The sharded model in the state that ``offload`` leaves it in. Every rank must call it."""
-    with torch.device("meta"):
-        whole = _unsharded(options, dtype)
-    return sharded(whole, strategy, offload, mesh)
+    return sharded(on_meta(options.model, options.layers, dtype=dtype), strategy, offload, mesh)
+
+
+def load_trainer(
+    request: RolloutRequest, state: TrainerState, rank: int, scratch: pathlib.Path
+) -> tuple[torch.device, nn.Module]:
+    """Joins a trainer's process group, and loads the model there if ``state`` says so. Every rank must call it."""
+    runtime = start_runtime(
+        dist.FileStore(str(scratch / "store"), request.ranks),
+        place=Place(rank=rank, world_size=request.ranks, local_rank=rank, num_nodes=1),
+        run_device=RunDevice(type=request.device, memory=request.memory),
+        backend="mixed",
+        scratch=scratch,
+        custom_model=None,
+    )
+    model = nn.Module()
+    if state == "loaded":
+        whole = on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
+        model = sharded(whole, request.strategy, "none", runtime.mesh(request.sharding))
+    runtime.synchronize()
+    return runtime.device, model
 
 
 def sharded(whole: nn.Module, strategy: str, offload: str, mesh: DeviceMesh) -> nn.Module:
@@ -34,21 +59,6 @@ def sharded(whole: nn.Module, strategy: str, offload: str, mesh: DeviceMesh) -> 
     if offload == "param":
         offloading.offload(model, non_blocking=False)
     return model
-
-
-def _unsharded(options: BenchOptions, dtype: torch.dtype) -> Any:
-    import transformers
-
-    if options.directory is not None:
-        config: Any = transformers.AutoConfig.from_pretrained(options.directory)
-    else:
-        kind, sizes = SHAPES[options.model]
-        config = getattr(transformers, kind)(**sizes)
-    if options.layers is not None:
-        config.num_hidden_layers = options.layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: options.layers]
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:

@@ -16,7 +16,6 @@ from fsdp_doctor.bench.request import (
     LOAD_PATHS,
     OFFLOADS,
     PATHS,
-    SHAPES,
     SOURCES,
     STRATEGIES,
     BenchOptions,
@@ -27,6 +26,7 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.machine import imports, launch
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import is_user_path
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 
 if TYPE_CHECKING:
     from fsdp_doctor.bench.tables import BenchResult
@@ -46,7 +46,7 @@ class MeasuredOptions:
         typer.Option(help=f"With --direction in, where the full tensors are: {', '.join(SOURCES)}.  [default: all]"),
     ] = None
     model: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face configuration.")
+        str, typer.Option(help=f"{', '.join(MODEL_SHAPES)}; or the directory of a Hugging Face configuration.")
     ] = "small"
     layers: Annotated[int | None, typer.Option(help="Number of decoder layers, instead of the model's own.")] = None
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}.  [default: fsdp2]")] = None
@@ -75,8 +75,7 @@ class MeasuredOptions:
         return BenchOptions(
             direction=direction,
             sources=values.words("--source", self.source, SOURCES, ",".join(SOURCES)),
-            model=self.model,
-            directory=None if self.model in SHAPES else values.model_directory(self.model, SHAPES),
+            model=self.model if self.model in MODEL_SHAPES else str(values.model_directory(self.model, MODEL_SHAPES)),
             layers=None if self.layers is None else values.positive("--layers", self.layers),
             strategies=strategies,
             offloads=values.words("--offload", self.offload, OFFLOADS, "none"),

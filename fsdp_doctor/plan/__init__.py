@@ -1,4 +1,4 @@
-"""``fsdp-doctor plan``: what a job will hold on each device and host at each of its stages, before it runs.
+"""``fsdp-doctor memory plan``: what a job will hold on each device and host at each of its stages, before it runs.
 
 named_shapes     models by name
 meta_model       a model from its configuration, on the meta device; model_shape its parameters by FSDP unit

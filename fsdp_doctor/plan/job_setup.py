@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_doctor.plan.role_setup import RoleSetup
 
 # Stated constants: what is on a device and no allocator of torch's counts, for each process. On an H200 with torch 2.11
-# `fsdp-doctor rollout` shows 0.51 GiB of a process without NCCL, and 1.15 GiB of one with it.
+# `fsdp-doctor memory rollout` shows 0.51 GiB of a process without NCCL, and 1.15 GiB of one with it.
 CONTEXT_BYTES = 512 << 20
 NCCL_BYTES = 640 << 20
 # vLLM asleep at level 2: 1.19 GiB of Qwen3-4B in vLLM's issue 28714.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,13 @@ from fsdp_doctor.plan.role_setup import ModelHead
 _ATTENTION = ("sdpa", fused_attention.IMPLEMENTATION, "eager")
 
 
-def on_meta(model: str, layers: int | None = None, head: ModelHead = "language") -> nn.Module:
-    """The model, in bfloat16, on the meta device.
+def on_meta(
+    model: str, layers: int | None = None, head: ModelHead = "language", dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    """Builds the model on the meta device.
 
     model: a name of MODEL_SHAPES, or a directory with a config.json. layers: instead of the model's own number.
-    Raises UsageError for any other name, and for what transformers cannot build.
+    dtype: of its parameters. Raises UsageError for any other name, and for a model that transformers cannot build.
     """
     with without_warnings():
         config = _config(model)
@@ -35,7 +38,7 @@ def on_meta(model: str, layers: int | None = None, head: ModelHead = "language")
             _set_layers(config.get_text_config(), layers)
         try:
             with torch.device("meta"):
-                built = _built(config, head)
+                built = _built(config, head, dtype)
         except Exception as error:
             raise UsageError(f"the model {model}: transformers cannot build it: {_first_sentence(error)}") from None
         return built.train()
@@ -98,10 +101,11 @@ def _config(model: str) -> Any:
     import transformers
 
     if model in MODEL_SHAPES:
-        kind, sizes = MODEL_SHAPES[model]
+        arguments = dict(MODEL_SHAPES[model])
+        kind = arguments.pop("config")
         if not hasattr(transformers, kind):
             raise UsageError(f"the model {model}: transformers {transformers.__version__} has no {kind}")
-        return getattr(transformers, kind)(**sizes)
+        return getattr(transformers, kind)(**arguments)
     try:
         return transformers.AutoConfig.from_pretrained(os.path.expanduser(model), trust_remote_code=False)
     except Exception as error:
@@ -119,7 +123,7 @@ def _set_layers(config: Any, layers: int) -> None:
                 setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
 
 
-def _built(config: Any, head: ModelHead) -> nn.Module:
+def _built(config: Any, head: ModelHead, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     fused_attention.register()
@@ -130,21 +134,16 @@ def _built(config: Any, head: ModelHead) -> nn.Module:
         auto = transformers.AutoModelForImageTextToText
     elif type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"it has no language model of type {config.model_type}")
-    built = _with_attention(auto, config)
+    built = _with_attention(auto, config, dtype)
     return ValueModel(built) if head == "value" else built
 
 
-def _with_attention(auto: Any, config: Any) -> nn.Module:
+def _with_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    build = functools.partial(auto.from_config, config, dtype=dtype, trust_remote_code=False)
     for implementation in _ATTENTION[:-1]:
         with contextlib.suppress(ValueError, ImportError):
-            return _from_config(auto, config, implementation)
-    return _from_config(auto, config, _ATTENTION[-1])
-
-
-def _from_config(auto: Any, config: Any, attention: str) -> nn.Module:
-    built = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=attention, trust_remote_code=False)
-    assert isinstance(built, nn.Module)
-    return built
+            return cast(nn.Module, build(attn_implementation=implementation))
+    return cast(nn.Module, build(attn_implementation=_ATTENTION[-1]))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,17 @@ def json_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def done(json_file: pathlib.Path) -> Run:
     needs_emulation()
     return forked_doctor(
-        *("memory", "--device", "emulated", *_JOB, "--path", f"{KEPT},{GIVEN_BACK}", "--json", str(json_file)),
+        *(
+            "memory",
+            "measure",
+            "--device",
+            "emulated",
+            *_JOB,
+            "--path",
+            f"{KEPT},{GIVEN_BACK}",
+            "--json",
+            str(json_file),
+        ),
         env={"PYTHONPATH": str(DIRECTORY)},
     )
 

@@ -1,4 +1,4 @@
-"""``fsdp-doctor memory`` and ``probe --memory``: the ledgers of a scenario's life, on two ranks."""
+"""``fsdp-doctor memory measure`` and ``probe --memory``: the ledgers of a scenario's life, on two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def done(directory: pathlib.Path) -> Run:
     needs_emulation()
     return forked_doctor(
-        *("memory", "--strategy", "fsdp2,fsdp1", "--offload", "none,param+optimizer,policy"),
+        *("memory", "measure", "--strategy", "fsdp2,fsdp1", "--offload", "none,param+optimizer,policy"),
         *("--path", "full_tensors,get_model_state_dict.full", "--device", "emulated", "--device-memory", "64MiB"),
         *("--json", str(directory / "ledgers.json"), "--svg", str(directory / "ledgers.svg")),
     )
@@ -83,7 +83,9 @@ def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(
 def test_on_two_gpus_less_than_3_percent_of_the_peak_of_a_step_is_unexplained(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "ledgers.json"
     size = ("--batch", "8", "--sequence", "2048")
-    done = forked_doctor("memory", "--strategy", "fsdp2,fsdp1", *size, "--device", "cuda", "--json", str(file))
+    done = forked_doctor(
+        "memory", "measure", "--strategy", "fsdp2,fsdp1", *size, "--device", "cuda", "--json", str(file)
+    )
     assert done.code == 0, done.stderr
     for ledger in ledgers_from_json(file.read_text()).ledgers:
         device = _device(ledger)
@@ -196,7 +198,7 @@ def test_what_cannot_be_measured_is_a_sentence_and_an_exit_code(
     arguments: tuple[str, ...], code: int, sentence: str, tmp_path: pathlib.Path
 ) -> None:
     needs_emulation()
-    done = forked_doctor("memory", *arguments)
+    done = forked_doctor("memory", "measure", *arguments)
     assert done.code == code, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
@@ -206,7 +208,7 @@ def test_a_process_that_ends_while_it_is_looked_at_is_a_verdict(tmp_path: pathli
     needs_emulation()
     (tmp_path / "ending.py").write_text("import os\ndef extract(model):\n    os.kill(os.getpid(), 9)\n")
     done = forked_doctor(
-        *("memory", "--device", "emulated", "--offload", "none", "--path", "ending:extract"),
+        *("memory", "measure", "--device", "emulated", "--offload", "none", "--path", "ending:extract"),
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert done.code == 1, done.stderr

@@ -94,7 +94,7 @@ def run(
     directory = tmp_path_factory.mktemp("plan")
     (directory / "config.json").write_text(json.dumps(_CONFIG))
     file = directory / "ledgers.json"
-    common = ("memory", "--device", "emulated", "--model", str(directory))
+    common = ("memory", "measure", "--device", "emulated", "--model", str(directory))
     done = forked_doctor(*common, *options, "--json", str(file), ranks=ranks)
     assert file.exists(), done.stderr
     sizes = argparse.Namespace(

@@ -12,7 +12,7 @@ _MODEL = ("--model", "qwen3-4b", "--layers", "4", "--seq-len", "128", "--micro-b
 
 def _plan(*settings: str, host: str) -> Done:
     config = [word for one in (*_VERL, *settings) for word in ("--config", one)]
-    return doctor("plan", *config, *_MODEL, "--host-memory", host)
+    return doctor("memory", "plan", *config, *_MODEL, "--host-memory", host)
 
 
 def test_a_way_to_load_or_save_that_nobody_configured_does_not_decide() -> None:

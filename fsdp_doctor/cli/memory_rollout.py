@@ -1,4 +1,4 @@
-"""``fsdp-doctor rollout``: a rollout engine's start beside a trainer's worker."""
+"""``fsdp-doctor memory rollout``: a rollout engine's start beside a trainer's worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
-from fsdp_doctor.rollout.rollout_request import CUTS, RolloutRequest
 
 NAME = "rollout"
+_SHARDINGS = ("size1", "full")
 _DTYPES = ("bf16", "fp32")
 EXIT_CODES = (
     "Exit codes: 0 the engine started beside the loaded model; 1 it was refused; 2 usage; 3 cannot run here; "
@@ -31,13 +31,13 @@ class TrainerOptions:
     ] = "small"
     layers: Annotated[int | None, typer.Option(help="Number of decoder layers, instead of the model's own.")] = None
     strategy: Annotated[str, typer.Option(help=f"{', '.join(STRATEGIES)}.")] = "fsdp2"
-    sharding: Annotated[str, typer.Option(help=f"{', '.join(CUTS)}.")] = "size1"
+    sharding: Annotated[str, typer.Option(help=f"{', '.join(_SHARDINGS)}.")] = "size1"
     dtype: Annotated[str, typer.Option(help=f"Of the trainer's parameters: {', '.join(_DTYPES)}.")] = "bf16"
     nproc: Annotated[int, typer.Option(help="Number of ranks of the trainer; the engine is on the first device.")] = 1
 
     def check(self) -> None:
         values.words("--strategy", [self.strategy], STRATEGIES, "")
-        values.words("--sharding", [self.sharding], CUTS, "")
+        values.words("--sharding", [self.sharding], _SHARDINGS, "")
         values.words("--dtype", [self.dtype], _DTYPES, "")
         if self.model not in MODEL_SHAPES:
             values.model_directory(self.model, MODEL_SHAPES)
@@ -80,23 +80,25 @@ def run(
     if json_file is not None:
         files.check_writable(json_file)
     starting.check_versions()
-    request = RolloutRequest(
+    with imports.of_what_stays():
+        from fsdp_doctor.bench.sharded_model import load_trainer
+        from fsdp_doctor.memory import rollout
+        from fsdp_doctor.plan.meta_model import on_meta
+
+    request = rollout.RolloutRequest(
         model=trainer.model,
         layers=trainer.layers,
         strategy=trainer.strategy,
-        cut="size1" if trainer.sharding == "size1" else "full",
+        sharding="size1" if trainer.sharding == "size1" else "full",
         dtype=trainer.dtype,
         utilization=engine.gpu_memory_utilization,
         device=devices.resolve(engine.device),
         memory=memory,
         ranks=trainer.nproc,
     )
-    with imports.of_what_stays():
-        from fsdp_doctor.rollout.beside import attempts
-        from fsdp_doctor.rollout.rollout_text import rollout_as_json, rollout_as_text
-
-    found = attempts(request)
-    sys.stdout.write(rollout_as_text(request, found))
+    weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
+    attempts = rollout.start_engine_beside_trainer(request, weights, load_trainer)
+    sys.stdout.write(rollout.rollout_as_text(request, attempts))
     if json_file is not None:
-        files.write(json_file, rollout_as_json(request, found))
-    raise SystemExit(EXIT_BAD_VERDICT if found[0].start.refusal else EXIT_OK)
+        files.write(json_file, rollout.rollout_as_json(request, attempts))
+    raise SystemExit(EXIT_BAD_VERDICT if attempts[0].start.refusal else EXIT_OK)

@@ -1,4 +1,4 @@
-"""``fsdp-doctor plan``: what a training job will hold, before it runs."""
+"""``fsdp-doctor memory plan``: what a training job will hold, before it runs."""
 
 from __future__ import annotations
 

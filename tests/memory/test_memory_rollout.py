@@ -1,4 +1,4 @@
-"""``fsdp-doctor rollout``: an engine's stand-in beside a trainer's worker, each a process of its own."""
+"""``fsdp-doctor memory rollout``: an engine's stand-in beside a trainer's worker, each a process of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from support.emulation import needs_emulation
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
 from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, HostLedger, StageLedger, total
-from fsdp_doctor.rollout.beside import RunningProcess
-from fsdp_doctor.rollout.remedies import remedies
-from fsdp_doctor.rollout.rollout_request import Attempt, EngineStart, RolloutRequest
-from fsdp_doctor.rollout.rollout_text import rollout_as_text
+from fsdp_doctor.memory.rollout import (
+    EngineStart,
+    RolloutAttempt,
+    RolloutRequest,
+    RunningProcess,
+    find_remedies,
+    rollout_as_text,
+)
 
 _MIB = 1 << 20
 # The model has 8 MiB in bfloat16.
-_SMALL = ("rollout", "--model", "small", "--device", "emulated", "--device-memory", "24MiB")
+_SMALL = ("memory", "rollout", "--model", "small", "--device", "emulated", "--device-memory", "24MiB")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ def test_every_remedy_says_what_it_frees_and_whether_it_is_enough(sharded: Run) 
         assert "the engine starts" in line or "not enough" in line
 
 
-def _attempt(*, share: float, weights: int, free: int) -> Attempt:
+def _attempt(*, share: float, weights: int, free: int) -> RolloutAttempt:
     """On a device of 24 MiB, of which a trainer has reserved what is not free."""
     reserved = 24 * _MIB - free
     held: Bytes = {"parameters": reserved}
@@ -91,14 +95,14 @@ def _attempt(*, share: float, weights: int, free: int) -> Attempt:
     start = EngineStart(
         free=free, total=24 * _MIB, requested=int(24 * _MIB * share), weights=weights, refusal="refused"
     )
-    return Attempt(beside="loaded", trainer=ledger, engine=ledger, start=start)
+    return RolloutAttempt(trainer_state="loaded", trainer=ledger, engine=ledger, start=start)
 
 
 _REQUEST = RolloutRequest(
     model="small",
     layers=None,
     strategy="fsdp2",
-    cut="size1",
+    sharding="size1",
     dtype="bf16",
     utilization=0.1,
     device="emulated",
@@ -110,19 +114,19 @@ _REQUEST = RolloutRequest(
 @pytest.mark.parametrize(("free", "suffices"), [(16, True), (8, False)])
 def test_a_share_smaller_than_the_weights_has_one_remedy_a_larger_share(free: int, suffices: bool) -> None:
     loaded = _attempt(share=0.1, weights=8 * _MIB, free=free * _MIB)
-    (remedy,) = remedies(_REQUEST, loaded)
+    (remedy,) = find_remedies(_REQUEST, loaded)
     assert (remedy.frees, remedy.suffices) == (0, suffices)
     assert remedy.setting.startswith("gpu_memory_utilization=0.34: ")
 
 
 def test_weights_larger_than_the_device_have_no_remedy_and_no_heading_for_one() -> None:
     loaded = _attempt(share=0.9, weights=32 * _MIB, free=16 * _MIB)
-    assert remedies(_REQUEST, loaded) == []
+    assert find_remedies(_REQUEST, loaded) == []
     assert "What would free" not in rollout_as_text(_REQUEST, [loaded])
 
 
 def test_a_share_that_is_not_free_is_remedied_by_what_frees_as_much_and_by_a_smaller_one() -> None:
-    *freeing, smaller = remedies(_REQUEST, _attempt(share=0.9, weights=8 * _MIB, free=16 * _MIB))
+    *freeing, smaller = find_remedies(_REQUEST, _attempt(share=0.9, weights=8 * _MIB, free=16 * _MIB))
     assert freeing
     assert all(remedy.frees > 0 for remedy in freeing)
     assert smaller.setting.startswith("gpu_memory_utilization=0.66: ")
@@ -134,7 +138,7 @@ def test_no_process_outlives_the_command(sharded: Run) -> None:
 
 def test_a_device_smaller_than_the_model_is_one_sentence() -> None:
     needs_emulation()
-    done = doctor("rollout", "--model", "small", "--device", "emulated", "--device-memory", "2MiB")
+    done = doctor("memory", "rollout", "--model", "small", "--device", "emulated", "--device-memory", "2MiB")
     assert done.code == 3
     (line,) = done.stderr.splitlines()
     assert "the trainer's worker cannot load the model" in line
@@ -151,7 +155,7 @@ def test_a_process_that_ends_before_it_says_what_it_holds_is_told() -> None:
         RunningProcess(context, "the engine", ends_at_once) as process,
         pytest.raises(CannotRun, match="exit code 7 before"),
     ):
-        process.said()
+        process.report()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_a_process_that_ends_before_it_says_what_it_holds_is_told() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(arguments: tuple[str, ...], code: int, words: str) -> None:
-    done = inside.doctor("rollout", "--model", "small", "--device", "emulated", *arguments)
+    done = inside.doctor("memory", "rollout", "--model", "small", "--device", "emulated", *arguments)
     assert done.code == code
     (line,) = done.stderr.splitlines()
     assert words in line

@@ -1,4 +1,4 @@
-"""``fsdp-doctor memory``: its options, made into a probe whose stages are watched."""
+"""``fsdp-doctor memory measure``: its options, made into a probe whose stages are watched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 if TYPE_CHECKING:
     from fsdp_doctor.report.formats import Format
 
-NAME = "memory"
+NAME = "measure"
 EXIT_CODES = (
     "Exit codes: 0 measured; 1 measured, and a case broke; 2 usage; 3 cannot run here, or no stage could be measured; "
     "4 the doctor's own fault; 130 interrupted."
