@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.bench import sharded_model
-from fsdp_doctor.bench.request import BenchOptions
 from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
@@ -72,23 +71,6 @@ class Model:
         return f"{self.name}/{training.batch}x{training.sequence}/{kept}"
 
 
-def bench_options(shape: str) -> BenchOptions:
-    return BenchOptions(
-        direction="out",
-        sources=(),
-        model=shape,
-        layers=_LAYERS[shape],
-        strategies=(),
-        offloads=(),
-        dtypes=("fp32",),
-        bucket_bytes=None,
-        paths=(),
-        repeat=1,
-        device="auto",
-        json_file=None,
-    )
-
-
 class ShapeTrainer(Trainer):
     """A trainer of a model of a real shape, with fp32 shards."""
 
@@ -97,7 +79,8 @@ class ShapeTrainer(Trainer):
     def _sharded_model(self, weights: models.Weights) -> nn.Module:
         policy = "policy" if self.scenario.policy else "none"
         mesh = self.runtime.mesh(self.scenario.sharding)
-        return sharded_model.build(bench_options(self.shape), self.scenario.strategy, policy, torch.float32, mesh)
+        whole = on_meta(self.shape, _LAYERS[self.shape], dtype=torch.float32)
+        return sharded_model.sharded(whole, self.scenario.changed(offload=policy), mesh)
 
     def resize(self, training: TrainingSize) -> None:
         """What the next steps are of."""

@@ -10,7 +10,10 @@ from support.inside import doctor
     ("options", "sentence"),
     [
         (("--model", "qwen9"), "--model qwen9: neither a built-in model"),
-        (("--offload", "some"), "--offload: unknown value 'some'; use one of none, param, policy, policy-unpinned"),
+        (("--offload", "some"), "--offload: unknown value 'some'; use one of none, param, policy"),
+        (("--staging", "staged"), "staged needs --offload param"),
+        (("--pinning", "unpinned"), "unpinned needs --offload policy"),
+        (("--direction", "in", "--offload", "param", "--staging", "staged"), "use it with --direction out"),
         (("--dtype", "int8"), "--dtype: unknown value 'int8'; use one of bf16, fp32, fp32:bf16"),
         (("--bucket-bytes", "0"), "--bucket-bytes 0: not a size"),
         (("--path", "telepathy"), "fsdp2 has no path 'telepathy' to measure"),

@@ -27,7 +27,7 @@ def test_what_an_offload_is_known_to_break_is_named_and_the_rest_is_measured(tmp
     file = tmp_path / "bench.json"
     done = forked_doctor(*_BENCH, "--offload", "none,param", "--path", "unshard", "--json", str(file), ranks=1)
     assert done.code == 0, done.stderr
-    assert "note: not measured: fsdp2 param unshard;" in done.stderr
+    assert "note: not measured: fsdp2/param/unstaged/unshard;" in done.stderr
     assert [row["offload"] for row in json.loads(file.read_text())["measured"]] == ["none"]
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as JSON."""
+"""The results of a benchmark, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_doctor import __version__
-from fsdp_doctor.bench.links import Links
-from fsdp_doctor.bench.measure import Timing
+from fsdp_doctor.bench.measure import Links, Timing
 from fsdp_doctor.machine.environment import EnvironmentFacts
+from fsdp_doctor.matrix.cases import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,11 @@ class Measured:
 
     timing: each time the slowest rank's; the peak that of the rank that took the most, None on the CPU. full_bytes: of
     all full tensors, each once. ratio: the least time in which the bounding link carries the bytes, over the seconds.
-    bucket_bytes: the size that it was given, None for the default. source: on the way in, where the full tensors are.
+    bucket_bytes: the size that it was given, None for the default. source: of a load, where the full tensors are.
     times_torch: how often it fits into the time of torch's broadcast from rank 0, from the same source.
     """
 
-    strategy: str
-    offload: str
+    scenario: Scenario
     dtypes: str
     path: str
     timing: Timing
@@ -51,10 +50,11 @@ class BenchResult:
 
 
 def as_json(result: BenchResult) -> str:
-    head = {"schema": "fsdp-doctor/bench", "schema_version": 1, "version": __version__}
+    head = {"schema": "fsdp-doctor/bench", "schema_version": 2, "version": __version__}
     body = dataclasses.asdict(result)
     for row in body["measured"]:
-        row |= row.pop("timing")
+        scenario = row.pop("scenario")
+        row |= row.pop("timing") | {name: scenario[name] for name in ("strategy", "offload", "staging", "pinning")}
     return json.dumps(head | body, indent=1) + "\n"
 
 
@@ -66,32 +66,34 @@ def as_text(result: BenchResult, width: int) -> str:
     for name, rate in dataclasses.asdict(result.links).items():
         if rate is not None:
             console.print(f"{name.replace('_', ' '):14} {rate / 1e9:8.1f} GB/s a rank")
-    is_in = any(one.source for one in result.measured)
+    is_load = any(row.source for row in result.measured)
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("model", *(["source"] if is_in else []), "path"):
+    for column in ("model", *(["source"] if is_load else []), "path"):
         table.add_column(column)
-    for column in ("first ms", "ms", "GB/s", "of ceiling", *(["x torch"] if is_in else []), "peak extra MiB"):
+    for column in ("first ms", "ms", "GB/s", "of ceiling", *(["x torch"] if is_load else []), "peak extra MiB"):
         table.add_column(column, justify="right")
-    for one in result.measured:
-        table.add_row(*_cells(one, is_in))
+    for row in result.measured:
+        table.add_row(*_cells(row, is_load))
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def _cells(one: Measured, is_in: bool) -> list[str]:
-    first = [f"{one.strategy} {one.offload} {one.dtypes}", *([one.source] if is_in else [])]
-    timing = one.timing
+def _cells(row: Measured, is_load: bool) -> list[str]:
+    scenario, timing = row.scenario, row.timing
+    words = [scenario.strategy, scenario.offload, *(["staged"] if scenario.staging == "staged" else [])]
+    words += ["unpinned"] if scenario.pinning == "unpinned" else []
+    first = [" ".join([*words, row.dtypes]), *([row.source] if is_load else [])]
     if timing.error:
-        return [*first, f"{one.path}: {timing.error[:60]}"]
-    bucket = "" if one.bucket_bytes is None else f" {one.bucket_bytes / 2**20:g} MiB"
+        return [*first, f"{row.path}: {timing.error[:60]}"]
+    bucket = "" if row.bucket_bytes is None else f" {row.bucket_bytes / 2**20:g} MiB"
     return [
         *first,
-        one.path + bucket,
+        row.path + bucket,
         f"{timing.first_seconds * 1e3:.1f}",
         f"{timing.seconds * 1e3:.1f}",
-        f"{one.full_bytes / timing.seconds / 1e9:.1f}",
-        "" if one.ratio is None else f"{one.ratio:.2f}",
-        *(["" if one.times_torch is None else f"{one.times_torch:.1f}"] if is_in else []),
+        f"{row.full_bytes / timing.seconds / 1e9:.1f}",
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        *(["" if row.times_torch is None else f"{row.times_torch:.1f}"] if is_load else []),
         "" if timing.peak_extra_bytes is None else f"{timing.peak_extra_bytes / 2**20:.0f}",
     ]
