@@ -94,8 +94,8 @@ def test_the_environment_is_that_of_the_report_and_of_a_log_it_is_said_whose_it_
 
 def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken("no answer from 10.0.0.5:29500 here")))
-    assert "IP_1" in files["issue.md"]
-    assert "IP_1" not in files["repro.py"]
+    assert "IPV4_ADDRESS_1" in files["issue.md"]
+    assert "IPV4_ADDRESS_1" not in files["repro.py"]
     assert r"no answer from \S+:\d+ here" in files["repro.py"] or r"no answer from \S+:29500 here" in files["repro.py"]
 
 

@@ -1,8 +1,9 @@
-"""What is private in free text, as data: patterns whose group ``x`` is replaced, and patterns that show names.
+"""Patterns of private text: a group ``x`` that is replaced, and patterns that show the names of hosts and users.
 
-What only looks private must stay readable: versions of four parts, shapes, ids of cases, paths of packages, hashes of
-commits, names of parameters. So a secret is known by its form or by the name that it stands after, never by
-being long and random alone.
+A secret is known by its form, which its service publishes, or by the name or command before it, never by being long and
+random alone: versions of four parts, shapes, ids of cases, hashes of commits and names of parameters stay readable.
+Forms and names are those of gitleaks (config/gitleaks.toml, MIT license) as far as it has the service; lengths are
+at least, not exactly, what it has.
 """
 
 from __future__ import annotations
@@ -10,19 +11,64 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fsdp_doctor.bundle.private_kinds import PrivateKind
-from fsdp_doctor.bundle.secret_forms import SECRET_FORMS
+# Whole secrets, by kind; each begins where a word does.
+SECRET_FORMS: dict[str, str] = {
+    "Hugging Face token": r"hf_(?:(?=[A-Za-z0-9]*[A-Z0-9])[A-Za-z0-9]{16,}|[a-z]{28,})|api_org_[A-Za-z0-9]{28,}",
+    "GitHub token": r"gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}",
+    "GitLab token": r"gl(?:pat|rt|dt|ptt|cbt|oas|agent|soat)-[\w-]{16,}",
+    "Atlassian token": r"ATATT3[\w=-]{20,}|ATBB[A-Za-z0-9]{20,}|ATCTT3[\w=-]{20,}",
+    "Anthropic key": r"sk-ant-[\w-]{12,}",
+    "OpenAI key": r"sk-(?:(?=[\w-]*\d)[\w-]{16,}|[A-Za-z]{24,})",
+    "model provider's key": (
+        r"gsk_[A-Za-z0-9]{30,}|r8_[A-Za-z0-9]{30,}|(?:xai|pplx|csk|tgp_v1)[-_](?=[\w-]*\d)[A-Za-z0-9_-]{24,}"
+        r"|fw_(?=[A-Za-z]*\d)[A-Za-z0-9]{20,}|pcsk_\w{30,}|rpa_[A-Z0-9]{30,}"
+    ),
+    "NVIDIA key": r"nvapi-[\w-]{20,}",
+    "Weights & Biases key": r"wandb_v\d_\w{20,}",
+    "LangSmith key": r"lsv2_(?:pt|sk)_\w{20,}",
+    "AWS key": r"A(?:KIA|SIA|IDA|ROA|GPA|BIA|CCA)[A-Z0-9]{12,}",
+    "Google key": r"AIza[\w-]{30,}|ya29\.[\w-]{16,}|GOCSPX-[\w-]{20,}|1//0[\w-]{24,}",
+    "DigitalOcean token": r"do[oprt]_v1_[0-9a-f]{32,}",
+    "Databricks token": r"dapi[0-9a-f]{28,}(?:-\d)?",
+    "Vault token": r"hv[sbr]\.[\w-]{20,}",
+    "Tailscale key": r"tskey-[a-z]+-[\w-]{12,}",
+    "Slack token": r"xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{16,}",
+    "Telegram token": r"\d{8,10}:AA[\w-]{30,}",
+    "Notion token": r"ntn_[A-Za-z0-9]{30,}|secret_(?=[A-Za-z]*\d)[A-Za-z0-9]{40,}",
+    "Linear key": r"lin_(?:api|oauth)_[A-Za-z0-9]{30,}",
+    "npm token": r"npm_[A-Za-z0-9]{30,}",
+    "PyPI token": r"pypi-[\w-]{30,}",
+    "Docker token": r"dckr_(?:pat|oat)_[\w-]{16,}",
+    "payment service's key": r"(?:sk|rk|pk)_(?:live|test)_\w{16,}|whsec_[\w+/=]{24,}|sq0(?:csp|atp|idp)-[\w-]{16,}",
+    "Shopify token": r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{28,}",
+    "mail or phone service's key": (
+        r"SG\.[\w-]{16,}\.[\w-]{16,}|key-[0-9a-f]{32}|xkeysib-[\w-]{30,}|re_[A-Za-z0-9]{8}_\w{20,}|(?:AC|SK)[0-9a-f]{32}"
+    ),
+    "monitoring token": (
+        r"glsa_\w{30,}|glc_[\w+/=]{30,}|NRAK-[A-Z0-9]{20,}|sntry[su]_[\w+/=-]{30,}|dp\.(?:pt|st|ct)\.[\w.-]{30,}"
+    ),
+    "JSON web token": r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",
+    "private key": r"AGE-SECRET-KEY-\w+",
+    "1Password key": r"A3-[A-Z0-9]{6}-[A-Z0-9]{5,11}(?:-[A-Z0-9]{5}){3,4}|ops_eyJ[\w+/=-]{40,}",
+    "Alibaba key": r"LTAI[A-Za-z0-9]{16,}",
+    "Azure client secret": r"[\w~.]{3}\dQ~[\w~.-]{31,34}",
+    "artifact registry's token": r"AKCp[A-Za-z0-9]{60,}|cmVmd[A-Za-z0-9]{50,}|rubygems_[0-9a-f]{40,}",
+    "infrastructure token": (
+        r"[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{50,}|pul-[0-9a-f]{40}|pnu_[A-Za-z0-9]{36}|HRKU-[\w-]{30,}|fo1_[\w-]{40,}"
+        r"|dt0c01\.[A-Za-z0-9]{24}\.[A-Za-z0-9]{60,}|PMAK-[0-9a-f]{24}-[0-9a-f]{30,}|pscale_(?:tkn|oauth|pw)_[\w=.-]{30,}"
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Text of one kind; ``x`` is the group of ``pattern`` that is replaced."""
+    """Private text of one kind; ``x`` is the group of ``pattern`` that is replaced."""
 
-    kind: PrivateKind
+    kind: str
     pattern: re.Pattern[str]
 
 
-def _rule(kind: PrivateKind, pattern: str, flags: re.RegexFlag = re.NOFLAG) -> Rule:
+def _rule(kind: str, pattern: str, flags: re.RegexFlag = re.NOFLAG) -> Rule:
     return Rule(kind, re.compile(pattern, flags))
 
 
@@ -30,11 +76,15 @@ _ANY_CASE = re.IGNORECASE
 # Where a word begins, also after a line's end that was written as two characters.
 BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))"
 _QUOTE = r"\\{0,2}[\"']?"
-_IS = rf"{_QUOTE}\s{{0,3}}(?:=>|[:=])\s{{0,3}}{_QUOTE}"
-_VALUE = r"(?P<x>[^\s'\"\\,;&}\])]{3,})"
-# After a flag.
-_WORD = r"(?P<x>[^\s'\"-][^\s'\"]{2,})"
-# The end of a name whose value is a secret; what stands before it in the name makes no difference.
+_EQUALS = rf"{_QUOTE}\s{{0,3}}(?:=>|[:=])\s{{0,3}}"
+_IS = rf"{_EQUALS}{_QUOTE}"
+# Up to the quotation mark that closes it, blanks included; without one that does, a word.
+_QUOTED = r"(?(q)(?:(?!(?P=q))[^\n]){3,400}(?=(?P=q))|(?!))"
+_WORD = r"[^\s'\"\\,;&}\])]{3,}"
+_VALUE = rf"(?P<q>\\{{0,2}}[\"'])?(?P<x>{_QUOTED}|{_WORD})"
+# Of an option on a command line.
+_ARGUMENT = rf"(?P<q>[\"'])?(?P<x>{_QUOTED}|[^\s'\"-][^\s'\"]{{2,}})"
+# Ends of names whose value is a secret, whatever stands before them in the name.
 _PASSWORD_NAME = r"(?:(?:passw(?:or)?d|passphrase)s?(?:[_-]\w{1,20})?|_pwd)"
 _SECRET_NAME = (
     r"(?:(?:secret|credential|(?:api|access|account|private|signing|auth|encryption|license|webhook)[_-]?key)s?"
@@ -70,7 +120,7 @@ RULES: tuple[Rule, ...] = (
     _rule("webhook", r"discord(?:app)?\.com/api/webhooks/(?P<x>[\w/-]+)"),
     _rule("webhook", r"webhook\.office\.com/(?P<x>[^\s'\"]+)"),
     _rule("webhook", r"/(?:bot/v2/hook|robot/send\?access_token=|webhook/send\?key=)/?(?P<x>[\w-]+)"),
-    _rule("Azure key", rf"\b(?:AccountKey|SharedAccessKey){_IS}{_VALUE}"),
+    _rule("Azure key", rf"\b(?:AccountKey|SharedAccessKey){_EQUALS}{_VALUE}"),
     _rule(
         "secret in a URL",
         r"(?:[?&]|SharedAccessSignature=)[\w.-]*(?:token|key|secret|sig(?:nature)?|password|credential)[\w-]*=(?P<x>[^\s&#'\"<>]+)",
@@ -78,7 +128,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "authorization header",
-        rf"\b(?:proxy-)?authorization{_IS}(?:(?:bearer|basic|token|digest|negotiate)\s+)?{_VALUE}",
+        rf"\b(?:proxy-)?authorization{_IS}(?:(?:bearer|basic|token|digest|negotiate)\s+)?(?P<x>{_WORD})",
         _ANY_CASE,
     ),
     _rule("authorization header", r"\b(?:bearer|basic)\s+(?P<x>(?=[^\s'\"]*\d)[\w.~+/=-]{12,})", _ANY_CASE),
@@ -91,20 +141,32 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "named key or secret", rf"\busername{_IS}[\w.-]{{1,40}}{_QUOTE},\s{{0,3}}{_QUOTE}key{_IS}(?P<x>{_HEX}{{32}})"
     ),
+    _rule(
+        "password",
+        r"\b(?:docker|podman|nerdctl|skopeo|crane|helm|oras)\b[^\n]{0,200}?\blogin\b[^\n]{0,200}?\s(?:-p|--password)[=\s]\s*"
+        + _ARGUMENT,
+    ),
+    # A key that a user was asked for: on the line that asks, or on one of the next two.
+    _rule(
+        "Weights & Biases key",
+        r"(?:\bapi[ _-]?key|\blog(?:ged)?[ -]?in|wandb\.ai/authorize)\b[^\n]{0,200}(?:\n[^\n]{0,200}){0,2}?"
+        rf"(?<![A-Za-z0-9])(?<!commit )(?<!commit: )(?<!HEAD )(?<!sha1:)(?P<x>{_HEX}{{40}})(?![A-Za-z0-9])",
+        _ANY_CASE,
+    ),
     _rule("Weights & Biases key", r"\bwandb\s+login\s+(?:--\S+\s+)*(?P<x>[\w-]{16,})"),
-    _rule("Weights & Biases key", rf"\bWANDB_API_KEY{_IS}{_VALUE}"),
-    _rule("AWS key", rf"\baws_?(?:secret_?access_?key|session_?token){_IS}{_VALUE}", _ANY_CASE),
-    _rule("Azure key", rf"\bAZURE_\w{{0,40}}?(?:KEY|SECRET|TOKEN){_IS}{_VALUE}"),
-    _rule("password", rf"{_PASSWORD_NAME}{_IS}{_VALUE}", _ANY_CASE),
-    _rule("password", rf"--[\w-]{{0,40}}?{_PASSWORD_NAME}\s+['\"]?{_WORD}", _ANY_CASE),
+    _rule("Weights & Biases key", rf"\bWANDB_API_KEY{_EQUALS}{_VALUE}"),
+    _rule("AWS key", rf"\baws_?(?:secret_?access_?key|session_?token){_EQUALS}{_VALUE}", _ANY_CASE),
+    _rule("Azure key", rf"\bAZURE_\w{{0,40}}?(?:KEY|SECRET|TOKEN){_EQUALS}{_VALUE}"),
+    _rule("password", rf"{_PASSWORD_NAME}{_EQUALS}{_VALUE}", _ANY_CASE),
+    _rule("password", rf"--[\w-]{{0,40}}?{_PASSWORD_NAME}\s+{_ARGUMENT}", _ANY_CASE),
     _rule("named token", rf"(?<![\w.])token{_IS}(?P<x>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])[\w.-]{{16,}})", _ANY_CASE),
     _rule("named token", r"--(?:hf[_-])?token[=\s]\s*['\"]?(?P<x>[^\s'\"-][^\s'\"]{5,})", _ANY_CASE),
-    _rule("named token", rf"{_TOKEN_NAME}{_IS}{_VALUE}", _ANY_CASE),
-    _rule("named token", rf"--[\w-]{{0,40}}?{_TOKEN_NAME}\s+['\"]?{_WORD}", _ANY_CASE),
+    _rule("named token", rf"{_TOKEN_NAME}{_EQUALS}{_VALUE}", _ANY_CASE),
+    _rule("named token", rf"--[\w-]{{0,40}}?{_TOKEN_NAME}\s+{_ARGUMENT}", _ANY_CASE),
     # Of a tokenizer, too, there are such names, but no such values.
     _rule("named token", rf"\b[A-Z][A-Z0-9_]{{0,40}}_TOKEN{_IS}(?P<x>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])[\w.-]{{8,}})"),
-    _rule("named key or secret", rf"{_SECRET_NAME}{_IS}{_VALUE}", _ANY_CASE),
-    _rule("named key or secret", rf"--[\w-]{{0,40}}?{_SECRET_NAME}\s+['\"]?{_WORD}", _ANY_CASE),
+    _rule("named key or secret", rf"{_SECRET_NAME}{_EQUALS}{_VALUE}", _ANY_CASE),
+    _rule("named key or secret", rf"--[\w-]{{0,40}}?{_SECRET_NAME}\s+{_ARGUMENT}", _ANY_CASE),
     _rule(
         "e-mail address", r"(?<![\w.+-])(?P<x>(?!git@)[\w.+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24})(?![\w@])"
     ),
@@ -133,6 +195,20 @@ RULES: tuple[Rule, ...] = (
     _rule("user name", r"\bwandb\.ai/(?P<x>[\w-]+)(?=/)"),
     _rule("user name", r"\bSLURM_JOB_ACCOUNT=(?P<x>[\w.-]+)"),
 )
+
+# Kinds that are no secrets: a name is private wherever it stands, and no name of a variable shows it.
+PERSONAL: frozenset[str] = frozenset(
+    {
+        *("e-mail address", "bucket", "cloud account", "IPv4 address", "IPv6 address", "MAC address", "device id"),
+        *("serial number", "home directory", "network path", "host", "user name"),
+    }
+)
+# By kind; a number follows it, the same for the same text in all files of a bundle.
+PLACEHOLDER: dict[str, str] = {
+    kind: re.sub(r"[^A-Z0-9]+", "_", kind.replace("'s", "").upper())
+    for kind in (*dict.fromkeys(rule.kind for rule in RULES), "IPv4 address", "IPv6 address", "host")
+}
+IS_PLACEHOLDER = re.compile(rf"(?:{'|'.join(PLACEHOLDER.values())})_\d+")
 
 _HOST = r"(?P<x>[A-Za-z][\w-]{0,62}(?:\.[\w-]{1,63}){0,8}|\d{1,6}(?:-\d{1,6}){0,6}-[A-Za-z][\w.-]{0,99})"
 _NUMBERED_HOST = r"(?P<x>(?=[\w.-]{0,99}[\d-])[A-Za-z][\w-]{1,62}(?:\.[\w-]{1,63}){0,8})"
@@ -173,7 +249,9 @@ _NAME = r"(?P<x>[A-Za-z][\w.-]{1,31})"
 # Where a user is named; the name is then replaced wherever it stands.
 USERS: tuple[re.Pattern[str], ...] = (
     re.compile(rf"\b(?:\w+_)?(?:USER|USERNAME|LOGNAME|USERID){_IS}{_NAME}"),
-    re.compile(rf"\b(?:user_?name|login_?name|entity){_IS}{_NAME}"),
+    re.compile(rf"\b(?:user_?name|login_?name|(?:\w{{1,20}}_)?entity){_IS}{_NAME}", _ANY_CASE),
+    re.compile(rf"--(?:[\w-]{{1,20}}-)?entity[=\s]\s*{_NAME}"),
+    re.compile(rf"\b[Ll]ogged in as:? \S{{1,40}} \({_NAME}\)"),
     re.compile(rf"(?:/home|/homes|/Users|/users|/scratch|/fsx|:\\{{1,2}}Users\\{{1,2}})[/\\]?{_NAME}"),
     re.compile(rf"(?<![\w./])~{_NAME}(?=/)"),
     re.compile(rf"\b{_NAME}@(?!v\d)[A-Za-z]{{2,20}}-?\d{{1,5}}(?![\w.-])"),
@@ -198,7 +276,7 @@ NOBODY = re.compile(
     r"|checkpoints|rank|master|host|localhost|cuda|gpu|cpu|nccl|gloo|self|with|the|and|for|from|name",
     re.IGNORECASE,
 )
-# The value of a name is no secret where it is one of these, or code.
+# Values that are no secrets: words, references to variables, and code.
 NOT_SECRET = re.compile(
     r"(?:true|false|none|null|nil|str|\d{1,6}|<.*|\*+|x{3,}|\.{2,}.*|\$.*|%.*|your.*|required|optional|set|unset|missing"
     r"|(?:os|self|args|cfg|config|kwargs|settings|options|params|env)[.\[].*|[a-z_]+\(.*|\[redacted.*)",
