@@ -20,8 +20,8 @@ from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
 from fsdp_doctor.ledgers.stage_ledger import MemoryClass, StageLedger
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
-from fsdp_doctor.plan.prediction import Predictor
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.plan.stages import Predictor
 
 EXACT: tuple[MemoryClass, ...] = ("parameters", "gradients", "optimizer state", "gathered outputs")
 _PARTS = ("held", "the peak", "on the host")

@@ -1,4 +1,4 @@
-"""``fsdp-doctor memory plan``: what a training job will hold, before it runs."""
+"""``fsdp-doctor memory plan``: predicts the memory of a training job before it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_CODES = (
     "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
     "4 the doctor's own fault."
 )
-# What a number without a unit comes to, where it is meant in GiB.
+# Fewer bytes are a number without a unit, meant in GiB.
 _NO_MEMORY = 1 << 20
 
 
@@ -95,7 +95,7 @@ def run(
     ] = None,
     svg: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="Write a picture of the stages.")] = None,
 ) -> None:
-    """Predict what a training job will hold on each device and host, without a GPU and without weights.
+    """Predict the memory of a training job on each device and host, without a GPU and without weights.
 
     Prints each stage of each model, what shares a device at once, and where it does not fit, each setting that
     alone makes it fit.
@@ -110,15 +110,14 @@ def run(
     planned = planned_job(config, options)
     starting.check_versions()
     from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
-    from fsdp_doctor.plan.advice import advice
-    from fsdp_doctor.plan.outlook import Planner
+    from fsdp_doctor.plan.job_plan import Planner, advise
     from fsdp_doctor.plan.plan_text import plan_as_json, plan_as_text
 
     planner = Planner()
-    outlook = planner.outlook(planned)
-    sys.stdout.write(plan_as_text(outlook, advice(outlook, planner.outlook)))
+    plan = planner.plan(planned)
+    sys.stdout.write(plan_as_text(plan, advise(plan, planner.plan)))
     if json_file is not None:
-        files.write(json_file, plan_as_json(outlook))
+        files.write(json_file, plan_as_json(plan))
     if svg is not None:
-        files.write(svg, ledgers_svg(ledger for role in outlook.roles for ledger in role.first))
-    raise SystemExit(EXIT_OK if outlook.fits else EXIT_BAD_VERDICT)
+        files.write(svg, ledgers_svg(ledger for role in plan.roles for ledger in role.first))
+    raise SystemExit(EXIT_OK if plan.fits else EXIT_BAD_VERDICT)

@@ -10,9 +10,8 @@ import pytest
 from support.inside import doctor
 
 from fsdp_doctor.plan.activations import Batch, Segment, trace
-from fsdp_doctor.plan.meta_model import on_meta
-from fsdp_doctor.plan.model_shape import shape_of
-from fsdp_doctor.plan.role_setup import ModelHead
+from fsdp_doctor.plan.job_setup import ModelHead
+from fsdp_doctor.plan.meta_model import on_meta, shape_of
 
 _VERL = ("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.use_kl_loss=true")
 _SIZES = {
