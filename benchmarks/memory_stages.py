@@ -31,8 +31,7 @@ from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.extract import full_tensors
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json, ledgers_to_json
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import LedgerFile, StageLedger, ledgers_from_json, ledgers_to_json
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import place

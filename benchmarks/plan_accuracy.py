@@ -16,8 +16,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import MemoryClass, StageLedger
+from fsdp_doctor.ledgers.ledger import LedgerFile, MemoryClass, StageLedger, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
 from fsdp_doctor.plan.job_setup import RoleSetup

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.matrix.axes import Offload
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.plan.job_setup import RoleSetup

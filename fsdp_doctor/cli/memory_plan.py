@@ -109,7 +109,7 @@ def run(
 
     planned = planned_job(config, options)
     starting.check_versions()
-    from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
+    from fsdp_doctor.ledgers.ledger_views import ledgers_svg
     from fsdp_doctor.plan.job_plan import Planner, advise
     from fsdp_doctor.plan.plan_text import plan_as_json, plan_as_text
 

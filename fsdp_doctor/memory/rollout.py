@@ -25,13 +25,20 @@ import torch
 from torch import nn
 
 from fsdp_doctor.errors import CannotRun, first_line
-from fsdp_doctor.ledgers.jobs import unit_for
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
-from fsdp_doctor.ledgers.stage_ledger import CLASSES, Bytes, DeviceLedger, HostLedger, MemoryClass, StageLedger
+from fsdp_doctor.ledgers.ledger import (
+    CLASSES,
+    Bytes,
+    DeviceLedger,
+    HostLedger,
+    LedgerFile,
+    MemoryClass,
+    StageLedger,
+    ledgers_to_json,
+)
+from fsdp_doctor.ledgers.ledger_views import unit_for
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.memory.census import held_on, owned_tensors
-from fsdp_doctor.memory.counters import DeviceCounters, check_counted
+from fsdp_doctor.memory.snapshot import DeviceCounters, check_counted, held_on, owned_tensors
 
 # Whether the trainer's worker has loaded the FSDP model, or only has its context.
 TrainerState: TypeAlias = Literal["loaded", "not loaded"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.ledgers.allocators import rounded
+from fsdp_doctor.ledgers.ledger import rounded
 from fsdp_doctor.plan.meta_model import checkpoint_layers, followed_layers, fused_attention
 
 # Most operators in one layer's forward, and for each token. Of the models that were tried, the largest constant is 260;

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.matrix.axes import Offload
 from fsdp_doctor.plan.job_setup import (
     ASLEEP_BYTES,

@@ -6,8 +6,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
-from fsdp_doctor.ledgers.ledger_table import render_ledgers
+from fsdp_doctor.ledgers.ledger import LedgerFile, ledgers_to_json
+from fsdp_doctor.ledgers.ledger_views import render_ledgers
 from fsdp_doctor.plan.job_plan import PROCESS_BYTES, Advice, HostMoment, JobPlan, RolePlan
 from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, BF16, CONTEXT_BYTES, NCCL_BYTES, EngineSetup, RoleSetup
 from fsdp_doctor.report.layout import counted

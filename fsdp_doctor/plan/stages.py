@@ -9,8 +9,15 @@ from fsdp_doctor.errors import CannotRun, UsageError, first_line
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
 from fsdp_doctor.extract.plan import SMALL_BYTES
-from fsdp_doctor.ledgers.allocators import power_of_two, rounded, rounded_sum
-from fsdp_doctor.ledgers.stage_ledger import HostLedger, JobStage, MemoryClass, StageLedger
+from fsdp_doctor.ledgers.ledger import (
+    HostLedger,
+    JobStage,
+    MemoryClass,
+    StageLedger,
+    power_of_two,
+    rounded,
+    rounded_sum,
+)
 from fsdp_doctor.plan.activations import Batch, LoopOverTokens, Segment, trace
 from fsdp_doctor.plan.job_setup import ModelHead, RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, learned_positions, on_meta, shape_of, without_warnings

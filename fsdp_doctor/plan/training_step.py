@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fsdp_doctor.ledgers.allocators import rounded, rounded_sum
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, MemoryClass
+from fsdp_doctor.ledgers.ledger import Bytes, DeviceLedger, MemoryClass, rounded, rounded_sum
 from fsdp_doctor.matrix.axes import Strategy
 from fsdp_doctor.plan.activations import Moment, Pass, Segment, SegmentPlace
 from fsdp_doctor.plan.job_setup import RoleSetup

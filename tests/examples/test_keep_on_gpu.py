@@ -9,8 +9,7 @@ from program import Run, forked_doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
 
-from fsdp_doctor.ledgers.ledger_file import ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger
+from fsdp_doctor.ledgers.ledger import DeviceLedger, ledgers_from_json
 
 DIRECTORY = ROOT / "examples" / "verl-4726"
 KEPT, GIVEN_BACK = "keep_on_gpu:kept", "keep_on_gpu:given_back"

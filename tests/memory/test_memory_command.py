@@ -14,8 +14,7 @@ import torch
 from program import Run, forked_doctor, probe
 from support.emulation import needs_emulation
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, JobStage, StageLedger, total
+from fsdp_doctor.ledgers.ledger import DeviceLedger, JobStage, LedgerFile, StageLedger, ledgers_from_json, total
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.report.schema import schema
@@ -149,9 +148,8 @@ def test_the_picture_and_the_table_have_every_stage_and_the_limit(done: Run, dir
 
 
 def test_a_limit_that_is_near_is_a_line_and_a_number() -> None:
-    from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
-    from fsdp_doctor.ledgers.ledger_table import render_ledgers
-    from fsdp_doctor.ledgers.stage_ledger import HostLedger
+    from fsdp_doctor.ledgers.ledger import HostLedger
+    from fsdp_doctor.ledgers.ledger_views import ledgers_svg, render_ledgers
 
     device = DeviceLedger(
         held={}, at_peak={"parameters": 900}, allocated=0, peak=900, reserved=900, peak_reserved=900, capacity=1000

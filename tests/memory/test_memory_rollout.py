@@ -13,8 +13,15 @@ from support import inside
 from support.emulation import needs_emulation
 
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import Bytes, DeviceLedger, HostLedger, StageLedger, total
+from fsdp_doctor.ledgers.ledger import (
+    Bytes,
+    DeviceLedger,
+    HostLedger,
+    LedgerFile,
+    StageLedger,
+    ledgers_from_json,
+    total,
+)
 from fsdp_doctor.memory.rollout import (
     EngineStart,
     RolloutAttempt,

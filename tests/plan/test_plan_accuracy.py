@@ -14,7 +14,7 @@ from program import forked_doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
+from fsdp_doctor.ledgers.ledger import LedgerFile, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS
 
 # As small as it can be with parameters, gathers and activations each a good part of it; its vocabulary is uneven.

@@ -10,7 +10,7 @@ import pytest
 from support.inside import Done, doctor
 from support.places import TESTS
 
-from fsdp_doctor.ledgers.ledger_file import ledgers_from_json
+from fsdp_doctor.ledgers.ledger import ledgers_from_json
 
 _CONFIGS = TESTS / "check" / "configs"
 _VERL = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_doctor.ledgers.allocators import power_of_two, rounded
+from fsdp_doctor.ledgers.ledger import power_of_two, rounded
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 from fsdp_doctor.plan.training_step import Timeline, shard_units
 

@@ -6,8 +6,7 @@ import functools
 
 import pytest
 
-from fsdp_doctor.ledgers.allocators import rounded
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger
+from fsdp_doctor.ledgers.ledger import DeviceLedger, rounded
 from fsdp_doctor.matrix.cases import scenario_of
 from fsdp_doctor.plan.job_setup import BF16, Dtypes, RoleSetup
 from fsdp_doctor.plan.stages import Predictor

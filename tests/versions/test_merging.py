@@ -19,9 +19,15 @@ from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report, report_to_dict
 from fsdp_doctor.report.journal import read_report, write_report
-from fsdp_doctor.versions import merged_schema
-from fsdp_doctor.versions.merged import MergedReport, Statement
-from fsdp_doctor.versions.merged_file import merged_to_dict, read_merged, write_merged
+from fsdp_doctor.versions.merged import (
+    MERGED_SCHEMA_FILE,
+    MergedReport,
+    Statement,
+    merged_schema_text,
+    merged_to_dict,
+    read_merged,
+    write_merged,
+)
 from fsdp_doctor.versions.merged_text import incomplete_lines, merged_summary
 from fsdp_doctor.versions.merging import merge, names_beside
 
@@ -169,8 +175,8 @@ def test_it_is_written_and_read_back(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_it_keeps_to_its_schema_which_is_what_the_types_say() -> None:
-    schema = json.loads(merged_schema.MERGED_SCHEMA_FILE.read_text())
-    assert merged_schema.MERGED_SCHEMA_FILE.read_text() == merged_schema.merged_schema_text()
+    schema = json.loads(MERGED_SCHEMA_FILE.read_text())
+    assert MERGED_SCHEMA_FILE.read_text() == merged_schema_text()
     committed = read_report(ROOT / "examples" / "reports" / "4xh200-hsdp.json")
     committed = dataclasses.replace(committed, results=committed.results[::20])
     data = json.loads(json.dumps(merged_to_dict(_merged(committed, _of("2.10.0", "crash"), _of("2.11.0", "ok")))))

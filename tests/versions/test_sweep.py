@@ -21,8 +21,7 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import sweeping
-from fsdp_doctor.versions.installing import exact_versions, reason_of
-from fsdp_doctor.versions.sweeping import Program, Sweep
+from fsdp_doctor.versions.sweeping import Program, Sweep, exact_versions, reason_of
 
 _CASE = "fsdp2/none/unstaged/summon_full_params"
 _OPTIONS = ("--", "--device", "cpu", "--case", _CASE, "--expect", "known")

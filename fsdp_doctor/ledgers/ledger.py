@@ -1,9 +1,15 @@
-"""The classes of memory, the stages of a job, and what one rank holds at one of them."""
+"""The memory of one rank at one stage of a job, by class: the records, their JSON, and the allocators' rounding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from fsdp_doctor import __version__
+from fsdp_doctor.errors import UsageError
 
 MemoryClass: TypeAlias = Literal[
     "parameters",  # the shards, or what an unsharded model has
@@ -14,7 +20,7 @@ MemoryClass: TypeAlias = Literal[
     "gathered outputs",  # what an extraction yields
     "activations",  # what a forward keeps for the backward, and what both compute with, cuBLAS's workspaces too
     "communication buffers",  # what all-gathers and reduce-scatters read and write, and an extraction works in
-    "unexplained",  # counted by the allocator, and nobody's that could be named
+    "unexplained",  # counted by the allocator, of no known class
 ]
 JobStage: TypeAlias = Literal[
     "built",  # sharded, with an optimizer that has no state
@@ -87,7 +93,7 @@ class StageLedger:
 
     @property
     def name(self) -> str:
-        """The stage, and by which path where something is extracted."""
+        """The stage, with the path of an extraction."""
         return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
 
 
@@ -96,9 +102,75 @@ def total(held: Bytes) -> int:
 
 
 def with_unexplained(held: Bytes, counted: int) -> Bytes:
-    """With what nobody could be named for, so that it adds up to what the allocator counts.
+    """Adds the class "unexplained", so that the classes add up to the allocator's count.
 
-    It is more where tensors are made past the allocator.
+    They add up to more where tensors are made without the allocator.
     """
     rest = counted - total(held)
     return {**held, "unexplained": rest} if rest > 0 else held
+
+
+# The caching allocator gives tensors multiples of it; so does the emulated device's.
+_BLOCK = 512
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that CUDA's caching allocator takes on the device for a tensor."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def rounded_sum(sizes: Iterable[int]) -> int:
+    """Bytes that CUDA's caching allocator takes on the device for tensors of these sizes."""
+    return sum(map(rounded, sizes))
+
+
+def power_of_two(nbytes: int) -> int:
+    """Bytes of pinned memory that CUDA's allocator takes for a tensor."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+SCHEMA = "fsdp-doctor/ledgers"
+SCHEMA_VERSION = 1
+Origin: TypeAlias = Literal["measured", "predicted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerFile:
+    """The ledgers of one run or one plan.
+
+    command: that made them. device: number of ranks and kind: ``2 x NVIDIA H200``. packages: versions by package.
+    notes: sentences that a reader must know. estimates: by job, bytes of other estimators by their names.
+    """
+
+    origin: Origin
+    command: str
+    device: str
+    ledgers: tuple[StageLedger, ...]
+    packages: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    estimates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def ledgers_to_json(file: LedgerFile) -> str:
+    head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "version": __version__}
+    return json.dumps(head | dataclasses.asdict(file), indent=1) + "\n"
+
+
+def ledgers_from_json(text: str) -> LedgerFile:
+    """Reads a file of ledgers. Raises UsageError for any other text."""
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if (data.pop("schema"), data.pop("schema_version")) != (SCHEMA, SCHEMA_VERSION):
+            raise KeyError("schema")
+        data.pop("version")
+        notes, ledgers = tuple(data.pop("notes")), tuple(map(ledger_from_dict, data.pop("ledgers")))
+        return LedgerFile(**data, notes=notes, ledgers=ledgers)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
+
+
+def ledger_from_dict(data: Mapping[str, Any]) -> StageLedger:
+    """Reads a ledger from the output of ``dataclasses.asdict``. Raises KeyError or TypeError for anything else."""
+    device = data["device"]
+    fields = {**data, "host": HostLedger(**data["host"]), "device": DeviceLedger(**device) if device else None}
+    return StageLedger(**fields)
