@@ -105,7 +105,7 @@ def test_an_issue_never_has_more_characters_than_github_takes(tmp_path: pathlib.
     line = word * (3_000 // len(word))
     log.write_text(
         "\n".join(
-            ["Traceback (most recent call last):", *[f'  File "a.py", line 1, in {line}'] * 900, f"ValueError: {line}"]
+            ["Traceback (most recent call last):", *[f'  File "a.py", line 1, in {line}'] * 120, f"ValueError: {line}"]
         )
     )
     _, files = _bundle(tmp_path, "--log", str(log), "--report", _report(tmp_path, _broken(line), notes=(line,)))

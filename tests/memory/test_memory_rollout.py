@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import pytest
+import torch
 from program import Run, doctor
 from support import inside
 from support.emulation import needs_emulation
@@ -22,6 +25,7 @@ from fsdp_doctor.ledgers.ledger import (
     ledgers_from_json,
     total,
 )
+from fsdp_doctor.memory import rollout
 from fsdp_doctor.memory.rollout import (
     EngineStart,
     RolloutAttempt,
@@ -143,13 +147,36 @@ def test_no_process_outlives_the_command(sharded: Run) -> None:
     assert sharded.left == []
 
 
-def test_a_device_smaller_than_the_model_is_one_sentence() -> None:
+def _has_no_room(*_: object) -> NoReturn:
+    raise torch.OutOfMemoryError("emulated out of memory\nand more")
+
+
+def test_a_worker_that_has_no_room_for_the_model_sends_the_first_line_of_the_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(rollout, "_share_devices", lambda *_: None)
+    ours, theirs = multiprocessing.Pipe()
+    rollout._run_trainer(theirs, _REQUEST, "loaded", tmp_path, _has_no_room, 0)
+    assert ours.recv() == "emulated out of memory"
+
+
+def test_a_device_smaller_than_the_model_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_emulation()
-    done = doctor("memory", "rollout", "--model", "small", "--device", "emulated", "--device-memory", "2MiB")
-    assert done.code == 3
+
+    class Refused(contextlib.nullcontext[None]):
+        def __init__(self, *_: object) -> None:
+            super().__init__()
+
+        def __enter__(self) -> Refused:  # type: ignore[override]
+            return self
+
+        def report(self) -> str:
+            return "emulated out of memory"
+
+    monkeypatch.setattr(rollout, "RunningProcess", Refused)
+    done = inside.doctor(*_SMALL)
     (line,) = done.stderr.splitlines()
-    assert "the trainer's worker cannot load the model" in line
-    assert "out of memory" in line
+    assert (done.code, line.endswith(": emulated out of memory")) == (3, True)
 
 
 def ends_at_once(pipe: Connection) -> None:
