@@ -47,7 +47,7 @@ class JobOptions:
     ] = None
     path: Annotated[
         list[str] | None,
-        typer.Option(help=f"By what is extracted; module:function adds one of your own.  [default: {_PATH}]"),
+        typer.Option(help=f"The path that extracts; module:function adds one of your own.  [default: {_PATH}]"),
     ] = None
     batch: Annotated[int, typer.Option(help="Sequences of each rank in a training step.")] = SMALL_STEP.batch
     sequence: Annotated[int, typer.Option(help="Tokens of each sequence.")] = SMALL_STEP.sequence
@@ -75,7 +75,7 @@ class JobOptions:
             transfer=["blocking"],
             path=paths,
         ).select()
-        # Beside a path of the user's own a probe has all others.
+        # With a path of the user a probe runs all others, too.
         return dataclasses.replace(selected, cases=tuple(case for case in selected.cases if case.path in paths))
 
     def training(self) -> TrainingSize:
@@ -113,7 +113,7 @@ class LedgerOutputOptions:
 
 
 def run(*, job: JobOptions, ranks: RankOptions, device: DeviceOptions, output: LedgerOutputOptions) -> None:
-    """Show where the memory goes: what each rank holds at each stage of a job, by class.
+    """Measure the memory of each rank at each stage of a job, by class.
 
     A job is built, trains, is offloaded, staged, extracted from, offloaded again, loaded, and trains on.
     Under torchrun it runs on torchrun's ranks; otherwise it starts torchrun on this node.

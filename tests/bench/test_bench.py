@@ -110,5 +110,5 @@ def test_a_path_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_i
 def test_fsdp1_without_an_accelerator_is_refused_in_a_sentence() -> None:
     run = doctor("bench", "--device", "cpu", "--strategy", "fsdp1")
     assert run.code == 3
-    assert "torch's FSDP1 needs an accelerator" in run.stderr
+    assert "FSDP1" in run.stderr
     assert "Traceback" not in run.stderr

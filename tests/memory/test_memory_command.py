@@ -180,16 +180,16 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("--device", "cpu"), 3, "torch does not count the memory of the CPU"),
-        (("--batch", "0"), 2, "--batch must be more than 0"),
-        (("--sequence", "-1"), 2, "--sequence must be more than 0"),
-        (("--format", "xml"), 2, "--format: unknown value 'xml'"),
-        (("--path", "nowhere"), 2, "there is no path 'nowhere'"),
-        (("--offload", "some"), 2, "unknown value 'some'"),
-        (("--device", "emulated", "--device-memory", "0"), 2, "not a size"),
-        (("--svg", "same", "--json", "same"), 2, "name the same file"),
+        (("--device", "cpu"), 3, "CPU"),
+        (("--batch", "0"), 2, "--batch "),
+        (("--sequence", "-1"), 2, "--sequence "),
+        (("--format", "xml"), 2, "'xml'"),
+        (("--path", "nowhere"), 2, "'nowhere'"),
+        (("--offload", "some"), 2, "'some'"),
+        (("--device", "emulated", "--device-memory", "0"), 2, "--device-memory 0"),
+        (("--svg", "same", "--json", "same"), 2, "--json"),
         (("--device", "emulated", "--offload", "none", "--device-memory", "20KiB"), 3, "out of memory"),
-        (("--device", "emulated", "--sharding", "hsdp"), 3, "hsdp needs an even number of ranks"),
+        (("--device", "emulated", "--sharding", "hsdp"), 3, "hsdp"),
     ],
 )
 def test_what_cannot_be_measured_is_a_sentence_and_an_exit_code(

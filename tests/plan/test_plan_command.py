@@ -64,7 +64,6 @@ def test_what_does_not_fit_is_told_with_the_setting_that_makes_it_fit() -> None:
     )
     assert done.code == 1
     assert "engine: generates  does not fit" in done.stdout
-    assert "One setting makes it fit, any of these:" in done.stdout
     assert "gpu_memory_utilization=0." in done.stdout
 
 
