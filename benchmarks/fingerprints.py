@@ -26,8 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import fsdp_doctor
 from fsdp_doctor.bench import sharded_model
 from fsdp_doctor.bench.measure import Clock
-from fsdp_doctor.bench.request import BenchOptions
 from fsdp_doctor.fingerprints import indexed_blocks, keyed_sum
+from fsdp_doctor.matrix.cases import scenario_of
+from fsdp_doctor.plan.meta_model import on_meta
 
 _GIB = 1 << 30
 
@@ -116,7 +117,8 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
 def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[str, float]:
     """Milliseconds."""
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
-    model = sharded_model.build(_bench_options(options), "fsdp2", offload, torch.bfloat16, mesh)
+    scenario = scenario_of({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
+    model = sharded_model.sharded(on_meta(options.model), scenario, mesh)
     received = {name: tensor.clone() for name, tensor in fsdp_doctor.full_tensors(model)}
     nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in received.values()}.values())
     assert fsdp_doctor.fingerprint(model).tensors == fsdp_doctor.fingerprint_tensors(received).tensors
@@ -136,24 +138,6 @@ def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[st
     found = {name: 1e3 * median(clock, run, options.repeat) for name, run in runs.items()}
     found["proof_percent_of_sync"] = 100 * (found["sync_with_proof"] / found["sync"] - 1)
     return {"bytes": nbytes} | {name: round(value, 2) for name, value in found.items()}
-
-
-def _bench_options(options: argparse.Namespace) -> BenchOptions:
-    return BenchOptions(
-        direction="out",
-        sources=(),
-        model=options.model,
-        directory=None,
-        layers=None,
-        strategies=("fsdp2",),
-        offloads=(),
-        dtypes=("bf16",),
-        bucket_bytes=None,
-        paths=(),
-        repeat=options.repeat,
-        device=options.device,
-        json_file=None,
-    )
 
 
 def extract(model: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/memory_stages.py --json stages.json [--shape qwen3-4b qwen3-30b-a3b]
 
-Writes a file of ledgers as ``fsdp-doctor memory --json`` does, and adds to it after each model, so that what was
-measured is kept if the time runs out: no model is begun after ``--seconds``. A job's name is
+Writes a file of ledgers as ``fsdp-doctor memory measure --json`` does, and adds to it after each model, so that what
+was measured is kept if the time runs out: no model is begun after ``--seconds``. A job's name is
 ``shape/layers/strategy/offload/batch x sequence/checkpointing or activations``. Of each model the first job has all
 stages, the others have "trained" alone. ``estimates`` has, by job: the peak that the device counted in "trained", the
 peak that torch's FSDPMemTracker gives (of FSDP2 without an offload), and what accelerate's estimate-memory gives for
@@ -27,19 +27,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.bench import sharded_model
-from fsdp_doctor.bench.request import SHAPES, BenchOptions
 from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.extract import full_tensors
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json, ledgers_to_json
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import LedgerFile, StageLedger, ledgers_from_json, ledgers_to_json
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import place
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
 from fsdp_doctor.matrix.training_size import TrainingSize
 from fsdp_doctor.memory.stage_watch import StageWatch
+from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 from fsdp_doctor.probe.worker import import_what_cases_need
 
 # Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.
@@ -70,24 +70,6 @@ class Model:
         return f"{self.name}/{training.batch}x{training.sequence}/{kept}"
 
 
-def bench_options(shape: str) -> BenchOptions:
-    return BenchOptions(
-        direction="out",
-        sources=(),
-        model=shape,
-        directory=None,
-        layers=_LAYERS[shape],
-        strategies=(),
-        offloads=(),
-        dtypes=("fp32",),
-        bucket_bytes=None,
-        paths=(),
-        repeat=1,
-        device="auto",
-        json_file=None,
-    )
-
-
 class ShapeTrainer(Trainer):
     """A trainer of a model of a real shape, with fp32 shards."""
 
@@ -96,7 +78,8 @@ class ShapeTrainer(Trainer):
     def _sharded_model(self, weights: models.Weights) -> nn.Module:
         policy = "policy" if self.scenario.policy else "none"
         mesh = self.runtime.mesh(self.scenario.sharding)
-        return sharded_model.build(bench_options(self.shape), self.scenario.strategy, policy, torch.float32, mesh)
+        whole = on_meta(self.shape, _LAYERS[self.shape], dtype=torch.float32)
+        return sharded_model.sharded(whole, self.scenario.changed(offload=policy), mesh)
 
     def resize(self, training: TrainingSize) -> None:
         """What the next steps are of."""
@@ -165,13 +148,7 @@ def of_accelerate(shape: str) -> int:
         from accelerate.utils import calculate_maximum_sizes
     except ImportError:
         return 0
-    import transformers
-
-    kind, sizes = SHAPES[shape]
-    config = getattr(transformers, kind)(**sizes)
-    config.num_hidden_layers = _LAYERS[shape]
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = on_meta(shape, _LAYERS[shape], dtype=torch.float32)
     return int(max(estimate_training_usage(calculate_maximum_sizes(model)[0], "bfloat16").values()))
 
 
@@ -225,7 +202,7 @@ def started(model: Model, options: argparse.Namespace) -> Runtime:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True)
-    parser.add_argument("--shape", nargs="+", default=["qwen3-4b", "qwen3-30b-a3b"], choices=SHAPES)
+    parser.add_argument("--shape", nargs="+", default=["qwen3-4b", "qwen3-30b-a3b"], choices=MODEL_SHAPES)
     parser.add_argument("--strategy", nargs="+", default=["fsdp2", "fsdp1"])
     parser.add_argument("--offload", nargs="+", default=["none", "policy", "param+optimizer"])
     parser.add_argument("--sequence", nargs="+", type=int, default=[1024, 4096])

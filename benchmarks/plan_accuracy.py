@@ -1,7 +1,7 @@
-"""What ``fsdp-doctor plan`` predicts beside what was measured, stage by stage.
+"""What ``fsdp-doctor memory plan`` predicts beside what was measured, stage by stage.
 
     python benchmarks/plan_accuracy.py stages.json                                     # of benchmarks/memory_stages.py
-    python benchmarks/plan_accuracy.py memory.json --model DIR --batch 2 --sequence 128  # of fsdp-doctor memory --json
+    python benchmarks/plan_accuracy.py memory.json --model DIR --batch 2 --sequence 128  # of memory measure --json
 
 Prints a line for each stage of rank 0, with the parts that are known exactly and the whole peak, and the worst
 deviation of each. The benchmark fills its models with random numbers while it builds them, which no job does: that
@@ -16,12 +16,11 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import MemoryClass, StageLedger
+from fsdp_doctor.ledgers.ledger import LedgerFile, MemoryClass, StageLedger, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
-from fsdp_doctor.plan.prediction import Predictor
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.plan.stages import Predictor
 
 EXACT: tuple[MemoryClass, ...] = ("parameters", "gradients", "optimizer state", "gathered outputs")
 _PARTS = ("held", "the peak", "on the host")
@@ -131,7 +130,7 @@ def _of_stages(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--model", help="the model's directory or shape, for a file of fsdp-doctor memory")
+    parser.add_argument("--model", help="the model's directory or shape, for a file of fsdp-doctor memory measure")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=16)
     parser.add_argument("--checkpointing", action="store_true")

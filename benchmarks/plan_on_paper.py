@@ -12,11 +12,11 @@ import argparse
 from collections.abc import Iterator
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.matrix.axes import Offload
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.plan.prediction import Predictor
-from fsdp_doctor.plan.role_setup import RoleSetup
+from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.plan.stages import Predictor
 
 MODELS = ("qwen2.5-7b", "qwen3-32b", "llama-3.1-70b", "qwen3-235b-a22b", "llama-3.1-405b", "deepseek-v3", "kimi-k2")
 RANKS = (8, 64, 512, 4096)

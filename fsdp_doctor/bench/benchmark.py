@@ -1,50 +1,66 @@
-"""The benchmark itself, on every rank: links, then each model and each path over it."""
+"""Measures the links, then each path over each sharded model, on every rank."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import os
 import pathlib
 import platform
+import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_doctor.bench import candidates, links as ceilings, sharded_model as models, way_in
-from fsdp_doctor.bench.links import Links
-from fsdp_doctor.bench.measure import Clock
-from fsdp_doctor.bench.request import BenchOptions
-from fsdp_doctor.bench.tables import BenchResult, Measured
-from fsdp_doctor.case.offloading import offload
+from fsdp_doctor.bench.measure import Clock, Links, measure_links
+from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, extractions_of
+from fsdp_doctor.bench.results import BenchResult, Measured
+from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, sharded
+from fsdp_doctor.case import offloading
 from fsdp_doctor.case.paths.arguments import PathArguments, called_by_name
+from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.extract.sources import sources_of, specs
+from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
+from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.fsdp import reader
+from fsdp_doctor.load import load_full_tensors
+from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import Place, place
-from fsdp_doctor.matrix.paths import is_user_path
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.paths import find_path, is_user_path
+from fsdp_doctor.plan.meta_model import on_meta
 
+Tensors: TypeAlias = dict[str, torch.Tensor]
 _LINK_BYTES = 1 << 30
 _SMALL_LINK_BYTES = 16 << 20
+# The arguments that a path can ask for: nothing is trained here.
+_GIVEN = ("model", "device")
+_OURS, _BROADCAST, _ = LOADS
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Every rank must call it."""
+    """Every rank must call it. Raises UsageError for a path that cannot be called with a model and a device."""
     here = place()
     for path in filter(is_user_path, options.paths):
-        candidates.users_function(path)
+        load_user_path(path, _GIVEN)
     device = _start(options.device, here)
-    if device.type == "cpu" and set(options.strategies) != {"fsdp2"}:
+    if device.type == "cpu" and any(scenario.version == 1 for scenario in options.scenarios):
         raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
     try:
         clock = Clock(device)
-        real = device.type not in ("cpu", "emulated")
-        links = ceilings.measure(clock, _LINK_BYTES if real else _SMALL_LINK_BYTES, options.direction)
+        is_real = device.type not in ("cpu", "emulated")
+        links = measure_links(clock, _LINK_BYTES if is_real else _SMALL_LINK_BYTES, options.direction)
         result = BenchResult(
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
             device=device.type,
@@ -53,11 +69,11 @@ def run(options: BenchOptions) -> BenchResult:
             processor=_processor(),
             links=links,
         )
-        measured = way_in.measured if options.direction == "in" else _model
-        for strategy in options.strategies:
-            for offload in options.offloads:
-                for dtypes in options.dtypes:
-                    result.measured += measured(options, strategy, offload, dtypes, clock, links)
+        measure = _measure_loads if options.direction == "in" else _measure_extractions
+        for scenario in options.scenarios:
+            for dtypes in options.dtypes:
+                result.measured += measure(_Model(options, scenario, dtypes, clock), options, links)
+                gc.collect()
         return result
     finally:
         dist.destroy_process_group()
@@ -80,7 +96,7 @@ def _start(asked: str, here: Place) -> torch.device:
 
 
 def _processor() -> str:
-    """Its name: how fast a host is decides where a link does not."""
+    """The processor's name: how fast a host is decides where a link does not."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -89,72 +105,212 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _model(
-    options: BenchOptions, strategy: str, offload: str, dtypes: str, clock: Clock, links: Links
-) -> Iterator[Measured]:
-    held, _, yielded = dtypes.partition(":")
-    yielded_dtype = models.DTYPE[yielded] if yielded else None
-    mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
-    model = models.build(options, strategy, offload, models.DTYPE[held], mesh)
+class _Model:
+    """A sharded model of one scenario. dtypes: as the options have them; dtype: in which its tensors are yielded."""
+
+    def __init__(self, options: BenchOptions, scenario: Scenario, dtypes: str, clock: Clock) -> None:
+        self.scenario = scenario
+        self.dtypes = dtypes
+        self.clock = clock
+        of_shards, _, of_outputs = dtypes.partition(":")
+        self.dtype = DTYPE[of_outputs] if of_outputs else None
+        mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
+        self.model = sharded(on_meta(options.model, options.layers, dtype=DTYPE[of_shards]), scenario, mesh)
+        self.tensors = [spec for source in sources_of(reader.read(self.model)) for spec in specs(source)]
+        self.shard_bytes = clock.highest(shard_bytes(self.model))
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(spec.numel * (self.dtype or spec.dtype).itemsize for spec in self.tensors)
+
+
+def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
+    """Every rank must go through it."""
+    model, scenario, clock = sharded.model, sharded.scenario, sharded.clock
     arguments = PathArguments(model=model, device=clock.device)
-    held_bytes = clock.highest(models.shard_bytes(model))
-    yielded_specs = [spec for source in sources_of(reader.read(model)) for spec in specs(source)]
-    full_bytes = sum(spec.numel * (yielded_dtype or spec.dtype).itemsize for spec in yielded_specs)
-    about = _About(
-        strategy, offload, dtypes, yielded_dtype, _least_seconds(offload, links, held_bytes, full_bytes), full_bytes
-    )
-    for row in candidates.rows(strategy, options.paths, dtype=yielded_dtype, bucket_bytes=options.bucket_bytes):
-        if offload not in row.offloads:
+    there = extractions_of(scenario)
+    is_staged = scenario.staging == "staged"
+
+    def restore() -> None:
+        if is_staged:
+            offloading.offload(model, non_blocking=False)
+
+    least = _least_extraction_seconds(sharded, links)
+    for name in options.paths or there:
+        if name not in there and not is_user_path(name):
             continue
-        yield _measured(row, arguments, clock, options.repeat, about)
-    del model, arguments
-    gc.collect()
+        is_ours = name in ("full_tensors", FULL_STATE_DICT)
+        ends_on_host = name in (FULL_STATE_DICT, "get_model_state_dict.full+cpu")
+        for bucket_bytes in options.bucket_bytes if is_ours else (None,):
+            function = called_by_name(_extraction(name, scenario, sharded.dtype, bucket_bytes))
+
+            def once(function: Callable[[PathArguments], Any] = function) -> None:
+                if is_staged:
+                    offloading.load(model, clock.device, non_blocking=False)
+                _consume(function(arguments), sharded.dtype)
+
+            timing = clock.timing(once, restore, options.repeat)
+            has_ceiling = least is not None and not ends_on_host and not timing.error
+            yield Measured(
+                scenario=scenario,
+                dtypes=sharded.dtypes,
+                path=name,
+                full_bytes=sharded.full_bytes,
+                timing=timing,
+                ratio=(least or 0.0) / timing.seconds if has_ceiling else None,
+                bucket_bytes=bucket_bytes,
+            )
 
 
-@dataclass(frozen=True)
-class _About:
-    """One model: how it is held, what is asked of it, and the seconds and bytes that this takes at the least."""
-
-    strategy: str
-    offload: str
-    dtypes: str
-    yielded_dtype: torch.dtype | None
-    least_seconds: float | None
-    full_bytes: int
-
-
-def _measured(row: candidates.Row, arguments: PathArguments, clock: Clock, repeat: int, about: _About) -> Measured:
-    function = called_by_name(row.function)
-
-    def once() -> None:
-        candidates.consume(function(arguments), about.yielded_dtype)
-
-    def restored() -> None:
-        if row.moves_model:
-            offload(arguments.model, non_blocking=False)
-
-    timing = clock.timing(once, restored, repeat)
-    has_ceiling = about.least_seconds is not None and not row.to_host and not timing.error
-    return Measured(
-        strategy=about.strategy,
-        offload=about.offload,
-        dtypes=about.dtypes,
-        path=row.name,
-        full_bytes=about.full_bytes,
-        timing=timing,
-        ratio=(about.least_seconds or 0.0) / timing.seconds if has_ceiling else None,
-        bucket_bytes=row.bucket_bytes,
-    )
+def _extraction(
+    name: str, scenario: Scenario, dtype: torch.dtype | None, bucket_bytes: int | None
+) -> Callable[..., Any]:
+    match name:
+        case "full_tensors":
+            return functools.partial(full_tensors, dtype=dtype, bucket_bytes=bucket_bytes or BUCKET_BYTES)
+        case _ if name == FULL_STATE_DICT:
+            return functools.partial(full_state_dict, dtype=dtype, bucket_bytes=bucket_bytes or BUCKET_BYTES)
+        case _ if is_user_path(name):
+            return load_user_path(name, _GIVEN)[0]
+        case _:
+            return function_of(find_path(name, scenario.version))
 
 
-def _least_seconds(offload: str, links: Links, held_bytes: float, full_bytes: int) -> float | None:
-    """What the link that bounds it needs; None where there is none.
+def _consume(result: Any, dtype: torch.dtype | None) -> None:
+    """Goes through everything that a path yields, casts what it did not cast, and keeps no more than the last."""
+    for _, value in result.items() if isinstance(result, Mapping) else result:
+        if isinstance(value, torch.Tensor) and dtype is not None:
+            value.to(dtype)
 
-    The link from the host bounds it if the shards lie there, else the one between the ranks.
+
+def _least_extraction_seconds(sharded: _Model, links: Links) -> float | None:
+    """The time that the bounding link needs; None where there is none.
+
+    The link from the host bounds an extraction if the shards lie there, else the one between the ranks.
     """
-    size = dist.get_world_size()
-    if offload == "none" or links.h2d_pinned is None or links.h2d_pageable is None:
-        rate, nbytes = links.all_gather, full_bytes * (size - 1) / size
+    size, scenario = dist.get_world_size(), sharded.scenario
+    if scenario.offload == "none" or links.h2d_pinned is None or links.h2d_pageable is None:
+        rate, nbytes = links.all_gather, sharded.full_bytes * (size - 1) / size
     else:
-        rate, nbytes = links.h2d_pinned if offload == "policy" else links.h2d_pageable, held_bytes
+        is_pinned = scenario.policy and scenario.pinning == "pinned"
+        rate, nbytes = links.h2d_pinned if is_pinned else links.h2d_pageable, sharded.shard_bytes
     return None if rate is None else nbytes / rate
+
+
+def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
+    """Every rank must go through it."""
+    scenario, clock = sharded.scenario, sharded.clock
+    of_shards, _, _ = sharded.dtypes.partition(":")
+    full_bytes = sum(spec.numel * spec.dtype.itemsize for spec in sharded.tensors)
+    tensors = _filled(sharded.tensors, clock.device)
+    for source in options.sources:
+        least = _least_load_seconds(source, scenario, links, full_bytes, sharded.shard_bytes)
+        with _given(source, tensors) as given:
+            rows = []
+            for name in options.paths or LOADS:
+                if not _can_load(name, source, scenario):
+                    continue
+                load = _load(name, scenario, options.bucket_bytes[0] or LOAD_BUCKET_BYTES)
+                # A load leaves nothing that has to be undone.
+                timing = clock.timing(functools.partial(load, sharded.model, given), lambda: None, options.repeat)
+                rows.append(
+                    Measured(
+                        scenario=scenario,
+                        dtypes=of_shards,
+                        path=name,
+                        source=source,
+                        timing=timing,
+                        full_bytes=full_bytes,
+                        ratio=least / timing.seconds if least is not None and not timing.error else None,
+                    )
+                )
+            yield from _compared_with_broadcast(rows)
+
+
+def _compared_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
+    broadcast = next((row.timing for row in rows if row.path == _BROADCAST and not row.timing.error), None)
+    for row in rows:
+        is_comparable = broadcast is not None and not row.timing.error
+        yield replace(row, times_torch=broadcast.seconds / row.timing.seconds) if broadcast and is_comparable else row
+
+
+def _least_load_seconds(source: str, scenario: Scenario, links: Links, full: float, shards: float) -> float | None:
+    """The time that the bounding link needs; None where there is none, as between two hosts' memories.
+
+    full, shards: bytes of all full tensors, and of the shards on the rank that has the most.
+    """
+    h2d, host, file = links.h2d_pinned, links.host_copy, links.page_cache
+    if h2d is None or host is None or file is None:
+        return None
+    is_resident = scenario.offload == "none"
+    match source:
+        case "rank0":
+            # Rank 0 keeps its own part to itself.
+            return full / h2d if is_resident else max((full - shards) / h2d, shards / host)
+        case "files":
+            return shards / min(h2d, file) if is_resident else shards / file
+        case _:
+            return shards / (h2d if is_resident else host)
+
+
+def _filled(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
+    """Full tensors, each once, the same on every rank, in pinned memory where there is a device."""
+    torch.manual_seed(0)
+    tensors = {}
+    for spec in wanted:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, pin_memory=device.type != "cpu")
+        fill(tensor, device)
+        tensors[spec.names[0]] = tensor
+    return tensors
+
+
+@contextlib.contextmanager
+def _given(source: str, tensors: Tensors) -> Iterator[Any]:
+    """The argument of a load: a mapping, a directory of files, or None on ranks that have nothing."""
+    if source != "files":
+        yield tensors if source == "ranks" or dist.get_rank() == 0 else None
+        return
+    name = [tempfile.mkdtemp(prefix="fsdp-doctor-bench-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    directory = pathlib.Path(name[0])
+    writes = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        if writes:
+            from safetensors.torch import save_file
+
+            directory.mkdir(exist_ok=True)
+            save_file(tensors, directory / "model.safetensors")
+        dist.barrier()
+        yield directory
+        dist.barrier()
+    finally:
+        if writes:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _can_load(name: str, source: str, scenario: Scenario) -> bool:
+    """Whether the path can: torch loads FSDP1 on the device; without a broadcast every rank needs the tensors."""
+    if name == _OURS:
+        return True
+    is_on_host = scenario.strategy == "fsdp1" and scenario.param_offload
+    return not is_on_host and (name == _BROADCAST or source != "rank0")
+
+
+def _load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Module, Any], object]:
+    if name == _OURS:
+        return functools.partial(load_full_tensors, bucket_bytes=bucket_bytes)
+    is_broadcast, is_offloaded = name == _BROADCAST, scenario.offload != "none"
+
+    def load_by_torch(model: nn.Module, given: Any) -> None:
+        state = given
+        if isinstance(given, pathlib.Path):
+            from safetensors.torch import load_file
+
+            state = load_file(given / "model.safetensors") if dist.get_rank() == 0 or not is_broadcast else {}
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=is_broadcast, cpu_offload=is_offloaded, strict=False
+        )
+        # A copy: torch changes the dictionary.
+        set_model_state_dict(model, dict(state or {}), options=options)
+
+    return load_by_torch

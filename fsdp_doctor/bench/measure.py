@@ -1,19 +1,29 @@
-"""The clock and the memory counter: what one path takes, over all ranks."""
+"""The clock, the memory counter, and what the links carry, over all ranks."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# What takes longer than this is not repeated as often as asked for.
+from fsdp_doctor.extract.host_copies import threads_of_a_rank
+from fsdp_doctor.fsdp import private
+from fsdp_doctor.matrix.contracts import Direction
+
+# A path that takes longer than this is not repeated as often as asked for.
 _ENOUGH_SECONDS = 6.0
+_LINK_REPEAT = 5
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +68,21 @@ class Clock:
         return int(self.highest(self._module.max_memory_allocated() - before))
 
     def highest(self, value: float) -> float:
-        """Over all ranks."""
+        """The highest value of all ranks."""
         number = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._control)
         return float(number.item())
 
-    def _synchronize(self) -> None:
-        if self._module is not None:
-            self._module.synchronize()
-
     def timing(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
-        """The first run, one whose memory is taken, then those that are timed."""
+        """Times ``once``: its first run, one whose memory is taken, and those that are timed."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
-        error = _failure(once)
+        error = ""
+        try:
+            once()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
         self._synchronize()
         first = self.highest(time.perf_counter() - start)
         if self.highest(bool(error)):
@@ -87,11 +97,80 @@ class Clock:
             restore()
         return Timing(seconds=statistics.median(times), first_seconds=first, times=tuple(times), peak_extra_bytes=peak)
 
+    def _synchronize(self) -> None:
+        if self._module is not None:
+            self._module.synchronize()
 
-def _failure(once: Callable[[], object]) -> str:
-    """Why it cannot be measured; empty where it can."""
-    try:
-        once()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bytes per second of one rank, while all ranks do the same; None where there is no such link.
+
+    all_gather: bytes that a rank receives. host_copy: within the host's memory, by the threads of a load;
+    page_cache: from a file that is there, by the same; both are measured for loads.
+    """
+
+    h2d_pinned: float | None = None
+    h2d_pageable: float | None = None
+    d2h_pinned: float | None = None
+    d2h_pageable: float | None = None
+    all_gather: float | None = None
+    host_copy: float | None = None
+    page_cache: float | None = None
+
+
+def measure_links(clock: Clock, nbytes: int, direction: Direction) -> Links:
+    """Every rank must call it. nbytes: of each copy, and of the gathered tensor."""
+    links = Links(all_gather=_all_gather_rate(clock, nbytes))
+    if clock.device.type != "cpu":
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=clock.device).random_()
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        pageable = torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+        links = replace(
+            links,
+            h2d_pinned=_rate(clock, nbytes, lambda: on_device.copy_(pinned, non_blocking=True)),
+            h2d_pageable=_rate(clock, nbytes, lambda: on_device.copy_(pageable)),
+            d2h_pinned=_rate(clock, nbytes, lambda: pinned.copy_(on_device, non_blocking=True)),
+            d2h_pageable=_rate(clock, nbytes, lambda: pageable.copy_(on_device)),
+        )
+    if direction == "out":
+        return links
+    return replace(links, host_copy=_host_copy_rate(clock, nbytes), page_cache=_page_cache_rate(clock, nbytes))
+
+
+def _host_copy_rate(clock: Clock, nbytes: int) -> float:
+    source, target = (torch.empty(nbytes, dtype=torch.uint8).fill_(1) for _ in range(2))
+    with ThreadPoolExecutor(threads_of_a_rank()) as pool:
+        parts = list(zip(target.split(_CHUNK_BYTES), source.split(_CHUNK_BYTES), strict=True))
+        return _rate(clock, nbytes, lambda: list(pool.map(lambda part: part[0].copy_(part[1]), parts)))
+
+
+def _page_cache_rate(clock: Clock, nbytes: int) -> float:
+    memory = bytearray(nbytes)
+    with tempfile.TemporaryFile() as file, ThreadPoolExecutor(threads_of_a_rank()) as pool:
+        file.write(memory)
+        file.flush()
+        whole = memoryview(memory)
+        offsets = range(0, nbytes, _CHUNK_BYTES)
+        read = functools.partial(_read, file.fileno(), whole)
+        return _rate(clock, nbytes, lambda: list(pool.map(read, offsets)))
+
+
+def _read(fd: int, whole: memoryview, offset: int) -> None:
+    os.preadv(fd, [whole[offset : offset + _CHUNK_BYTES]], offset)
+
+
+def _all_gather_rate(clock: Clock, nbytes: int) -> float | None:
+    size = dist.get_world_size()
+    if size == 1:
+        return None
+    sent = torch.empty(nbytes // size, dtype=torch.uint8, device=clock.device).random_()
+    received = torch.empty(sent.numel() * size, dtype=torch.uint8, device=clock.device)
+    group = dist.group.WORLD
+    assert group is not None
+    return _rate(clock, sent.numel() * (size - 1), lambda: private.all_gather(group, [received], [sent]).wait())
+
+
+def _rate(clock: Clock, nbytes: int, move: Callable[[], object]) -> float:
+    move()
+    return nbytes / statistics.median(clock.seconds(move) for _ in range(_LINK_REPEAT))

@@ -2,72 +2,80 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_doctor.bench.request import SHAPES, BenchOptions
 from fsdp_doctor.case import offloading
+from fsdp_doctor.case.runtime import start as start_runtime
 from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.memory.rollout import RolloutRequest, TrainerState
+from fsdp_doctor.plan.meta_model import on_meta
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(options: BenchOptions, strategy: str, offload: str, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Module:
-    """The sharded model in the state that ``offload`` leaves it in. Every rank must call it."""
-    with torch.device("meta"):
-        whole = _unsharded(options, dtype)
-    return sharded(whole, strategy, offload, mesh)
+def load_trainer(
+    request: RolloutRequest, state: TrainerState, rank: int, scratch: pathlib.Path
+) -> tuple[torch.device, nn.Module]:
+    """Joins a trainer's process group, and loads the model there if ``state`` says so. Every rank must call it."""
+    runtime = start_runtime(
+        dist.FileStore(str(scratch / "store"), request.ranks),
+        place=Place(rank=rank, world_size=request.ranks, local_rank=rank, num_nodes=1),
+        run_device=RunDevice(type=request.device, memory=request.memory),
+        backend="mixed",
+        scratch=scratch,
+        custom_model=None,
+    )
+    model = nn.Module()
+    if state == "loaded":
+        whole = on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
+        scenario = scenario_of({"strategy": request.strategy, "offload": "none", "staging": "unstaged"})
+        model = sharded(whole, scenario, runtime.mesh(request.sharding))
+    runtime.synchronize()
+    return runtime.device, model
 
 
-def sharded(whole: nn.Module, strategy: str, offload: str, mesh: DeviceMesh) -> nn.Module:
-    """A model that was on the meta device, as :func:`build` gives it. Every rank must call it."""
+def sharded(whole: nn.Module, scenario: Scenario, mesh: DeviceMesh) -> nn.Module:
+    """Shards a model that is on the meta device, fills it with numbers, and offloads it as the scenario says.
+
+    It is not staged. Every rank must call it.
+    """
     device = device_of(mesh.device_type)
-    if strategy == "fsdp2":
-        model = _sharded_2(whole, offload, mesh, device)
+    if scenario.version == 2:
+        model = _sharded_by_fsdp2(whole, scenario, mesh, device)
     else:
-        model = _sharded_1(whole, offload, mesh, device, use_orig_params=strategy == "fsdp1-orig")
-    if offload == "param":
+        model = _sharded_by_fsdp1(whole, scenario, mesh, device)
+    if scenario.param_offload:
         offloading.offload(model, non_blocking=False)
     return model
 
 
-def _unsharded(options: BenchOptions, dtype: torch.dtype) -> Any:
-    import transformers
-
-    if options.directory is not None:
-        config: Any = transformers.AutoConfig.from_pretrained(options.directory)
-    else:
-        kind, sizes = SHAPES[options.model]
-        config = getattr(transformers, kind)(**sizes)
-    if options.layers is not None:
-        config.num_hidden_layers = options.layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: options.layers]
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def _sharded_2(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    policy = offload.startswith("policy")
+def _sharded_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     model = shard_fsdp2(
         whole,
         mesh,
         compute_dtype=torch.bfloat16,
-        policy=policy,
-        pin_memory=offload == "policy" and device.type != "cpu",
+        policy=scenario.policy,
+        pin_memory=scenario.pinning == "pinned" and device.type != "cpu",
     )
-    model.to_empty(device="cpu" if policy else device)
+    model.to_empty(device="cpu" if scenario.policy else device)
     whole.tie_weights()
     for tensor in reader.read(model).tensors():
         fill(private.local_tensor(tensor.tensor), device)
     return model
 
 
-def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device, *, use_orig_params: bool) -> nn.Module:
+def _sharded_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
     whole.to_empty(device=device)
     whole.tie_weights()
@@ -76,8 +84,8 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device,
         mesh,
         device,
         compute_dtype=torch.bfloat16,
-        policy=offload.startswith("policy"),
-        use_orig_params=use_orig_params,
+        policy=scenario.policy,
+        use_orig_params=scenario.strategy == "fsdp1-orig",
     )
     private.fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:
@@ -88,14 +96,15 @@ def _sharded_1(whole: Any, offload: str, mesh: DeviceMesh, device: torch.device,
 
 
 def shard_bytes(model: nn.Module) -> float:
-    held = reader.read(model)
-    units = [unit.shard.nbytes for unit in held.fsdp1_units]
-    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in held.tensors())
+    """Bytes of this rank's shards."""
+    parts = reader.read(model)
+    units = [unit.shard.nbytes for unit in parts.fsdp1_units]
+    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in parts.tensors())
 
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, device: torch.device) -> None:
-    """Numbers that differ, of a weight's size, made on the device: zeros copy faster than weights."""
+    """Fills a tensor with random numbers, made on the device: zeros copy faster than weights."""
     flat = tensor.view(-1)
     for part in flat.split(64 << 20):
         part.copy_(torch.randn(part.numel(), dtype=part.dtype, device=device) * 0.02)

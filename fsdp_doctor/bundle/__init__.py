@@ -1,14 +1,13 @@
-"""``fsdp-doctor bundle``: all that a bug report needs in one file, and nothing private in it.
+"""``fsdp-doctor bundle``: a bug report in one file, without anything private. No torch.
 
-Without torch. ``command_run`` runs a command and ``rank_stacks`` asks its ranks where they are; ``contents`` gathers
-what is known as texts; ``redaction`` replaces what is private in all of them; ``issue`` makes an issue of what is left.
+command_run runs a command and takes the stacks of its ranks; evidence gathers texts; redaction replaces what is private
+in all of them, by private_patterns; issue writes issue.md and the zip file.
 """
 
 from __future__ import annotations
 
-from fsdp_doctor.bundle.archive import Bundle, bundle_of, write_bundle
 from fsdp_doctor.bundle.command_run import CommandRun, run
-from fsdp_doctor.bundle.contents import Gathered, gather
-from fsdp_doctor.bundle.log_excerpt import as_file
+from fsdp_doctor.bundle.evidence import FailureEvidence, as_file, gather
+from fsdp_doctor.bundle.issue import Bundle, make_bundle, write_bundle
 
-__all__ = ["Bundle", "CommandRun", "Gathered", "as_file", "bundle_of", "gather", "run", "write_bundle"]
+__all__ = ["Bundle", "CommandRun", "FailureEvidence", "as_file", "gather", "make_bundle", "run", "write_bundle"]

@@ -1,15 +1,23 @@
-"""Runs a command as it stands, and keeps what it wrote, how it ended, and where its ranks were if it did not end.
+"""Runs a command, and keeps its output, its exit code, and the stacks of its ranks if it hangs.
 
-The command is changed in nothing but environment variables that make Python and torch say more when something is wrong;
-those that the user has set stay as they are. Its standard input is this process's.
+The command runs as it stands, but for environment variables that make Python and torch report more when something is
+wrong; those that the user has set stay as they are. Its standard input is this process's.
+
+The ranks write their stacks themselves: Python's faulthandler, which ``PYTHONFAULTHANDLER`` switches on, writes the
+stacks of all threads at SIGABRT, and the process ends. So it is asked for last, when the command is to be ended anyway.
+All processes are stopped first: otherwise the first one to end would make torchrun end the others, or wake those that
+wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import re
+import resource
+import select
 import selectors
 import shlex
 import signal
@@ -20,10 +28,186 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal, TypeAlias
 
-from fsdp_doctor.bundle import processes, rank_stacks
-from fsdp_doctor.bundle.rank_stacks import RankStack
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine.versions import at_least, installed_versions
+from fsdp_doctor.report.layout import main_thread
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PROC = pathlib.Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """The main process of one rank on this machine. rank: None for a Python process without the variable RANK."""
+
+    pid: int
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        return f"process {self.pid}" if self.rank is None else f"rank {self.rank}"
+
+
+def keep_orphans() -> None:
+    """Makes this process the parent of processes that a command leaves behind, so that they can be ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def find_descendants(root: int) -> list[int]:
+    """All processes below ``root``, parents before their children; those that have ended are not among them."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parent_by_process().items():
+        children.setdefault(parent, []).append(pid)
+    below: list[int] = []
+    waiting = list(children.get(root, ()))
+    while waiting:
+        pid = waiting.pop(0)
+        below.append(pid)
+        waiting += children.get(pid, ())
+    return below
+
+
+def find_ranks(pids: Sequence[int]) -> list[RankProcess]:
+    """The first process of each rank, by the variable RANK; where none has it, every Python process."""
+    first: dict[int, int] = {}
+    for pid in pids:
+        number = _read_variable(pid, "RANK")
+        if number.isdecimal():
+            first.setdefault(int(number), pid)
+    if first:
+        return [RankProcess(pid=pid, rank=rank) for rank, pid in sorted(first.items())]
+    return [RankProcess(pid=pid, rank=None) for pid in pids if _is_python(pid)]
+
+
+def wait_for_end(pid: int, seconds: float) -> bool:
+    """Waits up to that time for a process to end. Returns whether it has."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
+
+
+def standard_error_file(pid: int) -> pathlib.Path | None:
+    """The file that the process's standard error goes to, as torchrun's --redirects has it; None if to no file."""
+    try:
+        target = pathlib.Path(os.readlink(_PROC / str(pid) / "fd" / "2"))
+    except OSError:
+        return None
+    return target if target.is_file() else None
+
+
+def _parent_by_process() -> dict[int, int]:
+    """The parent of each process that is no zombie."""
+    parents = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(entry.name)] = int(parent)
+    return parents
+
+
+def _read_variable(pid: int, name: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            key, _, value = line.decode(errors="replace").partition("=")
+            if key == name:
+                return value
+    return ""
+
+
+def _is_python(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "python" in pathlib.Path(os.readlink(_PROC / str(pid) / "exe")).name
+    return False
+
+
+_STACK_SECONDS = 5.0
+# Frames of torch, of other packages and of Python itself.
+_OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")
+_STACK_BEGINS = ("Fatal Python error", "Current thread", "Thread 0x")
+NO_STACK = "no stack: it is no Python process, or handles SIGABRT itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStack:
+    """The Python stack of one rank. stack: as faulthandler wrote it, or the reason why there is none."""
+
+    name: str
+    stack: str
+
+    @property
+    def place(self) -> str:
+        """The innermost frame outside torch, other packages and Python; else the innermost one."""
+        frames = [line.strip() for line in main_thread(self.stack) if line.lstrip().startswith("File ")]
+        outside = [frame for frame in frames if not _OTHERS.search(frame)]
+        return (outside or frames or [NO_STACK])[0]
+
+
+def take_stacks(root: int, output: Callable[[float], bytes]) -> list[RankStack]:
+    """Takes the stacks of the ranks below the process ``root``, each of which is ended by that.
+
+    output: waits up to so many seconds, and returns what the command has written meanwhile.
+    """
+    pids = find_descendants(root)
+    rank_processes = find_ranks(pids)
+    _send(pids, signal.SIGSTOP)
+    output(0.2)
+    return [_rank_stack(rank, output) for rank in rank_processes]
+
+
+def end_processes(root: int) -> None:
+    """Ends every process below ``root``."""
+    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+        pids = find_descendants(root)
+        _send(pids, number)
+        _send(pids, signal.SIGCONT)
+        for pid in pids:
+            wait_for_end(pid, patience)
+
+
+def _rank_stack(rank: RankProcess, output: Callable[[float], bytes]) -> RankStack:
+    file = standard_error_file(rank.pid)
+    begin = file.stat().st_size if file is not None else 0
+    # A stack is wanted, not gigabytes of memory.
+    with contextlib.suppress(OSError, ValueError):
+        resource.prlimit(rank.pid, resource.RLIMIT_CORE, (0, resource.prlimit(rank.pid, resource.RLIMIT_CORE)[1]))
+    _send([rank.pid], signal.SIGABRT)
+    _send([rank.pid], signal.SIGCONT)
+    written = b""
+    left = _STACK_SECONDS
+    while left > 0 and not wait_for_end(rank.pid, 0.05):
+        written += output(0.05)
+        left -= 0.1
+    written += output(0.05)
+    if file is not None:
+        written += _end_of_file(file, begin)
+    return RankStack(name=rank.name, stack=_faulthandler_part(written.decode(errors="replace")))
+
+
+def _faulthandler_part(text: str) -> str:
+    begins = [at for word in _STACK_BEGINS if (at := text.find(word)) >= 0]
+    return text[min(begins) :].split("\nExtension modules:")[0].strip() if begins else NO_STACK
+
+
+def _end_of_file(path: pathlib.Path, begin: int) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(begin)
+        return file.read(1 << 20)
+    return b""
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
 
 CommandEnd: TypeAlias = Literal["exited", "hung", "stopped"]
 
@@ -43,8 +227,8 @@ class CommandRun:
     """How a command went.
 
     exit_code: negative for a signal; None where it was ended from here. seconds: that it ran. silent: how long it had
-    written nothing at the end. rank_exit_codes: by rank, those that torchrun tells.
-    output: the file with all that it wrote. dumps: of torch's flight recorder.
+    written nothing at the end. rank_exit_codes: by rank, as torchrun prints them.
+    output: the file with its output. dumps: of torch's flight recorder.
     """
 
     command: tuple[str, ...]
@@ -83,27 +267,27 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
     output: the file that takes what it writes. dumps: a new folder for torch's flight recorder. Raises UsageError where
     the command cannot be started.
     """
-    processes.keep_orphans()
+    keep_orphans()
     dumps.mkdir()
-    environment = {**_say_more(dumps), **os.environ}
+    environment = {**_diagnostic_variables(dumps), **os.environ}
     begun = time.monotonic()
-    process = _started(command, environment)
+    process = _start(command, environment)
     with open(output, "wb") as kept, _signals_as_interrupts():
         watched = _Output(process, kept)
         end: CommandEnd = "hung"
         stacks: list[RankStack] = []
         try:
             try:
-                end = "exited" if watched.until_end(hang_after) else "hung"
+                end = "exited" if watched.wait_for_end(hang_after) else "hung"
             except KeyboardInterrupt:
                 end = "stopped"
             silent = watched.silent_seconds
             if end != "exited":
-                stacks = rank_stacks.take(os.getpid(), watched.collect)
+                stacks = take_stacks(os.getpid(), watched.collect)
         finally:
             # What a command that ended by itself has left running is its own business.
             if end != "exited":
-                rank_stacks.end(os.getpid())
+                end_processes(os.getpid())
             process.wait()
     return CommandRun(
         command=tuple(command),
@@ -118,7 +302,7 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
     )
 
 
-def _say_more(dumps: pathlib.Path) -> dict[str, str]:
+def _diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
     torch = installed_versions(["torch"]).get("torch", "")
     size, place = _RECORDER_FROM_2_9 if torch and at_least(torch, "2.9") else _RECORDER
     return {
@@ -129,8 +313,8 @@ def _say_more(dumps: pathlib.Path) -> dict[str, str]:
     }
 
 
-def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C comes to us alone, and the ranks' stacks can be taken."""
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Starts the command in a session of its own, so that Ctrl-C reaches this process alone."""
     try:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -140,7 +324,7 @@ def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.
 
 
 def _rank_exit_codes(output: pathlib.Path) -> dict[int, int]:
-    """Of the ranks that failed, as the summary at the end of torchrun's output has them."""
+    """Exit codes of the ranks that failed, from the summary at the end of torchrun's output."""
     with open(output, "rb") as file:
         file.seek(max(0, output.stat().st_size - _SUMMARY_BYTES))
         text = file.read().decode(errors="replace")
@@ -148,7 +332,7 @@ def _rank_exit_codes(output: pathlib.Path) -> dict[int, int]:
 
 
 class _Output:
-    """What the command writes: shown on standard error as it comes, and kept up to a size."""
+    """The output of the command: shown on standard error as it comes, and kept in a file up to a size."""
 
     def __init__(self, process: subprocess.Popen[bytes], kept: BinaryIO) -> None:
         assert process.stdout is not None
@@ -165,8 +349,8 @@ class _Output:
     def silent_seconds(self) -> float:
         return time.monotonic() - self._last
 
-    def until_end(self, hang_after: float) -> bool:
-        """Whether the command ended; False where it wrote nothing for so many seconds."""
+    def wait_for_end(self, hang_after: float) -> bool:
+        """Shows the output until the command ends. Returns False where it wrote nothing for so many seconds."""
         ended_at: float | None = None
         while self._open:
             self._show(self._read(min(0.5, hang_after)))
@@ -176,15 +360,15 @@ class _Output:
                 return True
             if ended_at is None and self.silent_seconds >= hang_after:
                 return False
-        return processes.wait_for_end(self._process.pid, hang_after)
+        return wait_for_end(self._process.pid, hang_after)
 
     def collect(self, seconds: float) -> bytes:
-        """What comes within that time, which is not shown."""
+        """Reads the output for that time without showing it."""
         end = time.monotonic() + seconds
-        found = b""
+        output = b""
         while self._open and (left := end - time.monotonic()) > 0:
-            found += self._read(left)
-        return found
+            output += self._read(left)
+        return output
 
     def _read(self, seconds: float) -> bytes:
         if not self._selector.select(seconds):

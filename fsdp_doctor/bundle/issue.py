@@ -1,18 +1,32 @@
-"""issue.md: what a maintainer needs, within what a GitHub issue takes, the answer to the first questions on top."""
+"""issue.md, and the zip file that it is the first part of."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
 import pathlib
 import re
+import shlex
+import zipfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jinja2
 
-from fsdp_doctor.bundle.chosen_case import SCRIPT
-from fsdp_doctor.bundle.issue_head import Head
-from fsdp_doctor.bundle.private_kinds import PrivateKind
+from fsdp_doctor.bundle.evidence import SCRIPT, ChosenCase, FailureEvidence, case_texts, choose_case, texts
+from fsdp_doctor.bundle.private_patterns import PLACEHOLDER
+from fsdp_doctor.bundle.redaction import Redactor
+from fsdp_doctor.errors import DoctorFault
+from fsdp_doctor.explain import Explanation
+from fsdp_doctor.explain.text import telling_frames
+from fsdp_doctor.report.document import Report, report_from_dict, report_to_dict
+from fsdp_doctor.report.whole_file import replace_file
 
+_VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
+_LONGEST_LINE = 300
+_MOST_RANKS = 8
 MOST_CHARACTERS = 65_536
 # Characters of each part; together they leave room for the head and the words between.
 _MOST: dict[str, int] = {
@@ -28,10 +42,133 @@ _MOST: dict[str, int] = {
 # Each of them would make the fence longer by two.
 _MANY_BACKTICKS = re.compile("`{17,}")
 _LEFT_OUT = "[... the rest is in the bundle ...]"
+_REPLACED = "replaced.txt"
+_REPORT = "report.json"
+# The same evidence makes the same file.
+_DATE = (1980, 1, 1, 0, 0, 0)
 
 
-def render(head: Head, files: Mapping[str, str], replaced: Counter[PrivateKind]) -> str:
-    """The issue. head, files: with everything private replaced already. replaced: how often, by kind."""
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The first lines of an issue. title: of the issue. what, where, versions, reproduce: one line each, plain text."""
+
+    title: str
+    what: str
+    where: str
+    versions: str
+    reproduce: str
+
+    @property
+    def text(self) -> str:
+        return "\n".join((self.title, self.what, self.where, self.versions, self.reproduce))
+
+
+def make_head(evidence: FailureEvidence, chosen: ChosenCase | None) -> Head:
+    """The first lines of the issue, from whatever evidence there is."""
+    return Head(
+        title=_as_line(_issue_title(evidence, chosen)),
+        what=_as_line(_what_line(evidence, chosen)),
+        where=_as_line(_where_line(evidence, chosen)),
+        versions=_as_line(_versions_line(evidence)),
+        reproduce=_as_line(_reproduce_line(evidence, chosen)),
+    )
+
+
+def _issue_title(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
+    explanation = evidence.explanation
+    if explanation is not None and explanation.entry is not None:
+        return explanation.entry.title
+    if sentences := _failure_sentences(explanation):
+        return sentences[0]
+    if evidence.run is not None:
+        return evidence.run.sentence
+    if chosen is not None and chosen.result is not None:
+        return f"{chosen.result.verdict.kind}: {chosen.result.verdict.reason}"
+    return f"{chosen.case.id} is known to fail" if chosen is not None else "No failure was explanation"
+
+
+def _what_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
+    parts = [evidence.run.sentence] if evidence.run is not None else []
+    explanation = evidence.explanation
+    parts += _failure_sentences(explanation)
+    if explanation is not None and explanation.matches:
+        parts.append(f"({explanation.matches[0].grade}: {explanation.matches[0].entry.id})")
+    elif explanation is not None and explanation.showing == "failure":
+        parts.append("(not in the catalogue of known failures)")
+    if not parts and chosen is not None and chosen.result is not None:
+        parts.append(f"{chosen.result.verdict.kind}: {chosen.result.verdict.reason}")
+    return " ".join(parts) or "no failure in the given logs, configuration and report"
+
+
+def _failure_sentences(explanation: Explanation | None) -> list[str]:
+    """The exception that is the cause; or where the ranks stop to agree, or the rank that torchrun saw fail."""
+    if explanation is None:
+        return []
+    if explanation.hang is not None and explanation.showing == "hang":
+        return list(explanation.hang.parting) or ["A collective did not end."]
+    if explanation.summary is not None and explanation.showing in ("consequences", "nothing"):
+        return [f"{explanation.summary.sentence}."]
+    return [explanation.cause.first.text or "an exception without a message"] if explanation.cause is not None else []
+
+
+def _where_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
+    run, explanation = evidence.run, evidence.explanation
+    if run is not None and run.stacks:
+        parts = [f"{stack.name}: {stack.place}" for stack in run.stacks]
+    else:
+        parts = _failed_ranks(evidence)[:_MOST_RANKS]
+    if explanation is not None and explanation.cause is not None and explanation.showing == "failure":
+        parts += telling_frames(explanation.cause.first)
+    if chosen is not None:
+        parts.append(f"case {chosen.case.id}")
+    if evidence.report is not None:
+        parts.append(f"{evidence.report.world_size} ranks of {evidence.report.device}")
+    return "; ".join(dict.fromkeys(parts)) or "not known"
+
+
+def _failed_ranks(evidence: FailureEvidence) -> list[str]:
+    """The ranks that raised the cause, or the one that torchrun saw fail first: it ends the others itself."""
+    explanation = evidence.explanation
+    if explanation is not None:
+        cause = explanation.cause if explanation.showing == "failure" else None
+        if cause is not None and cause.sources - {""}:
+            return sorted(cause.sources - {""})
+        if explanation.summary is not None:
+            return [f"rank {explanation.summary.rank}"]
+    return [f"rank {rank}" for rank in evidence.run.rank_exit_codes] if evidence.run is not None else []
+
+
+def _versions_line(evidence: FailureEvidence) -> str:
+    facts = evidence.report.environment if evidence.report is not None else evidence.environment
+    packages = facts.get("packages", {})
+    parts = [f"{name} {packages[name]}" for name in _VERSIONS if name in packages]
+    parts += [f"Python {facts['python']}"] if "python" in facts else []
+    parts += [f"CUDA {facts['cuda']}"] if facts.get("cuda") else []
+    parts += [f"{count} x {name}" for name, count in Counter(facts.get("accelerators", [])).items()]
+    return f"{', '.join(parts)}{_origin_of_versions(evidence)}"
+
+
+def _origin_of_versions(evidence: FailureEvidence) -> str:
+    """The source of the versions: a log does not say where it was written."""
+    if evidence.report is not None:
+        return " (of the report)"
+    return "" if evidence.run is not None else " (where the bundle was made)"
+
+
+def _reproduce_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
+    if chosen is None:
+        how = shlex.join(evidence.run.command) if evidence.run is not None else "see the log below"
+        return f"{how} (no case of the matrix is known for it)"
+    return "; or ".join(filter(None, (chosen.script_command and f"{chosen.script_command} (below)", chosen.command)))
+
+
+def _as_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..."
+
+
+def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -> str:
+    """Renders issue.md. head, files: with everything private replaced already. replaced: how often, by kind."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -48,7 +185,7 @@ def render(head: Head, files: Mapping[str, str], replaced: Counter[PrivateKind])
 
 
 def _cut(text: str, most: int) -> str:
-    """Its beginning and its end, by whole lines, where it is too long."""
+    """Keeps the beginning and the end of a text that is too long, by whole lines."""
     if len(text) <= most:
         return text.rstrip("\n")
     begin = text[: most // 2].rpartition("\n")[0]
@@ -57,15 +194,73 @@ def _cut(text: str, most: int) -> str:
 
 
 def _fenced(text: str, language: str = "") -> str:
-    """A block of code whose fence is longer than any run of backticks in it."""
+    """Quotes a text as a block of code, with a fence longer than any run of backticks in it."""
     text = _MANY_BACKTICKS.sub("`" * 16, text)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _code(text: str) -> str:
-    """The same within a line."""
+    """Quotes a text as code within a line."""
     text = _MANY_BACKTICKS.sub("`" * 16, text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{space}{text}{space}{fence}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bug report. files: text by name, issue.md first. replaced: how often each kind of private text was replaced."""
+
+    files: dict[str, str]
+    replaced: Counter[str]
+
+
+def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> Bundle:
+    """Makes a bundle, with everything private replaced. redactor: by default one that knows this machine's names."""
+    redactor = redactor or Redactor.of_this_machine()
+    raw = texts(evidence)
+    for text in raw.values():
+        redactor.learn(text)
+    if evidence.report is not None:
+        evidence = dataclasses.replace(evidence, report=_without_private(evidence.report, redactor))
+    # From the clean report, so that no private text is in the pattern of a script.
+    chosen = choose_case(evidence)
+    head = make_head(evidence, chosen)
+    redactor.learn(head.text)
+    clean_head = Head(**{name: redactor.clean(text) for name, text in dataclasses.asdict(head).items()})
+    raw |= case_texts(chosen) if chosen is not None else {}
+    files = {name: redactor.clean(text) for name, text in raw.items()}
+    if evidence.report is not None:
+        files[_REPORT] = json.dumps(report_to_dict(evidence.report), indent=1) + "\n"
+    files[_REPLACED] = _replaced_text(redactor.counts)
+    return Bundle(
+        files={"issue.md": render_issue(clean_head, files, redactor.counts), **files}, replaced=redactor.counts
+    )
+
+
+def _without_private(report: Report, redactor: Redactor) -> Report:
+    values = json.loads(json.dumps(report_to_dict(report)))
+    # With `probe --host-name`; nothing beside it shows that it is the name of a host.
+    redactor.learn_host(report.environment.get("host", ""))
+    redactor.learn_values(values)
+    return report_from_dict(redactor.clean_values(values))
+
+
+def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
+    """Writes the zip file. Raises DoctorFault where the disk does not take it."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in bundle.files.items():
+            entry = zipfile.ZipInfo(name, _DATE)
+            archive.writestr(entry, text.encode("utf-8", errors="replace"), zipfile.ZIP_DEFLATED)
+    try:
+        replace_file(path, content.getvalue())
+    except OSError as error:
+        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _replaced_text(counts: Counter[str]) -> str:
+    lines = [f"{count:6}  {kind} ({PLACEHOLDER[kind]}_1, ...)" for kind, count in counts.most_common()]
+    heading = "What was replaced, and how often; the same text has the same placeholder in every file."
+    return "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"

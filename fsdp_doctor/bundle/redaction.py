@@ -1,9 +1,10 @@
-"""Free text with everything private replaced by placeholders that are the same in all files of a bundle."""
+"""Replaces private text by placeholders that are the same in all files of a bundle."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import ipaddress
 import os
 import re
 import socket
@@ -11,9 +12,111 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from fsdp_doctor.bundle.addresses import without_addresses, without_hosts
-from fsdp_doctor.bundle.private_kinds import IS_PLACEHOLDER, PLACEHOLDER, SECRET_KINDS, PrivateKind
-from fsdp_doctor.bundle.private_text import BEGIN, HOSTS, NOBODY, NOT_SECRET, PUBLIC_HOSTS, RULES, USERS
+from fsdp_doctor.bundle.private_patterns import (
+    BEGIN,
+    HOSTS,
+    IS_PLACEHOLDER,
+    NOBODY,
+    NOT_SECRET,
+    PERSONAL,
+    PLACEHOLDER,
+    PUBLIC_HOSTS,
+    RULES,
+    USERS,
+)
+
+Replace = Callable[[str], str]
+
+_QUAD = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
+_BESIDE = 40
+# The text before a version, and after one.
+_VERSION_BEFORE = re.compile(
+    r"(?:[=<>~!]=?|\bv|[A-Za-z][\w.]*[-_]|\b(?:[\w-]*(?:versions?|torch\w*|cuda|cudnn|nccl|driver|python|release|build|lib\w*"
+    r"|cu\d\d|nvidia[\w-]*|transformers|accelerate|peft|verl|glibc|gcc|kernel|rocm|triton|numpy))[\"')\]]*[\s:=,(\[\"']{1,30}v?)$",
+    re.IGNORECASE,
+)
+_VERSION_AFTER = re.compile(r"\+\w|\.?(?:dev|post|rc|a|b)\d|-py\d|-cp\d")
+_ADDRESS_BEFORE = re.compile(
+    r"(?:@|://|(?:\b|_)(?:ip|ips|host|addr|address|addresses|inet|from|to|peer|client|server|endpoint|node|on|at|bind|listen|connect"
+    r"|connection|remote|local|via|dns|gateway|MASTER_ADDR|--master[_-]addr)[\"']?[\s:=(\[/\"']{1,4})$",
+    re.IGNORECASE,
+)
+_PORT_AFTER = re.compile(r":\d{2,5}\b|/\d{1,2}\b|\]:\d|[<>|]\d")
+_LARGEST_OF_VERSIONS = 30
+_IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?:%\w+)?(?![\w:])", re.IGNORECASE)
+_IPV6_BEGINS = re.compile(r"(?:fe[89ab][0-9a-f]|f[cd][0-9a-f]{2}|[23][0-9a-f]{3}):", re.IGNORECASE)
+_IN_URL = re.compile(r"(?<=://)(?P<credentials>[^\s/@'\"<>]{0,400}@)?(?P<host>[A-Za-z0-9][\w-]*(?:\.[\w-]+)*)")
+_DOTTED = re.compile(
+    r"(?<![\w./@-])(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}[A-Za-z]{2,12}(?![\w(-]|\.\w|/[\w-]+\.py)"
+)
+# No module ends so; a file or an attribute can end as the others do, so those need a digit or a hyphen.
+_SURE = frozenset({"com", "edu", "gov", "mil"})
+_OFTEN = re.compile(
+    r"org|net|io|ai|dev|cloud|local|internal|lan|corp|intra|intranet|private|localdomain|svc|cluster|int|home"
+    r"|de|fr|uk|cn|jp|ch|nl|eu|kr|ru|se|au|ca|tw|hk|sg|at"
+)
+_NUMBER = re.compile(r"[\d-]")
+
+
+def replace_addresses(text: str, replace: Replace) -> str:
+    """Replaces IP addresses, but for loopback addresses and wildcards, which identify nobody."""
+
+    def replace_ipv4(match: re.Match[str]) -> str:
+        return replace(match[0]) if _is_ipv4(match, text) else match[0]
+
+    def replace_ipv6(match: re.Match[str]) -> str:
+        return replace(match[0]) if _is_ipv6(match[0]) else match[0]
+
+    return _IPV6.sub(replace_ipv6, _QUAD.sub(replace_ipv4, text))
+
+
+def replace_hosts(text: str, replace: Replace) -> str:
+    """Replaces the hosts of URLs and whole domain names, but for public ones such as github.com."""
+
+    def in_url(match: re.Match[str]) -> str:
+        host = match["host"]
+        if PUBLIC_HOSTS.fullmatch(host) or _QUAD.fullmatch(host):
+            return match[0]
+        return f"{match['credentials'] or ''}{replace(host)}"
+
+    def dotted(match: re.Match[str]) -> str:
+        return replace(match[0]) if _is_host(match[0]) else match[0]
+
+    return _DOTTED.sub(dotted, _IN_URL.sub(in_url, text))
+
+
+def _is_ipv4(match: re.Match[str], text: str) -> bool:
+    parts = [int(part) for part in match[0].split(".")]
+    if max(parts) > 255 or parts[0] in (0, 127, 255):
+        return False
+    before = text[max(0, match.start() - _BESIDE) : match.start()]
+    after = text[match.end() : match.end() + 8]
+    if _ADDRESS_BEFORE.search(before) or _PORT_AFTER.match(after):
+        return True
+    if _VERSION_BEFORE.search(before) or _VERSION_AFTER.match(after):
+        return False
+    return ipaddress.IPv4Address(".".join(map(str, parts))).is_private or max(parts) > _LARGEST_OF_VERSIONS
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        address = ipaddress.IPv6Address(text.partition("%")[0])
+    except ValueError:
+        return False
+    if address.is_loopback or address.is_unspecified:
+        return False
+    return _IPV6_BEGINS.match(text) is not None or text.count(":") == 7
+
+
+def _is_host(name: str) -> bool:
+    if PUBLIC_HOSTS.fullmatch(name):
+        return False
+    *labels, last = name.split(".")
+    if last.lower() in _SURE:
+        return True
+    numbered = any(_NUMBER.search(label) for label in labels)
+    return _OFTEN.fullmatch(last.lower()) is not None and len(labels) > 1 and numbered
+
 
 _SHORTEST_NAME = 3
 # A secret that was found by its name is replaced wherever it stands, if no word of a text can be like it.
@@ -21,71 +124,74 @@ _SHORTEST_SECRET = 8
 
 
 class Redactor:
-    """Replaces what is private. Let it learn all texts first, then clean them.
+    """Replaces private text. Let it learn all texts first, then clean them.
 
     homes, hosts, users: names that are private wherever they stand.
     counts: how often each kind was replaced.
     """
 
     def __init__(self, homes: Iterable[str] = (), hosts: Iterable[str] = (), users: Iterable[str] = ()) -> None:
-        self.counts: Counter[PrivateKind] = Counter()
+        self.counts: Counter[str] = Counter()
         self._placeholders: dict[str, str] = {}
         # A text is of the kind that it was first taken for, wherever it stands.
-        self._kinds: dict[str, PrivateKind] = {}
-        self._of_kind: Counter[PrivateKind] = Counter()
+        self._kinds: dict[str, str] = {}
+        self._of_kind: Counter[str] = Counter()
         self._homes = {home for home in homes if len(home) > 1}
-        self._hosts = {host for host in hosts if _is_name(host)}
-        self._users = {user for user in users if _is_name(user)}
+        self._names = {"host": set(filter(_is_name, hosts)), "user name": set(filter(_is_name, users)), "bucket": set()}
         self._secrets: set[str] = set()
         self._cleaned: dict[str, str] = {}
 
     @classmethod
     def of_this_machine(cls) -> Redactor:
-        """One that knows the names of this host and user from the start."""
+        """A redactor that knows the names of this host and user."""
         host = socket.gethostname()
         users = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
         with contextlib.suppress(OSError, KeyError, ImportError):
             users.append(getpass.getuser())
-        found = cls(homes=[os.path.expanduser("~")], users=users)
+        redactor = cls(homes=[os.path.expanduser("~")], users=users)
         for name in (host, os.environ.get("HOSTNAME", "")):
-            found.learn_host(name)
-        return found
+            redactor.learn_host(name)
+        return redactor
 
     def learn(self, text: str) -> None:
-        """Takes in the names of hosts and users and the secrets that ``text`` shows to be such."""
-        self._hosts |= {name for name in _found(HOSTS, text) if _is_name(name) and not PUBLIC_HOSTS.fullmatch(name)}
-        self._users |= {name for name in _found(USERS, text) if _is_name(name)}
+        """Takes in the names of hosts, users and buckets and the secrets that ``text`` shows to be such."""
+        hosts = filter(_is_name, _matches(HOSTS, text))
+        self._names["host"] |= {name for name in hosts if not PUBLIC_HOSTS.fullmatch(name)}
+        self._names["user name"] |= set(filter(_is_name, _matches(USERS, text)))
         for rule in RULES:
-            if rule.kind in SECRET_KINDS:
-                for value in filter(_is_remarkable, _found([rule.pattern], text)):
+            if rule.kind in self._names:
+                self._names[rule.kind] |= set(filter(_is_name, _matches([rule.pattern], text)))
+            elif rule.kind not in PERSONAL:
+                for value in filter(_is_remarkable, _matches([rule.pattern], text)):
                     self._secrets.add(value)
                     self._kinds.setdefault(value, rule.kind)
 
     def learn_host(self, name: str) -> None:
         """Takes in the name of a host."""
-        self._hosts |= {part for part in (name, name.split(".")[0]) if _is_name(part)}
+        self._names["host"] |= {part for part in (name, name.split(".")[0]) if _is_name(part)}
 
     def learn_values(self, value: Any) -> None:
-        """The same of all strings in JSON."""
+        """Takes in what the strings of a JSON value show."""
         self.learn("\n".join(dict.fromkeys(_strings(value))))
 
     def clean(self, text: str) -> str:
-        """``text`` without what is private."""
+        """Replaces everything private in ``text``."""
         for home in sorted(self._homes, key=len, reverse=True):
-            text = _whole(home).sub(self._as("home directory"), text)
+            text = _whole(home).sub(self._replacement("home directory"), text)
         for rule in RULES:
-            text = rule.pattern.sub(self._group(rule.kind), text)
-        text = self._without_names(text, "named key or secret", self._secrets)
-        text = without_hosts(text, lambda host: self._placeholder("host", host))
-        text = without_addresses(text, lambda address: self._placeholder(_address_kind(address), address))
-        text = self._without_names(text, "host", self._hosts)
-        return self._without_names(text, "user name", self._users)
+            text = rule.pattern.sub(self._group_replacement(rule.kind), text)
+        text = self._replace_names(text, "named key or secret", self._secrets, re.NOFLAG)
+        text = replace_hosts(text, lambda host: self._placeholder("host", host))
+        text = replace_addresses(text, lambda address: self._placeholder(_address_kind(address), address))
+        for kind, names in self._names.items():
+            text = self._replace_names(text, kind, names, re.IGNORECASE)
+        return text
 
     def clean_values(self, value: Any) -> Any:
-        """JSON with all its strings cleaned, and not its keys."""
+        """A JSON value with all its strings cleaned, but not its keys."""
         match value:
             case str():
-                return self._clean_again(value)
+                return self._clean_once(value)
             case list():
                 return [self.clean_values(item) for item in value]
             case dict():
@@ -93,35 +199,39 @@ class Redactor:
             case _:
                 return value
 
-    def _clean_again(self, text: str) -> str:
-        """A report has the same traceback in hundreds of cases; what is replaced in it is counted once."""
+    def _clean_once(self, text: str) -> str:
+        """Cleans a string once: a report has the same traceback in hundreds of cases."""
         if text not in self._cleaned:
             self._cleaned[text] = self.clean(text)
         return self._cleaned[text]
 
-    def _without_names(self, text: str, kind: PrivateKind, names: Iterable[str]) -> str:
-        present = sorted((name for name in names if name in text), key=len, reverse=True)
+    def _replace_names(self, text: str, kind: str, names: Iterable[str], flags: re.RegexFlag) -> str:
+        lower = text.lower()
+        present = {name.lower() if flags else name: name for name in names if name.lower() in lower}
         if not present:
             return text
-        pattern = re.compile(rf"{BEGIN}(?:{'|'.join(map(re.escape, present))})(?![A-Za-z0-9])")
-        return pattern.sub(self._as(kind), text)
+        longest_first = sorted(present.values(), key=len, reverse=True)
+        pattern = re.compile(rf"{BEGIN}(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9])", flags)
+        return pattern.sub(
+            lambda match: self._placeholder(kind, present[match[0].lower() if flags else match[0]]), text
+        )
 
-    def _as(self, kind: PrivateKind) -> Callable[[re.Match[str]], str]:
+    def _replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
         return lambda match: self._placeholder(kind, match[0])
 
-    def _group(self, kind: PrivateKind) -> Callable[[re.Match[str]], str]:
+    def _group_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
         def replaced(match: re.Match[str]) -> str:
             value = match["x"]
             begin, end = (at - match.start() for at in match.span("x"))
             # Code has the name as its value, too: password=password.
-            harmless = kind in SECRET_KINDS and (NOT_SECRET.fullmatch(value) or value in match[0][:begin])
-            if harmless or IS_PLACEHOLDER.match(value):
+            is_harmless = kind not in PERSONAL and (NOT_SECRET.fullmatch(value) or value in match[0][:begin])
+            if is_harmless or IS_PLACEHOLDER.match(value):
                 return match[0]
             return match[0][:begin] + self._placeholder(kind, value) + match[0][end:]
 
         return replaced
 
-    def _placeholder(self, kind: PrivateKind, value: str) -> str:
+    def _placeholder(self, kind: str, value: str) -> str:
         if IS_PLACEHOLDER.match(value):
             return value
         kind = self._kinds.setdefault(value, kind)
@@ -144,7 +254,7 @@ def _strings(value: Any) -> Iterator[str]:
                 yield from _strings(item)
 
 
-def _found(patterns: Iterable[re.Pattern[str]], text: str) -> set[str]:
+def _matches(patterns: Iterable[re.Pattern[str]], text: str) -> set[str]:
     return {match["x"].rstrip(".") for pattern in patterns for match in pattern.finditer(text)}
 
 
@@ -153,7 +263,7 @@ def _is_name(name: str) -> bool:
     return plain and not name.isdigit() and IS_PLACEHOLDER.match(name) is None
 
 
-def _address_kind(address: str) -> PrivateKind:
+def _address_kind(address: str) -> str:
     return "IPv6 address" if ":" in address else "IPv4 address"
 
 

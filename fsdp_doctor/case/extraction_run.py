@@ -16,7 +16,7 @@ from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.shard_reference import own_parts
 from fsdp_doctor.case.trainer import Trainer, compute_dtype
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.ledgers.stage_ledger import JobStage
+from fsdp_doctor.ledgers.ledger import JobStage
 from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
 from fsdp_doctor.verdict.records import Problem
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -20,13 +21,13 @@ from fsdp_doctor.cli import (
     explain_command,
     fingerprint_command,
     list_command,
-    memory_command,
+    memory_measure,
+    memory_plan,
+    memory_rollout,
     merge_command,
-    plan_command,
     probe_command,
     report_command,
     repro_command,
-    rollout_command,
     standard_streams,
     starting,
     sweep_command,
@@ -49,9 +50,6 @@ for _command in (
     repro_command,
     bundle_command,
     bench_command,
-    memory_command,
-    plan_command,
-    rollout_command,
     list_command,
     report_command,
     diff_command,
@@ -62,6 +60,10 @@ for _command in (
     env_command,
 ):
     app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
+_memory = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+for _command in (memory_measure, memory_plan, memory_rollout):
+    _memory.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
+app.add_typer(_memory, name="memory", help="Measure or predict where a job's memory goes.")
 
 
 @app.callback(invoke_without_command=True)
@@ -98,13 +100,24 @@ def main() -> None:
 
 def _run() -> None:
     """Under torchrun every rank comes here; of a probe, or of memory, all but rank 0 follow what rank 0 says."""
-    if launch.is_rank_zero() or sys.argv[1:2] == [bench_command.NAME]:
+    words = sys.argv[1:]
+    if launch.is_rank_zero() or words[:1] == [bench_command.NAME]:
+        _refuse_old_spelling(words)
         app()
-    elif sys.argv[1:2] in ([probe_command.NAME], [memory_command.NAME]) and "--help" not in sys.argv:
+    elif (words[:1] == [probe_command.NAME] or words[:2] == ["memory", memory_measure.NAME]) and "--help" not in words:
         from fsdp_doctor.probe.command import follow
 
         starting.check_versions()
         raise SystemExit(follow())
+
+
+def _refuse_old_spelling(words: Sequence[str]) -> None:
+    """Raises UsageError for a command that has another name now."""
+    match words:
+        case ["plan" | "rollout" as old, *_]:
+            raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor memory {old}` now")
+        case ["memory", *rest] if rest[:1] != ["--help"] and (not rest or rest[0].startswith("-")):
+            raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
 
 
 def _say_why(error: FsdpDoctorError) -> None:

@@ -13,23 +13,26 @@ import typer
 
 from fsdp_doctor.bench.request import (
     DTYPES,
-    LOAD_PATHS,
+    LOADS,
     OFFLOADS,
-    PATHS,
-    SHAPES,
     SOURCES,
     STRATEGIES,
     BenchOptions,
+    extractions_of,
+    scenarios_of,
 )
 from fsdp_doctor.cli import files, starting, values
 from fsdp_doctor.cli.starting import RankOptions
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.machine import imports, launch
+from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import is_user_path
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 
 if TYPE_CHECKING:
-    from fsdp_doctor.bench.tables import BenchResult
+    from fsdp_doctor.bench.results import BenchResult
 
 NAME = "bench"
 EXIT_CODES = (
@@ -46,11 +49,21 @@ class MeasuredOptions:
         typer.Option(help=f"With --direction in, where the full tensors are: {', '.join(SOURCES)}.  [default: all]"),
     ] = None
     model: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}; or the directory of a Hugging Face configuration.")
+        str, typer.Option(help=f"{', '.join(MODEL_SHAPES)}; or the directory of a Hugging Face configuration.")
     ] = "small"
     layers: Annotated[int | None, typer.Option(help="Number of decoder layers, instead of the model's own.")] = None
     strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}.  [default: fsdp2]")] = None
     offload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(OFFLOADS)}.  [default: none]")] = None
+    staging: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="unstaged; or staged, under a manual offload: to move the whole model to the device is part of the "
+            "extraction.  [default: unstaged]"
+        ),
+    ] = None
+    pinning: Annotated[
+        list[str] | None, typer.Option(help="Of the policy's host memory: pinned, unpinned.  [default: pinned]")
+    ] = None
     dtype: Annotated[
         list[str] | None,
         typer.Option(help=f"Of the shards and, after a colon, of the output: {', '.join(DTYPES)}.  [default: bf16]"),
@@ -67,25 +80,35 @@ class MeasuredOptions:
     ] = None
     repeat: Annotated[int, typer.Option(help="Timed runs of each path; the median is reported.")] = 5
 
-    def read(self, device: str, json_file: pathlib.Path | None) -> BenchOptions:
-        strategies = values.words("--strategy", self.strategy, STRATEGIES, "fsdp2")
+    def read(self, device: str) -> BenchOptions:
         direction = values.direction(self.direction)
         if direction == "out" and self.source:
             raise UsageError("--source says where a load is from: use it with --direction in")
+        stagings = values.words("--staging", self.staging, AXIS["staging"].values, "unstaged")
+        if direction == "in" and "staged" in stagings:
+            raise UsageError("--staging staged is of an extraction: use it with --direction out")
+        scenarios = scenarios_of(
+            values.words("--strategy", self.strategy, STRATEGIES, "fsdp2"),
+            values.words("--offload", self.offload, OFFLOADS, "none"),
+            stagings,
+            values.words("--pinning", self.pinning, AXIS["pinning"].values, "pinned"),
+        )
+        if not scenarios:
+            raise UsageError(
+                "--offload, --staging and --pinning do not go together: staged needs --offload param, and "
+                "unpinned needs --offload policy with --strategy fsdp2"
+            )
         return BenchOptions(
             direction=direction,
             sources=values.words("--source", self.source, SOURCES, ",".join(SOURCES)),
-            model=self.model,
-            directory=None if self.model in SHAPES else values.model_directory(self.model, SHAPES),
+            model=self.model if self.model in MODEL_SHAPES else str(values.model_directory(self.model, MODEL_SHAPES)),
             layers=None if self.layers is None else values.positive("--layers", self.layers),
-            strategies=strategies,
-            offloads=values.words("--offload", self.offload, OFFLOADS, "none"),
+            scenarios=scenarios,
             dtypes=values.words("--dtype", self.dtype, DTYPES, "bf16"),
             bucket_bytes=_bucket_sizes(values.split(self.bucket_bytes) or ["default"]),
-            paths=_known_paths(values.split(self.path), strategies, direction),
+            paths=_known_paths(values.split(self.path), scenarios, direction),
             repeat=values.positive("--repeat", self.repeat),
             device=device,
-            json_file=json_file,
         )
 
 
@@ -106,19 +129,19 @@ def run(
     ranks.check()
     if json_file is not None and launch.is_rank_zero():
         files.check_writable(json_file)
-    options = measured.read(ranks.device, json_file)
+    options = measured.read(ranks.device)
     starting.check_versions()
     if not launch.under_torchrun():
         starting.start_ranks(ranks)
     with imports.of_what_stays():
-        from fsdp_doctor.bench import tables
+        from fsdp_doctor.bench import results
         from fsdp_doctor.bench.benchmark import run as measure
 
     result = measure(options)
     if launch.is_rank_zero():
-        sys.stdout.write(tables.as_text(result, shutil.get_terminal_size((132, 24)).columns))
+        sys.stdout.write(results.as_text(result, shutil.get_terminal_size((132, 24)).columns))
         if json_file is not None:
-            files.write(json_file, tables.as_json(result))
+            files.write(json_file, results.as_json(result))
         _report_what_is_missing(options, result)
 
 
@@ -127,13 +150,14 @@ def _bucket_sizes(words: list[str]) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _known_paths(names: list[str], strategies: tuple[str, ...], direction: Direction) -> tuple[str, ...]:
+def _known_paths(names: list[str], scenarios: tuple[Scenario, ...], direction: Direction) -> tuple[str, ...]:
     """Raises UsageError for a path that none of the strategies has."""
     if direction == "in":
-        if unknown := [name for name in names if name not in LOAD_PATHS]:
-            raise UsageError(f"--path: there is no path {unknown[0]!r} to load by; use one of {', '.join(LOAD_PATHS)}")
+        if unknown := [name for name in names if name not in LOADS]:
+            raise UsageError(f"--path: there is no path {unknown[0]!r} to load by; use one of {', '.join(LOADS)}")
         return tuple(names)
-    known = list(dict.fromkeys(itertools.chain.from_iterable(PATHS[strategy] for strategy in strategies)))
+    strategies = dict.fromkeys(scenario.strategy for scenario in scenarios)
+    known = dict.fromkeys(name for each in scenarios for name in extractions_of(each.without_offload()))
     for name in names:
         if not is_user_path(name) and name not in known:
             raise UsageError(
@@ -144,10 +168,10 @@ def _known_paths(names: list[str], strategies: tuple[str, ...], direction: Direc
 
 
 def _report_what_is_missing(options: BenchOptions, result: BenchResult) -> None:
-    """Tells which named paths were not measured. Raises CannotRun where none was."""
-    measured = {(row.strategy, row.offload, row.path) for row in result.measured}
-    wanted = itertools.product(options.strategies, options.offloads, options.paths)
-    missing = [" ".join(one) for one in wanted if one not in measured]
+    """Prints the named paths that were not measured. Raises CannotRun where none was."""
+    measured = {(row.scenario, row.path) for row in result.measured}
+    wanted = itertools.product(options.scenarios, options.paths)
+    missing = [f"{scenario.id}/{path}" for scenario, path in wanted if (scenario, path) not in measured]
     if missing:
         print(
             f"note: not measured: {', '.join(missing)}; "

@@ -62,26 +62,25 @@ def run(
         files.check_writable(record)
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as directory:
         logs = [bundle.as_file(path, pathlib.Path(directory)) for path in log or ()]
-        # What cannot be read is said before the command runs for hours.
+        # A log that cannot be read is refused before the command runs for hours.
         bundle.gather({}, logs=logs)
-        checked = check(config) if config else None
-        found = read_report(report) if report is not None else None
+        configuration = check(config) if config else None
+        earlier = read_report(report) if report is not None else None
         dumps = pathlib.Path(directory) / "dumps"
         ran = bundle.run(command, output=record, dumps=dumps, hang_after=hang_after) if command else None
-        facts = found.environment if found is not None and ran is None else collect()
-        gathered = bundle.gather(facts, logs=logs, checked=checked, report=found, run=ran)
-        made = bundle.bundle_of(gathered)
+        environment = earlier.environment if earlier is not None and ran is None else collect()
+        evidence = bundle.gather(environment, logs=logs, configuration=configuration, report=earlier, run=ran)
+        made = bundle.make_bundle(evidence)
     bundle.write_bundle(output, made)
     if ran is not None:
         with contextlib.suppress(OSError):
             record.unlink()
         print(f"fsdp-doctor: {ran.sentence}", file=sys.stderr)
-    _say(output, made)
+    _print_contents(output, made)
 
 
-def _say(output: pathlib.Path, made: Bundle) -> None:
-    """What is in it, and what is not."""
+def _print_contents(output: pathlib.Path, made: Bundle) -> None:
     print(f"{output}: {', '.join(made.files)}")
     counts = ", ".join(f"{kind} ({count})" for kind, count in made.replaced.most_common())
     print(f"replaced: {counts or 'nothing'}")
-    print("Read issue.md before you publish it; whatever a log says in its own words is still in it.")
+    print("Read issue.md before you publish it: private text that has no known form is still in it.")

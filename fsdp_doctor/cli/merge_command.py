@@ -38,7 +38,7 @@ def run(
     environment, and for each case that changed.
     """
     from fsdp_doctor.page import write_page
-    from fsdp_doctor.versions.merged_file import read_either, write_merged
+    from fsdp_doctor.versions.merged import read_either, write_merged
     from fsdp_doctor.versions.merged_text import case_lines, environment_lines, incomplete_lines, merged_summary
     from fsdp_doctor.versions.merging import merge, names_beside
 

@@ -62,21 +62,21 @@ def run(
     _check_options(sweep.options)
     _make(directory)
     sweeping.check(sweep)
-    # So that the environment under way is removed, and the probe in it ends.
+    # So that the environment is removed and its probe ends when this process is stopped.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     swept = []
     try:
-        for one in sweeping.run(sweep):
-            swept.append(one)
-            print(_line(one), flush=True)
+        for version in sweeping.run(sweep):
+            swept.append(version)
+            print(_result_line(version), flush=True)
     except _Signal as signal_:
         raise Interrupted(f"stopped by {signal_}; what ran is kept, and the same command goes on with it") from None
     raise SystemExit(_exit_code(swept, sweep.options))
 
 
 class _Signal(BaseException):
-    """No Exception: importlib.metadata suppresses all of those while it looks into a directory."""
+    """A BaseException, because importlib.metadata suppresses every Exception while it looks into a directory."""
 
 
 def _stop(number: int, _: object) -> None:
@@ -121,30 +121,30 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
     return typer.main.get_command(probe).make_context("fsdp-doctor probe", list(options)).params
 
 
-def _line(one: Swept) -> str:
+def _result_line(swept: Swept) -> str:
     from fsdp_doctor.report.layout import summary
 
-    told = summary(one.report) if one.report.results else one.trouble
-    return f"torch {one.version}\t{told}\t{one.file}"
+    result = summary(swept.report) if swept.report.results else swept.trouble
+    return f"torch {swept.version}\t{result}\t{swept.file}"
 
 
 def _exit_code(swept: Sequence[Swept], options: Sequence[str]) -> int:
-    """Of all versions the worst: the doctor's own fault, then what could not run, then a verdict."""
+    """The worst exit code of all versions: a fault of ours, then a version that could not run, then a verdict."""
     expect = _parsed(options)["expect"]
     expected = values.baseline(expect) if expect is not None else None
-    return max(_exit_code_of(one, expected) for one in swept)
+    return max(_exit_code_of(version, expected) for version in swept)
 
 
-def _exit_code_of(one: Swept, expected: Baseline) -> int:
+def _exit_code_of(swept: Swept, expected: Baseline) -> int:
     from fsdp_doctor.probe import baseline
     from fsdp_doctor.report.document import context_of
 
-    if one.trouble or not one.report.complete:
-        return one.exit_code
-    surprises = baseline.surprises(one.report, expected, context_of(one.report))
+    if swept.trouble or not swept.report.complete:
+        return swept.exit_code
+    surprises = baseline.surprises(swept.report, expected, context_of(swept.report))
     for sentence in surprises:
-        print(f"torch {one.version}: {sentence}", file=sys.stderr)
+        print(f"torch {swept.version}: {sentence}", file=sys.stderr)
     try:
-        return baseline.exit_code(one.report, expected, surprises)
+        return baseline.exit_code(swept.report, expected, surprises)
     except FsdpDoctorError as error:
         return error.exit_code

@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
-from fsdp_doctor.bench.request import Direction
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
+from fsdp_doctor.matrix.contracts import Direction
 
 if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline

@@ -33,14 +33,14 @@ class SglangBucket:
         # Where a tensor begins is for the metadata to say, so those of other dtypes can be aligned.
         metadata = [
             flattened.FlattenedTensorMetadata(
-                name=one.name,
-                shape=torch.Size(one.shape),
-                dtype=getattr(torch, one.dtype),
-                start_idx=one.start,
-                end_idx=one.end,
-                numel=one.end - one.start,
+                name=entry.name,
+                shape=torch.Size(entry.shape),
+                dtype=getattr(torch, entry.dtype),
+                start_idx=entry.start,
+                end_idx=entry.end,
+                numel=entry.end - entry.start,
             )
-            for one in self.bucket.index
+            for entry in self.bucket.index
         ]
         content = {"flattened_tensor": self.bucket.buffer, "metadata": metadata}
         return [serializer.serialize(content) for _ in range(tp_size)]

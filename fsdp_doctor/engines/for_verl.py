@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from fsdp_doctor.engines.extraction_options import ExtractionOptions
+from fsdp_doctor.engines.for_vllm import ExtractionOptions
 from fsdp_doctor.extract import LocalShard, full_tensors, local_shards
 
 

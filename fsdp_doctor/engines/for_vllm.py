@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from typing_extensions import Unpack
 
-from fsdp_doctor.engines.extraction_options import ExtractionOptions
 from fsdp_doctor.extract import full_tensors, local_shards, weights_info
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.local import request_of
@@ -24,10 +23,19 @@ from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.own_shards import ShardPlace, own_shards
 
 
+class ExtractionOptions(TypedDict, total=False):
+    """The options of :func:`fsdp_doctor.full_tensors` that an engine's interface passes on."""
+
+    dtype: torch.dtype | None
+    keep_dtype: Collection[str]
+    bucket_bytes: int
+    lora: Lora
+
+
 def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -> Any:
     """A ``vllm.distributed.weight_transfer.base.WeightSource``: ``metadata``, ``iter_full``, and ``iter_local``.
 
-    ``iter_local`` is there where every shard is what vLLM can be told of: cut along dims as torch.chunk does. So not
+    ``iter_local`` exists where vLLM can describe every shard: cut along dims as torch.chunk does. So not
     for FSDP1's flat parameters, nor for FSDP over tensor parallelism of the same dim. The ranks of the
     default process group must be vLLM's trainer ranks. vLLM must be installed. ``metadata`` is read when it is first
     asked for, so shard the model first; any rank may read it alone.
@@ -53,30 +61,31 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
         def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
             return ((shard.name, shard.tensor) for shard in local_shards(model, **options))
 
-    return ShardedSource() if all(map(_can_be_told, places.values())) else FullSource()
+    return ShardedSource() if all(map(_can_be_described, places.values())) else FullSource()
 
 
 def _places(model: nn.Module, lora: Lora) -> dict[str, ShardPlace]:
-    """By the name in the model."""
+    """The places of this rank's shards, by the name in the model."""
     request = request_of(model, None, (), BUCKET_BYTES, lora)
-    found = own_shards(request.sources, request.shards)
-    return {name: shard.place for shard in found for name in shard.spec.names}
+    shards = own_shards(request.sources, request.shards)
+    return {name: shard.place for shard in shards for name in shard.spec.names}
 
 
-def _can_be_told(place: ShardPlace) -> bool:
+def _can_be_described(place: ShardPlace) -> bool:
     if place.mesh is None or place.placements is None:
         return place.group is None
-    return all(type(one) in (Shard, Replicate) for one in place.placements)
+    return all(type(placement) in (Shard, Replicate) for placement in place.placements)
 
 
 def _layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
-    """Who owns a parameter and how, in vLLM's words; nothing of what is whole on every rank, or cannot be told."""
-    if place is None or place.mesh is None or place.placements is None or not _can_be_told(place):
+    """The owners and placements of a parameter, in vLLM's terms; empty where it is whole on every rank."""
+    if place is None or place.mesh is None or place.placements is None or not _can_be_described(place):
         return {}
     return {
         "owners": tuple(place.mesh.mesh.flatten().tolist()),
         "mesh_shape": tuple(place.mesh.mesh.shape),
         "placements": tuple(
-            base.Shard(one.dim) if isinstance(one, Shard) else base.Replicate() for one in place.placements
+            base.Shard(placement.dim) if isinstance(placement, Shard) else base.Replicate()
+            for placement in place.placements
         ),
     }

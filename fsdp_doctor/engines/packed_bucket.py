@@ -77,11 +77,11 @@ def read_bucket(buffer: torch.Tensor, index: Sequence[PackedTensor]) -> Iterator
     """
     if buffer.dtype != torch.uint8 or buffer.ndim != 1:
         raise ValueError(f"a bucket is uint8 and 1-D, not {buffer.dtype} and {buffer.ndim}-D")
-    for one in index:
-        dtype = getattr(torch, one.dtype, None)
-        shape = torch.Size(one.shape)
-        if not isinstance(dtype, torch.dtype) or one.end - one.start != shape.numel() * dtype.itemsize:
-            raise ValueError(f"the index does not fit the tensor: {one}")
-        if not 0 <= one.start <= one.end <= len(buffer):
-            raise ValueError(f"the index does not fit a bucket of {len(buffer)} bytes: {one}")
-        yield one.name, buffer[one.start : one.end].view(dtype).view(shape)
+    for entry in index:
+        dtype = getattr(torch, entry.dtype, None)
+        shape = torch.Size(entry.shape)
+        if not isinstance(dtype, torch.dtype) or entry.end - entry.start != shape.numel() * dtype.itemsize:
+            raise ValueError(f"the index does not fit the tensor: {entry}")
+        if not 0 <= entry.start <= entry.end <= len(buffer):
+            raise ValueError(f"the index does not fit a bucket of {len(buffer)} bytes: {entry}")
+        yield entry.name, buffer[entry.start : entry.end].view(dtype).view(shape)

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.memory.storages import device_bytes, storages
+from fsdp_doctor.memory.snapshot import device_bytes, storages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.finding import Finding, few
-from fsdp_doctor.ledgers.allocators import power_of_two
+from fsdp_doctor.ledgers.ledger import power_of_two
 from fsdp_doctor.report.layout import bytes_text, counted
 
 # Less than this is not worth a word.

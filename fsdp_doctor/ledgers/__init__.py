@@ -1,5 +1,4 @@
-"""What is held on a device and its host at each stage of a job, measured or predicted, as values. No torch.
+"""Ledgers: the memory of one rank at one stage of a job, measured or predicted, as values. No torch.
 
-``stage_ledger`` has the classes, the stages and the records; ``ledger_file`` writes and reads them as JSON;
-``ledger_table`` and ``ledger_picture`` show any of them.
+ledger has the records and their JSON; ledger_views shows them as a table and as a picture.
 """

@@ -1,11 +1,12 @@
-"""What a job holds, on this rank's device and host, by class.
+"""The memory of a job on this rank's device and host, by class.
 
-``ledger`` looks at a live job; ``stage_watch`` watches the stages of one, by what ``tracker`` sees of every operator.
-``census`` says whose memory a tensor is, ``counters`` what the allocator and the driver count.
+snapshot      the ledger of a live job
+stage_watch   the ledgers of the stages of a job, by watching every operator
+rollout       the start of a rollout engine beside a trainer's worker
 """
 
 from __future__ import annotations
 
-from fsdp_doctor.memory.live_ledger import ledger
+from fsdp_doctor.memory.snapshot import ledger
 
 __all__ = ["ledger"]

@@ -19,7 +19,7 @@ from fsdp_doctor.versions.merged import MergedReport
 # In this order they are one script.
 _SCRIPTS = ("cases.js", "choice.js", "matrix.js", "cell.js", "search.js", "start.js")
 _ROOM = pathlib.Path(__file__).parent
-# Also of what may come into the page from elsewhere: reports quote what programs wrote.
+# Escapes everything, for reports quote the output of programs.
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_ROOM),
     autoescape=True,
@@ -31,9 +31,9 @@ _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def compat_page(merged: MergedReport, picture: str = "") -> str:
-    """The page, whole. Raises UsageError where there is no result to show.
+    """Renders the page. Raises UsageError where there is no result to show.
 
-    picture: of ledgers, as SVG; empty where nothing was watched.
+    picture: of ledgers, as SVG; empty without ledgers.
     """
     if not merged.cases:
         raise UsageError("the reports have no results, so there is nothing to show on a page")
@@ -45,7 +45,7 @@ def compat_page(merged: MergedReport, picture: str = "") -> str:
         data=page_data(merged),
         entries=known_failures(),
         meanings=MEANING,
-        # As they are, and nothing else may run in the page.
+        # Not escaped; the content security policy allows these alone.
         style=Markup(style),
         script=Markup(script),
         style_hash=_hash(style),
@@ -68,5 +68,5 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline script or style."""
+    """The hash by which a content security policy allows an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

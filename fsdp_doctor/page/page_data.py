@@ -47,15 +47,15 @@ class Column:
 
 
 class _Numbers:
-    """Texts by number, each once."""
+    """A list of distinct texts, each with its number."""
 
     def __init__(self, first: Iterable[str] = ()) -> None:
         self.texts: list[str] = []
         self._number: dict[str, int] = {}
         for text in first:
-            self.of(text)
+            self.number_of(text)
 
-    def of(self, text: str) -> int:
+    def number_of(self, text: str) -> int:
         if text not in self._number:
             self._number[text] = len(self.texts)
             self.texts.append(text)
@@ -63,12 +63,12 @@ class _Numbers:
 
 
 def columns(merged: MergedReport) -> list[Column]:
-    """The environments, in their order."""
+    """The columns of the page, in the order of the environments."""
     return [_column(environment) for environment in merged.environments]
 
 
 def page_data(merged: MergedReport) -> dict[str, Any]:
-    """As JSON has it."""
+    """The data of the page, as JSON values."""
     texts = _Numbers([""])
     words = {axis: _Numbers(value for value in AXIS[axis].values if _is_used(merged, axis, value)) for axis in _AXES}
     paths = _Numbers()
@@ -117,21 +117,21 @@ def _case(case: MergedCase, words: dict[str, _Numbers], paths: _Numbers, texts: 
     begin = "".join(f"{word}/" for word in (case.strategy, case.offload, case.staging) if word)
     others = case.id.removeprefix(begin).removesuffix(case.path).strip("/")
     return [
-        *(words[axis].of(getattr(case, axis)) for axis in _AXES),
-        texts.of(others),
+        *(words[axis].number_of(getattr(case, axis)) for axis in _AXES),
+        texts.number_of(others),
         _DIRECTIONS.index(case.direction),
-        paths.of(case.path),
+        paths.number_of(case.path),
         [_NO_RESULT if index is None else index for index in case.outcomes],
-        [texts.of(f"{statement.where}: {statement.text}") for statement in case.statements],
+        [texts.number_of(f"{statement.where}: {statement.text}") for statement in case.statements],
         int(any(statement.changes for statement in case.statements)),
     ]
 
 
 def _outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
-    said = " ".join(outcome.message.removesuffix(SHORTENED).split())
-    message = "" if said in " ".join(outcome.reason.split()) else outcome.message
+    raised = " ".join(outcome.message.removesuffix(SHORTENED).split())
+    message = "" if raised in " ".join(outcome.reason.split()) else outcome.message
     also = "\n".join(outcome.also)
-    return [_KINDS.index(outcome.kind), *map(texts.of, (outcome.reason, message, also, outcome.known))]
+    return [_KINDS.index(outcome.kind), *map(texts.number_of, (outcome.reason, message, also, outcome.known))]
 
 
 def _signatures(entries: Iterable[KnownFailure]) -> dict[str, list[str]]:

@@ -1,7 +1,7 @@
-"""What a forward and a backward hold beside the parameters, counted while the model runs on the meta device.
+"""Traces the activations of a forward and a backward, while the model runs on the meta device.
 
-Nothing is computed there, and every tensor has a size and a lifetime. What torch's kernels for CUDA do otherwise than
-the operators of the meta device is put in their place: attention.
+Nothing is computed there, but every tensor has a size and a lifetime. Attention is replaced by one that allocates what
+a fused CUDA kernel does.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.ledgers.allocators import rounded
-from fsdp_doctor.plan import fused_attention
-from fsdp_doctor.plan.meta_model import checkpoint_layers, followed_layers
+from fsdp_doctor.ledgers.ledger import rounded
+from fsdp_doctor.plan.meta_model import checkpoint_layers, followed_layers, fused_attention
 
-# Operators in one layer's forward: of those that were tried the largest constant is 260, and what goes through chunks
-# of tokens adds less than one for each token, what goes through the tokens one by one nine and more.
+# Most operators in one layer's forward, and for each token. Of the models that were tried, the largest constant is 260;
+# a layer that loops over chunks of tokens adds less than one for each token, one that loops over tokens nine and more.
 _OPERATORS, _OPERATORS_OF_A_TOKEN = 1000, 4
 
 Pass: TypeAlias = Literal["forward", "backward"]
-# Of which unit it is: the number of a decoder layer, or what the root computes before the first and after the last.
+# The number of a decoder layer, or the root's computation before the first layer and after the last.
 SegmentPlace: TypeAlias = int | Literal["before", "after"]
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes that live at once: what is computed, and gradients of unsharded parameters."""
+    """Bytes that are alive at once: activations, and gradients of unsharded parameters."""
 
     activations: int = 0
     gradients: int = 0
@@ -41,7 +40,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a step within one place: the moment at which the most lives, and its end."""
+    """The part of a step that is computed in one place: its highest moment, and its end."""
 
     of: Pass
     place: SegmentPlace
@@ -51,7 +50,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one forward gets: sequences and their length. checkpointing: of activations, layer by layer."""
+    """The input of one forward. length: tokens of each sequence. checkpointing: of activations, layer by layer."""
 
     sequences: int
     length: int
@@ -60,19 +59,19 @@ class Batch:
 
 
 class LoopOverTokens(Exception):
-    """A layer computes so many operators that it goes through the tokens one by one: to follow it takes minutes."""
+    """Raised where a layer runs so many operators that it loops over the tokens: to trace it would take minutes."""
 
 
 def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
-    """Of a model on the meta device: forward, loss and backward; or a forward, and log-probabilities of its logits.
+    """Traces forward, loss and backward of a model on the meta device; or a forward and its log-probabilities.
 
-    The gradients of a decoder layer are let go of when its backward is done, as FSDP does. Raises LoopOverTokens.
+    The gradients of a decoder layer are freed when its backward is done, as FSDP does. Raises LoopOverTokens.
     """
     if batch.checkpointing and batch.backward:
         checkpoint_layers(model)
     recorder = _Recorder(model, most_operators=_OPERATORS + _OPERATORS_OF_A_TOKEN * batch.length)
     tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
-    with torch.device("meta"), recorder, fused_attention.in_place_of_torchs(), torch.set_grad_enabled(batch.backward):
+    with torch.device("meta"), recorder, fused_attention(), torch.set_grad_enabled(batch.backward):
         if not batch.backward:
             log_probabilities = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
             recorder.close("forward", "after")
@@ -86,7 +85,7 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
 
 
 class _Recorder:
-    """Follows what lives, and closes a segment where a decoder layer begins or ends."""
+    """Records a segment wherever a decoder layer begins or ends."""
 
     def __init__(self, model: nn.Module, most_operators: int) -> None:
         self.segments: list[Segment] = []
@@ -101,9 +100,9 @@ class _Recorder:
         for at, layer in self._layers.items():
             self._hooks += [
                 layer.register_forward_pre_hook(
-                    lambda _module, inputs, named, at=at: self._begins(at, inputs, named), with_kwargs=True
+                    lambda _module, inputs, named, at=at: self._layer_begins(at, inputs, named), with_kwargs=True
                 ),
-                layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._ends(at, output)),
+                layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._layer_ends(at, output)),
             ]
         self._hooks += self._live.hooks()
         self._live.__enter__()  # type: ignore[no-untyped-call]
@@ -118,7 +117,7 @@ class _Recorder:
         self._live.forget_highest()
 
     def close_backward(self) -> None:
-        """A first unit that is given tokens, as BERT's embeddings, has no gradient of its input: its end is the end."""
+        """Ends the trace: a first unit that takes tokens, as BERT's embeddings, has no gradient of its input."""
         reached = {segment.place for segment in self.segments if segment.of == "backward"}
         first = self._places[0]
         if missing := self._layers.keys() - reached - {first}:
@@ -127,7 +126,7 @@ class _Recorder:
             self.close("backward", first)
         self.close("backward", "before")
 
-    def _begins(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _layer_begins(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._live.operators_left = None if self._in_backward else self._most_operators
         if not self._in_backward and at == self._places[0]:
             self.close("forward", "before")
@@ -136,7 +135,7 @@ class _Recorder:
             if hidden is not None:
                 hidden.register_hook(lambda _gradient: self._backward_reached(0))
 
-    def _ends(self, at: int, output: Any) -> None:
+    def _layer_ends(self, at: int, output: Any) -> None:
         if self._in_backward:  # a checkpointed layer, once more
             return
         self._live.operators_left = None
@@ -146,7 +145,7 @@ class _Recorder:
             hidden.register_hook(lambda _gradient: self._backward_reached(self._places.index(at) + 1))
 
     def _backward_reached(self, after: int) -> None:
-        """The gradient of what so many layers made is there: what came after it in the forward is through."""
+        """Ends the backward of everything behind the first ``after`` layers: the gradient of their output is there."""
         self._in_backward = True
         through = self._places[after] if after < len(self._places) else None
         self.close("backward", "after" if through is None else through)
@@ -155,18 +154,18 @@ class _Recorder:
 
 
 class _Live(private.OperatorMode):
-    """Every storage that an operator makes, until it is gone."""
+    """Counts every storage that an operator makes, until it is freed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._sizes: dict[int, int] = {}
         self._gradients: set[int] = set()
-        self._own = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+        self._of_model = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
         # The ids stay those of these objects for as long as they live.
         self._kept = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
         self.now = self.highest = Moment()
-        # Of the layer that is computed: how many more it may have.
+        # How many more operators the current layer may run.
         self.operators_left: int | None = None
 
     def hooks(self) -> list[Any]:
@@ -186,7 +185,7 @@ class _Live(private.OperatorMode):
             if self.operators_left < 0:
                 raise LoopOverTokens
         if function is private.ITEM:
-            # The models ask whether a batch is of one kind throughout: it is.
+            # Models ask whether all values of a mask are alike: they are.
             return 1
         result = function(*arguments, **(named or {}))
         for tensor in result if isinstance(result, list | tuple) else (result,):
@@ -196,7 +195,7 @@ class _Live(private.OperatorMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key in self._sizes or key in self._own:
+        if key in self._sizes or key in self._of_model:
             return
         self._sizes[key] = rounded(storage.nbytes())
         weakref.finalize(storage, self._remove, key)

@@ -1,7 +1,4 @@
-"""Where each framework's settings say how much is computed at once, and what its rollout engine is given.
-
-Read where ``check`` reads them; what a framework has where nothing is set is in ``Sizes``. No torch.
-"""
+"""The settings of each framework that say how much is computed at once, on how many machines, beside which engine."""
 
 from __future__ import annotations
 
@@ -9,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_doctor.check.frameworks.framework import Keys
+from fsdp_doctor.check.launch_commands import ENVIRONMENT, SECTION
+from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Role
+from fsdp_doctor.report.layout import counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The keys of one role's sizes, and what is taken where none of them is set.
+    """The keys of one role's sizes, and the framework's defaults.
 
     sequences: of a micro batch. lengths: keys whose values add up to the tokens of a sequence.
     token_budget: tokens of a micro batch, where dynamic says that it is filled up so.
@@ -37,9 +37,9 @@ class Sizes:
 class EngineSizes:
     """The keys of a rollout engine.
 
-    asked: keys of which one is set where there is such an engine; empty where the framework always has one.
-    apart: sections that say, when there, that the engine has devices of its own. colocated: flags that say so when
-    they are false. sleeps: flags that say, when false, that it keeps its share while the trainer works.
+    asked: keys of which one is set if there is an engine; empty if the framework always has one.
+    apart: sections that exist if the engine has devices of its own. colocated: flags that are false if it has.
+    sleeps: flags that are false if the engine keeps its share while the trainer works.
     bucket_mib: of the weights' transfer.
     loads_model_before: the version before which a worker of such an engine loads the FSDP model, too.
     """
@@ -184,3 +184,71 @@ def sizes_of(framework: str, role: Role) -> Sizes:
     if framework == "verl":
         return _VERL[role]
     return _OF_FRAMEWORK.get(framework, _HF)
+
+
+DEFAULT_GPUS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MachineKeys:
+    """The keys of devices and nodes. ranks: of all nodes together. words: whether values can be other than numbers."""
+
+    gpus: Keys = ()
+    nodes: Keys = ()
+    ranks: Keys = ()
+    words: bool = False
+
+
+_MACHINES: Mapping[str, _MachineKeys] = {
+    "verl": _MachineKeys(gpus=("trainer.n_gpus_per_node",), nodes=("trainer.nnodes",)),
+    "SkyRL": _MachineKeys(
+        gpus=("trainer.placement.policy_num_gpus_per_node",), nodes=("trainer.placement.policy_num_nodes",)
+    ),
+    "NeMo-RL": _MachineKeys(gpus=("cluster.gpus_per_node",), nodes=("cluster.num_nodes",)),
+    "prime-rl": _MachineKeys(gpus=("deployment.gpus_per_node",), nodes=("deployment.num_train_nodes",)),
+    "AReaL": _MachineKeys(gpus=("cluster.n_gpus_per_node",), nodes=("cluster.n_nodes",)),
+    "Lightning": _MachineKeys(
+        gpus=("lightning.devices", "trainer.devices"), nodes=("lightning.num_nodes", "trainer.num_nodes"), words=True
+    ),
+    "axolotl": _MachineKeys(gpus=("nproc_per_node",), nodes=("num_machines", "nnodes"), ranks=("num_processes",)),
+    "accelerate": _MachineKeys(nodes=("num_machines",), ranks=("num_processes",)),
+}
+_LAUNCHED_GPUS = (
+    *(f"{SECTION}.{name}" for name in ("nproc_per_node", "num_gpus", "gpus_per_node")),
+    f"{ENVIRONMENT}.NPROC_PER_NODE",
+)
+_LAUNCHED_NODES = (*(f"{SECTION}.{name}" for name in ("num_machines", "nnodes", "num_nodes")), f"{ENVIRONMENT}.NNODES")
+
+
+def at_least_one(settings: Settings, *keys: str) -> int | None:
+    """The number of the first key that is set; None if none is. Raises Unreadable for less than 1."""
+    number = settings.number(*keys)
+    if number is not None and number < 1:
+        raise Unreadable(f"{settings.first(*keys)} must be at least 1")
+    return number
+
+
+def configured_machines(framework: str, settings: Settings, ranks: int | None) -> tuple[int | None, int]:
+    """Devices of each node, None where they are not configured, and nodes. ranks: as ``check`` read them.
+
+    Raises Unreadable for less than 1, and for ranks that are not as many on each node.
+    """
+    keys = _MACHINES.get(framework, _MachineKeys())
+    at_least_one(settings, *keys.ranks)
+    read = _launched_count if keys.words else at_least_one
+    gpus = read(settings, *keys.gpus) or _launched_count(settings, *_LAUNCHED_GPUS)
+    nodes = read(settings, *keys.nodes) or _launched_count(settings, *_LAUNCHED_NODES)
+    if ranks is None:
+        return gpus, nodes or 1
+    if nodes and not gpus and ranks % nodes:
+        raise Unreadable(f"{counted(ranks, 'rank')} cannot be as many on each of {counted(nodes, 'node')}")
+    nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // DEFAULT_GPUS)
+    return -(-ranks // nodes), nodes
+
+
+def _launched_count(settings: Settings, *keys: str) -> int | None:
+    """The count of the first key that is set; None for words such as gpu, auto or -1, and for shell variables."""
+    count = settings.count(*keys)
+    if count is not None and count < 1:
+        raise Unreadable(f"{settings.first(*keys)} must be at least 1")
+    return count

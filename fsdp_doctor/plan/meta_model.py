@@ -1,30 +1,170 @@
-"""A model without weights: transformers builds it from its configuration on the meta device."""
+"""Models without weights: built on the meta device from their configuration, and their parameters by FSDP unit."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_doctor.case import models
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan import fused_attention
+from fsdp_doctor.plan.job_setup import ModelHead
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES, MOST_LAYERS
-from fsdp_doctor.plan.role_setup import ModelHead
-
-# The first that the model has: torch's, another fused kernel, and what the model itself computes.
-_ATTENTION = ("sdpa", fused_attention.IMPLEMENTATION, "eager")
 
 
-def on_meta(model: str, layers: int | None = None, head: ModelHead = "language") -> nn.Module:
-    """The model, in bfloat16, on the meta device.
+@dataclass(frozen=True)
+class ShapedParameter:
+    """A parameter's first name, and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ShapedUnit:
+    """An FSDP unit: a decoder layer, an untied embedding, or the root with all other parameters."""
+
+    name: str
+    parameters: tuple[ShapedParameter, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model without its weights.
+
+    layers: the units of the decoder layers, in order. embedding: the input embedding, unless it is tied to the head
+    and so the root's. root: all other parameters. buffer_bytes: each of its buffers, which no FSDP shards.
+    """
+
+    name: str
+    layers: tuple[ShapedUnit, ...]
+    embedding: ShapedUnit | None
+    root: ShapedUnit
+    buffer_bytes: tuple[int, ...]
+
+    @property
+    def units(self) -> tuple[ShapedUnit, ...]:
+        """All units in the order of a forward, the root first."""
+        return (self.root, *((self.embedding,) if self.embedding else ()), *self.layers)
+
+    @property
+    def parameters(self) -> tuple[ShapedParameter, ...]:
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+
+def shape_of(model: nn.Module, name: str) -> ModelShape:
+    """Divides the parameters into units as :func:`fsdp_doctor.case.sharding` does."""
+    layers = models.decoder_layers(model)
+    if not layers:
+        raise UsageError(f"the model {name}: it has no decoder layers, or does not say which of its modules they are")
+    embedding = models.input_embedding(model)
+    taken: set[int] = set()
+    units = [_shape_unit(f"layer {at}", layer, taken) for at, layer in enumerate(layers)]
+    of_embedding = _shape_unit("embedding", embedding, taken) if embedding is not None else None
+    return ModelShape(
+        name=name,
+        layers=tuple(units),
+        embedding=of_embedding,
+        root=_shape_unit("root", model, taken),
+        buffer_bytes=tuple(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+def _shape_unit(name: str, module: nn.Module, taken: set[int]) -> ShapedUnit:
+    """Makes a unit of the parameters that are not yet in another."""
+    parameters = [(key, tensor) for key, tensor in module.named_parameters() if id(tensor) not in taken]
+    taken.update(id(tensor) for _, tensor in parameters)
+    return ShapedUnit(name, tuple(ShapedParameter(key, tuple(tensor.shape)) for key, tensor in parameters))
+
+
+# As `attn_implementation` of transformers.
+_IMPLEMENTATION = "fsdp-doctor-fused"
+
+
+def _register_attention() -> None:
+    """Registers fused attention with transformers, which gives such an implementation no mask."""
+    import transformers
+
+    transformers.AttentionInterface.register(_IMPLEMENTATION, _attention_of_transformers)
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Replaces torch's attention in the block.
+
+    In torch itself, because a checkpointed layer runs once more within the backward, where no function mode is on.
+    """
+    original = nn.functional.scaled_dot_product_attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+    nn.functional.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+def _attention_of_transformers(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: object, **_named: object
+) -> tuple[Tensor, None]:
+    """query, key, value: (sequences, heads, tokens, size); the output has the tokens before the heads."""
+    output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2), None
+
+
+class _Attention(torch.autograd.Function):
+    """Allocates like a fused kernel: it saves inputs, output and a sum for each row; the backward sums in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        sequences, heads, tokens, _ = query.shape
+        # The tokens before the heads in memory, so that what joins the heads copies nothing.
+        output = query.new_empty(sequences, tokens, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _output, sums = ctx.saved_tensors
+        added_up, rows = query.new_empty(query.shape, dtype=torch.float32), sums.new_empty(sums.shape)
+        made = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+        del added_up, rows
+        return made
+
+
+# The first that the model supports: torch's, transformers' interface for another kernel, the model's own.
+_ATTENTION = ("sdpa", _IMPLEMENTATION, "eager")
+
+
+def on_meta(
+    model: str, layers: int | None = None, head: ModelHead = "language", dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    """Builds the model on the meta device.
 
     model: a name of MODEL_SHAPES, or a directory with a config.json. layers: instead of the model's own number.
-    Raises UsageError for any other name, and for what transformers cannot build.
+    dtype: of its parameters. Raises UsageError for any other name, and for a model that transformers cannot build.
     """
     with without_warnings():
         config = _config(model)
@@ -35,16 +175,16 @@ def on_meta(model: str, layers: int | None = None, head: ModelHead = "language")
             _set_layers(config.get_text_config(), layers)
         try:
             with torch.device("meta"):
-                built = _built(config, head)
+                built = _built(config, head, dtype)
         except Exception as error:
             raise UsageError(f"the model {model}: transformers cannot build it: {_first_sentence(error)}") from None
         return built.train()
 
 
 def learned_positions(model: Any) -> int | None:
-    """How many positions a model has that looks them up in a table of parameters, which has no row for any other.
+    """The number of learned positions; None for a model that computes them, so that any length has one.
 
-    OPT and BioGPT keep two rows more than they have positions.
+    OPT and BioGPT have two rows more than positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = {module for module in _decoder(model).modules() if isinstance(module, nn.Embedding)}
@@ -53,7 +193,7 @@ def learned_positions(model: Any) -> int | None:
 
 
 def followed_layers(model: Any) -> dict[int, nn.Module]:
-    """The decoder layers that tokens go through, each with its number among all: not those of a tower for images."""
+    """The decoder layers that tokens go through, by number: not those of a tower for images."""
     layers = models.decoder_layers(model)
     inside = set(_decoder(model).modules())
     return {at: layer for at, layer in enumerate(layers) if layer in inside} or dict(enumerate(layers))
@@ -65,14 +205,14 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Layer by layer, in place."""
+    """Switches on activation checkpointing of every layer, in place."""
     body = model.body if isinstance(model, ValueModel) else model
     enable = getattr(body, "activation_checkpointing_enable", None) or body.gradient_checkpointing_enable
     enable()
 
 
 class ValueModel(nn.Module):
-    """A critic: a head of one output, whose loss is that of a value for each token."""
+    """A critic: a body with a head of one output for each token, and a loss on these values."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -98,10 +238,11 @@ def _config(model: str) -> Any:
     import transformers
 
     if model in MODEL_SHAPES:
-        kind, sizes = MODEL_SHAPES[model]
+        arguments = dict(MODEL_SHAPES[model])
+        kind = arguments.pop("config")
         if not hasattr(transformers, kind):
             raise UsageError(f"the model {model}: transformers {transformers.__version__} has no {kind}")
-        return getattr(transformers, kind)(**sizes)
+        return getattr(transformers, kind)(**arguments)
     try:
         return transformers.AutoConfig.from_pretrained(os.path.expanduser(model), trust_remote_code=False)
     except Exception as error:
@@ -119,10 +260,10 @@ def _set_layers(config: Any, layers: int) -> None:
                 setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
 
 
-def _built(config: Any, head: ModelHead) -> nn.Module:
+def _built(config: Any, head: ModelHead, dtype: torch.dtype) -> nn.Module:
     import transformers
 
-    fused_attention.register()
+    _register_attention()
     auto = transformers.AutoModelForCausalLM
     if head == "value":
         auto = transformers.AutoModel
@@ -130,26 +271,21 @@ def _built(config: Any, head: ModelHead) -> nn.Module:
         auto = transformers.AutoModelForImageTextToText
     elif type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"it has no language model of type {config.model_type}")
-    built = _with_attention(auto, config)
+    built = _with_attention(auto, config, dtype)
     return ValueModel(built) if head == "value" else built
 
 
-def _with_attention(auto: Any, config: Any) -> nn.Module:
+def _with_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    build = functools.partial(auto.from_config, config, dtype=dtype, trust_remote_code=False)
     for implementation in _ATTENTION[:-1]:
         with contextlib.suppress(ValueError, ImportError):
-            return _from_config(auto, config, implementation)
-    return _from_config(auto, config, _ATTENTION[-1])
-
-
-def _from_config(auto: Any, config: Any, attention: str) -> nn.Module:
-    built = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=attention, trust_remote_code=False)
-    assert isinstance(built, nn.Module)
-    return built
+            return cast(nn.Module, build(attn_implementation=implementation))
+    return cast(nn.Module, build(attn_implementation=_ATTENTION[-1]))
 
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Transformers warns of what matters to a model that has weights."""
+    """Silences warnings of transformers that matter only to a model with weights."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -162,5 +298,5 @@ def without_warnings() -> Iterator[None]:
 
 def _first_sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    said = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
-    return said.partition(". ")[0].rstrip(".")
+    line = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
+    return line.partition(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""A plan as text and as a file of ledgers: what it is of, the stages, the moments, the host, and what would help."""
+"""A plan as text, and as a file of ledgers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_to_json
-from fsdp_doctor.ledgers.ledger_table import render_ledgers
-from fsdp_doctor.plan.advice import Advice
-from fsdp_doctor.plan.host import PROCESS_BYTES, HostMoment
-from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, CONTEXT_BYTES, NCCL_BYTES, EngineSetup
-from fsdp_doctor.plan.outlook import Outlook, RolePlan
-from fsdp_doctor.plan.role_setup import BF16, RoleSetup
+from fsdp_doctor.ledgers.ledger import LedgerFile, ledgers_to_json
+from fsdp_doctor.ledgers.ledger_views import render_ledgers
+from fsdp_doctor.plan.job_plan import PROCESS_BYTES, Advice, HostMoment, JobPlan, RolePlan
+from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, BF16, CONTEXT_BYTES, NCCL_BYTES, EngineSetup, RoleSetup
 from fsdp_doctor.report.layout import counted
 
 _WIDTH = 116
@@ -43,14 +40,14 @@ NOT_MODELLED = (
 )
 
 
-def plan_as_text(outlook: Outlook, advices: Sequence[Advice]) -> str:
-    return "\n".join(_lines(outlook, advices)).rstrip() + "\n"
+def plan_as_text(plan: JobPlan, advices: Sequence[Advice]) -> str:
+    return "\n".join(_plan_lines(plan, advices)).rstrip() + "\n"
 
 
-def plan_as_json(outlook: Outlook) -> str:
-    """A file of ledgers, as that of what was measured, of the first and the last rank."""
-    machines = outlook.job.machines
-    roles = outlook.roles
+def plan_as_json(plan: JobPlan) -> str:
+    """A file of ledgers of the first and the last rank, in the form of measured ones."""
+    machines = plan.job.machines
+    roles = plan.roles
     ledgers = [ledger for role in roles for ledger in (*role.first, *(role.last if role.last != role.first else ()))]
     return ledgers_to_json(
         LedgerFile(
@@ -63,101 +60,104 @@ def plan_as_json(outlook: Outlook) -> str:
     )
 
 
-def _lines(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
-    job, machines = outlook.job, outlook.job.machines
+def _plan_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+    job, machines = plan.job, plan.job.machines
     devices = f"{counted(machines.gpus, 'device')} of {_gib(machines.gpu_memory)} GiB"
     yield f"{job.framework}: {counted(machines.nodes, 'node')} with {devices}"
-    for role, setup, model in zip(outlook.roles, job.roles, job.models, strict=True):
-        yield from _wrapped(f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_described(setup)}", 2)
+    for role, setup, model in zip(plan.roles, job.roles, job.models, strict=True):
+        yield from _wrap(
+            f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_describe_role(setup)}", 2
+        )
     if job.engine:
         engine, share = job.engine, job.engine.utilization * machines.gpu_memory
         where = ", on devices of its own" if engine.is_apart else ""
-        yield f"  engine{where}: {engine.utilization:g} of a device, {_gib(share)} GiB; {_of_engine(engine)}"
-    yield from _wrapped_all(job.unread, 2)
+        yield f"  engine{where}: {engine.utilization:g} of a device, {_gib(share)} GiB; {_describe_engine(engine)}"
+    yield from _wrap_all(job.unread, 2)
     yield ""
-    for role in outlook.roles:
+    for role in plan.roles:
         yield render_ledgers(role.first).rstrip()
-        yield from _last_rank(role)
-    yield from _moments(outlook)
-    yield from _host(outlook)
-    yield from _verdict(outlook, advices)
+        yield from _last_rank_lines(role)
+    yield from _device_lines(plan)
+    yield from _host_lines(plan)
+    yield from _verdict_lines(plan, advices)
     yield "\nAssumed:"
-    yield from _wrapped_all(ASSUMPTIONS, 2)
+    yield from _wrap_all(ASSUMPTIONS, 2)
     yield "Not modelled:"
-    yield from _wrapped_all(NOT_MODELLED, 2)
+    yield from _wrap_all(NOT_MODELLED, 2)
 
 
-def _last_rank(role: RolePlan) -> Iterator[str]:
-    """Where it has less than the first, which the table shows."""
-    last = role.last[-1].rank
-    less = role.peak("trained") - max(one.device.peak for one in role.last if one.device and one.stage == "trained")
-    if last and less >= _GIB // 100:
-        yield f" That is rank 0 of a shard group; rank {last} has {_gib(less)} GiB less at the peak of a step."
-    elif last:
+def _last_rank_lines(role: RolePlan) -> Iterator[str]:
+    """A sentence on the last rank, where it needs less than the first, which the table shows."""
+    rank = role.last[-1].rank
+    less = role.peak("trained") - max(last.device.peak for last in role.last if last.device and last.stage == "trained")
+    if rank and less >= _GIB // 100:
+        yield f" That is rank 0 of a shard group; rank {rank} has {_gib(less)} GiB less at the peak of a step."
+    elif rank:
         yield " Every rank of a shard group holds as much."
     yield ""
 
 
-def _of_engine(engine: EngineSetup) -> str:
+def _describe_engine(engine: EngineSetup) -> str:
     awake = "" if engine.sleeps or engine.is_apart else ", awake while the trainer works"
     return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB{awake}"
 
 
-def _described(setup: RoleSetup) -> str:
+def _describe_role(setup: RoleSetup) -> str:
     shards = f"in {setup.shard_ranks} shard(s)" + (f", {setup.replicas} replicas" if setup.replicas > 1 else "")
     shards += ", bfloat16" if setup.dtypes.master == BF16 else ""
     batch = f"{setup.sequences} x {setup.length} tokens at once"
     kept = ", activation checkpointing" if setup.checkpointing and setup.trains else ""
-    taken_out = f"; taken out by {setup.path}" if setup.path else ""
-    return f"{setup.scenario.strategy}, offload {setup.scenario.offload}, {shards}; {batch}{kept}{taken_out}"
+    extracted = f"; taken out by {setup.path}" if setup.path else ""
+    return f"{setup.scenario.strategy}, offload {setup.scenario.offload}, {shards}; {batch}{kept}{extracted}"
 
 
-def _moments(outlook: Outlook) -> Iterator[str]:
+def _device_lines(plan: JobPlan) -> Iterator[str]:
     yield "What shares a device at once, GiB:"
-    for moment in outlook.moments:
+    for moment in plan.moments:
         mark = "" if moment.fits else "  does not fit"
         yield f"  {_gib(moment.total):>8} of {_gib(moment.limit)}  {moment.name}{mark}"
-        yield from _wrapped(_parts(moment.parts), 12)
+        yield from _wrap(_parts(moment.parts), 12)
 
 
-def _host(outlook: Outlook) -> Iterator[str]:
-    limit = outlook.job.machines.host_memory
+def _host_lines(plan: JobPlan) -> Iterator[str]:
+    limit = plan.job.machines.host_memory
     yield "\nWhat a node's host holds, GiB" + (f", of {_gib(limit)}:" if limit else ":")
-    yield from _host_moments([moment for moment in outlook.host if moment.is_certain], limit, "does not fit")
+    yield from _host_moment_lines([moment for moment in plan.host if moment.is_certain], limit, "does not fit")
     yield "And if it is loaded or saved so, which the configuration does not say:"
-    yield from _host_moments([moment for moment in outlook.host if not moment.is_certain], limit, "would not fit")
+    yield from _host_moment_lines([moment for moment in plan.host if not moment.is_certain], limit, "would not fit")
 
 
-def _host_moments(moments: Sequence[HostMoment], limit: int | None, too_much: str) -> Iterator[str]:
+def _host_moment_lines(moments: Sequence[HostMoment], limit: int | None, too_much: str) -> Iterator[str]:
     for moment in moments:
         mark = f"  {too_much}" if limit is not None and moment.total > limit else ""
         yield f"  {_gib(moment.total):>8}  {moment.name}{mark}"
-        yield from _wrapped(_parts(moment.parts), 12)
+        yield from _wrap(_parts(moment.parts), 12)
 
 
-def _verdict(outlook: Outlook, advices: Sequence[Advice]) -> Iterator[str]:
-    highest = outlook.highest
+def _verdict_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+    highest = plan.highest
     room = highest.limit - highest.total
-    said = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
-    yield f"\nThe highest: {highest.name}, {_gib(highest.total)} of {_gib(highest.limit)} GiB; {said}."
-    if outlook.fits:
+    left = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
+    yield f"\nThe highest: {highest.name}, {_gib(highest.total)} of {_gib(highest.limit)} GiB; {left}."
+    if plan.fits:
         return
-    if not outlook.host_fits:
-        yield f"The host does not hold it: {outlook.highest_of_host.name}."
-    enough = any(one.fits for one in advices)
+    if not plan.host_fits:
+        yield f"The host does not hold it: {plan.highest_of_host.name}."
+    enough = any(advice.fits for advice in advices)
     yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
-    for one in _shown(advices):
-        yield from _wrapped(
-            f"{one.change.setting}: then {_gib(one.nbytes)} GiB in {one.highest}; its cost: {one.change.cost}", 2
+    for advice in _first_of_each_setting(advices):
+        change = advice.change
+        yield from _wrap(
+            f"{change.setting}: then {_gib(advice.nbytes)} GiB in {advice.highest}; its cost: {change.cost}", 2
         )
 
 
-def _shown(advices: Sequence[Advice]) -> list[Advice]:
-    """Of several values of one setting the first, which is nearest to what is set."""
-    found: dict[str, Advice] = {}
-    for one in advices:
-        found.setdefault(one.change.name, one)
-    return list(found.values())
+def _first_of_each_setting(advices: Sequence[Advice]) -> list[Advice]:
+    """Keeps the first of several values of one setting, which is nearest to the configured one."""
+    first: dict[str, Advice] = {}
+    for advice in advices:
+        first.setdefault(advice.change.name, advice)
+    return list(first.values())
 
 
 def _parts(parts: Mapping[str, int]) -> str:
@@ -168,11 +168,11 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB / 10 or not nbytes else f"{nbytes / _GIB:,.3f}"
 
 
-def _wrapped_all(sentences: Sequence[str], indent: int) -> Iterator[str]:
+def _wrap_all(sentences: Sequence[str], indent: int) -> Iterator[str]:
     for sentence in sentences:
-        yield from _wrapped(f"- {sentence}", indent)
+        yield from _wrap(f"- {sentence}", indent)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
+def _wrap(text: str, indent: int) -> list[str]:
     lead = " " * indent
     return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=f"{lead}  ", break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""From a configuration, as ``check`` reads it, and options to a job that can be planned. No torch."""
+"""Reads a job to plan from a configuration and options. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.plan.configured_machines import DEFAULT_GPUS, at_least_one, configured_machines
-from fsdp_doctor.plan.framework_sizes import ENGINES, Sizes, sizes_of
-from fsdp_doctor.plan.job_setup import EngineSetup, JobSetup, Machines
+from fsdp_doctor.plan.framework_sizes import DEFAULT_GPUS, ENGINES, Sizes, at_least_one, configured_machines, sizes_of
+from fsdp_doctor.plan.job_setup import BF16, FP32, Dtypes, EngineSetup, JobSetup, Machines, RoleSetup
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
-from fsdp_doctor.plan.role_setup import BF16, FP32, Dtypes, RoleSetup
 from fsdp_doctor.report.layout import counted
 
-# Tokens of one forward: beyond, the bytes of a tensor are no number that torch has.
+# Of one forward: with more, the bytes of a tensor overflow torch's integers.
 _MOST_TOKENS = 1_000_000_000
 # Paths of a checkpoint that is whole on the host of the first rank.
 _SAVES_WHOLE = ("get_model_state_dict.full+cpu", "full_state_dict.rank0+cpu")
@@ -35,7 +33,7 @@ _FULL = ("", "fp32", "float32", "float")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is given beside the configuration, and goes before it; None where it is not.
+    """Options, which go before the configuration; None where they are not given.
 
     gpu_memory, host_memory: bytes of a device, and of a node.
     """
@@ -52,14 +50,14 @@ class PlanOptions:
 
 
 def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
-    """Raises UsageError for what cannot be read, CannotRun for a job that no FSDP trains."""
+    """Raises UsageError for a configuration that cannot be read, CannotRun for a job without FSDP."""
     result = check(arguments, framework_version=options.framework_version)
     uses = _one_for_each_role(result)
     undetermined = [use.role for use in result.uses if use.why_not == CANNOT_BE_DETERMINED]
     if undetermined:
-        found = [finding.sentence for finding in result.findings if finding.kind == "unknown"]
-        about = [one for one in found if one.startswith(tuple(f"{role}: " for role in undetermined))]
-        raise CannotRun(f"what is to be planned cannot be determined: {'; '.join(about or found)}")
+        unknown = [finding.sentence for finding in result.findings if finding.kind == "unknown"]
+        about = [sentence for sentence in unknown if sentence.startswith(tuple(f"{role}: " for role in undetermined))]
+        raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(about or unknown)}")
     if not uses:
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
@@ -88,13 +86,12 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
 
 
 def _one_for_each_role(result: CheckResult) -> list[Use]:
-    """Where versions differ, the newest range, which is read last."""
-    found = {use.role: use for use in result.uses if use.scenario is not None}
-    return list(found.values())
+    """The use of each role; where versions differ, of the newest range, which is read last."""
+    return list({use.role: use for use in result.uses if use.scenario is not None}.values())
 
 
 def _machines(gpus: int | None, nodes: int, options: PlanOptions) -> Machines:
-    """As configured; an option replaces the one number that it is of."""
+    """The configured machines; an option replaces its own number alone."""
     return Machines(
         gpus=options.gpus or gpus or DEFAULT_GPUS,
         nodes=options.nodes or nodes,
@@ -104,10 +101,10 @@ def _machines(gpus: int | None, nodes: int, options: PlanOptions) -> Machines:
 
 
 def _read_for(ranks: int, result: CheckResult) -> CheckResult:
-    """The same configuration where the options give another number of ranks than it does."""
+    """Reads the configuration again if the options give another number of ranks than it does."""
     if ranks == result.world_size:
         return result
-    framework = next(one for one in FRAMEWORKS if one.name == result.framework)
+    framework = next(each for each in FRAMEWORKS if each.name == result.framework)
     given = Given(framework_version=result.version.version, world_size=ranks)
     readings = {model.role: model.read() for model in framework.models(result.settings, given)}
     return dataclasses.replace(
@@ -149,19 +146,19 @@ def _role(use: Use, result: CheckResult, machines: Machines, options: PlanOption
 
 
 def _shard_ranks(scenario: Scenario, machines: Machines) -> int:
-    """Of one shard group, where the configuration gives no number: a hybrid one is a node."""
+    """Ranks of one shard group where the configuration gives no number: a hybrid one is a node."""
     return {"size1": 1, "hsdp": machines.gpus}.get(scenario.sharding, machines.ranks)
 
 
 def _length(sizes: Sizes, settings: Settings) -> int:
-    found = [at_least_one(settings, *keys) for keys in sizes.lengths]
-    if not any(found):
+    lengths = [at_least_one(settings, *keys) for keys in sizes.lengths]
+    if not any(lengths):
         return sizes.default_length
-    return sum(number or sizes.default_length // len(found) for number in found)
+    return sum(number or sizes.default_length // len(lengths) for number in lengths)
 
 
 def _sequences(sizes: Sizes, settings: Settings, length: int) -> int:
-    """Of a micro batch that is filled up to a number of tokens, as many as come to that."""
+    """Sequences of a micro batch; as many as reach the budget where it is filled up to a number of tokens."""
     sequences = at_least_one(settings, *sizes.sequences) or sizes.default_sequences
     if settings.flag(*sizes.dynamic):
         budget = at_least_one(settings, *sizes.token_budget) or sizes.default_budget
@@ -216,7 +213,7 @@ def _engine(result: CheckResult, ranks: int) -> EngineSetup | None:
 
 
 def _model(role: Role, result: CheckResult, options: PlanOptions) -> str:
-    """A directory as it is named, or the shape of the model of that name. Raises UsageError."""
+    """The model's directory, or the named shape that its name stands for. Raises UsageError."""
     named = result.models.get(role)
     path = options.model or (str(named.path.value) if named and named.path else "")
     if not path:
@@ -243,19 +240,19 @@ def _taken_gpus(gpus: int | None) -> list[str]:
 
 
 def _taken_sizes(result: CheckResult, uses: Sequence[Use], options: PlanOptions) -> list[str]:
-    """Of each role, what of its sizes nothing says, so that a default is taken."""
-    found = []
+    """Sentences on sizes that are not configured, so that a default is taken."""
+    sentences = []
     for use in uses:
         sizes, settings = sizes_of(result.framework, use.role), result.settings
         filled = settings.flag(*sizes.dynamic)
-        is_said = {
+        is_given = {
             "--micro-batch": options.sequences or settings.first(*(sizes.token_budget if filled else sizes.sequences)),
             "--seq-len": options.length or any(settings.first(*keys) for keys in sizes.lengths),
         }
-        if missing := [option for option, said in is_said.items() if not said]:
+        if missing := [option for option, given in is_given.items() if not given]:
             sentence = "the configuration does not say how much is computed at once, and a default is taken: give"
-            found.append(f"{use.role}: {sentence} {' and '.join(missing)}")
-    return found
+            sentences.append(f"{use.role}: {sentence} {' and '.join(missing)}")
+    return sentences
 
 
 def _unread(uses: Sequence[Use]) -> tuple[str, ...]:

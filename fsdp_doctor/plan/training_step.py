@@ -1,21 +1,163 @@
-"""A training step as allocations: forward, backward and the optimizer, around what FSDP gathers and reduces."""
+"""A training step as allocations: forward, backward and optimizer, around the gathers and reductions of FSDP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from fsdp_doctor.ledgers.allocators import rounded_sum
+from fsdp_doctor.ledgers.ledger import Bytes, DeviceLedger, MemoryClass, rounded, rounded_sum
+from fsdp_doctor.matrix.axes import Strategy
 from fsdp_doctor.plan.activations import Moment, Pass, Segment, SegmentPlace
-from fsdp_doctor.plan.rank_shards import RankShards, UnitShard
-from fsdp_doctor.plan.role_setup import RoleSetup
-from fsdp_doctor.plan.timeline import Timeline
+from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitShard:
+    """One FSDP unit on one rank: numbers of elements.
+
+    padded: of each shard with its padding, the same on every rank. local: of this rank's part of each, without padding.
+    full: of each tensor that a gather fills. originals: of each parameter, unsharded.
+    """
+
+    name: str
+    padded: tuple[int, ...]
+    local: tuple[int, ...]
+    full: tuple[int, ...]
+    originals: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShards:
+    """All units of a model on one rank of a shard group."""
+
+    root: UnitShard
+    embedding: UnitShard | None
+    layers: tuple[UnitShard, ...]
+    ranks: int
+
+    @property
+    def units(self) -> tuple[UnitShard, ...]:
+        return (self.root, *((self.embedding,) if self.embedding else ()), *self.layers)
+
+
+def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int) -> RankShards:
+    """Shards all units. rank, ranks: of one shard group. FSDP1 has no unit for the embedding: it is in the root."""
+    if strategy == "fsdp2":
+        embedding = _fsdp2_unit(shape.embedding, rank, ranks) if shape.embedding else None
+        layers = tuple(_fsdp2_unit(unit, rank, ranks) for unit in shape.layers)
+        return RankShards(root=_fsdp2_unit(shape.root, rank, ranks), embedding=embedding, layers=layers, ranks=ranks)
+    of_embedding = shape.embedding.parameters if shape.embedding else ()
+    root = ShapedUnit("root", (*of_embedding, *shape.root.parameters))
+    whole = strategy == "fsdp1"
+    return RankShards(
+        root=_fsdp1_unit(root, rank, ranks, whole=whole),
+        embedding=None,
+        layers=tuple(_fsdp1_unit(unit, rank, ranks, whole=whole) for unit in shape.layers),
+        ranks=ranks,
+    )
+
+
+def _fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
+    """Cuts each parameter along its first dimension into chunks of as many rows, of which the last are padded."""
+    chunks = [_rows_of_rank(parameter, rank, ranks) for parameter in unit.parameters]
+    return UnitShard(
+        name=unit.name,
+        padded=tuple(padded for padded, _ in chunks),
+        local=tuple(local for _, local in chunks),
+        full=tuple(padded * ranks for padded, _ in chunks),
+        originals=tuple(parameter.numel for parameter in unit.parameters),
+    )
+
+
+def _rows_of_rank(parameter: ShapedParameter, rank: int, ranks: int) -> tuple[int, int]:
+    """Returns the elements of a padded chunk, and the elements of this rank's chunk."""
+    rows, *others = parameter.shape or (1,)
+    a_row = math.prod(others)
+    chunk = -(-rows // ranks)
+    return chunk * a_row, max(0, min(chunk, rows - rank * chunk)) * a_row
+
+
+def _fsdp1_unit(unit: ShapedUnit, rank: int, ranks: int, *, whole: bool) -> UnitShard:
+    """Cuts the flat parameter, padded at its end. whole: the optimizer has one tensor, not the original parameters."""
+    chunk = -(-unit.numel // ranks)
+    begin, end = rank * chunk, min((rank + 1) * chunk, unit.numel)
+    parts: list[int] = []
+    at = 0
+    for parameter in unit.parameters:
+        parts.append(max(0, min(end, at + parameter.numel) - max(begin, at)))
+        at += parameter.numel
+    return UnitShard(
+        name=unit.name,
+        padded=(chunk,),
+        local=(chunk,) if whole else tuple(parts),
+        full=(chunk * ranks,),
+        originals=tuple(parameter.numel for parameter in unit.parameters),
+    )
+
+
+class Timeline:
+    """The memory of one device while a stage is replayed: bytes by class, each tensor in multiples of 512."""
+
+    def __init__(self) -> None:
+        self._held: dict[MemoryClass, int] = {}
+        self._at_peak: Bytes = {}
+        self._peak = 0
+
+    def change(self, by: Bytes) -> None:
+        """Changes several classes at the same moment."""
+        for what, nbytes in by.items():
+            self._held[what] = self._held.get(what, 0) + nbytes
+            assert self._held[what] >= 0, what
+        now = sum(self._held.values())
+        if now > self._peak:
+            self._peak, self._at_peak = now, {name: size for name, size in self._held.items() if size}
+
+    def allocate(self, what: MemoryClass, nbytes: int) -> None:
+        self.change({what: nbytes})
+
+    def free(self, what: MemoryClass, nbytes: int) -> None:
+        self.change({what: -nbytes})
+
+    def nbytes(self, what: MemoryClass) -> int:
+        return self._held.get(what, 0)
+
+    @contextlib.contextmanager
+    def allocated(self, what: MemoryClass, nbytes: int) -> Iterator[None]:
+        """Allocates memory for the length of the block."""
+        self.allocate(what, nbytes)
+        yield
+        self.free(what, nbytes)
+
+    def pass_peak(self, by: Bytes) -> None:
+        """Allocates several classes at the same moment, and frees them at once."""
+        self.change(by)
+        self.change({what: -nbytes for what, nbytes in by.items()})
+
+    def end_stage(self, capacity: int | None = None) -> DeviceLedger:
+        """Returns the ledger of the stage. The next stage begins with the memory that is allocated now."""
+        held = {name: size for name, size in self._held.items() if size}
+        allocated = sum(held.values())
+        ledger = DeviceLedger(
+            held=held,
+            at_peak=self._at_peak,
+            allocated=allocated,
+            peak=self._peak,
+            reserved=allocated,
+            peak_reserved=self._peak,
+            capacity=capacity,
+        )
+        self._peak, self._at_peak = allocated, held
+        return ledger
 
 
 class UnitReplay(Protocol):
-    """What an FSDP allocates around the computation of each of its units, in torch's order.
+    """The allocations of FSDP around the computation of each of its units, in torch's order.
 
-    In ``post_backward`` the gradients of the unsharded parameters, so many bytes, are on the timeline, and go.
+    gradients: bytes of the unsharded parameters' gradients, which are on the timeline and are to be freed.
     """
 
     def pre_forward(self, unit: UnitShard) -> None: ...
@@ -77,7 +219,7 @@ def _unsharded(unit: UnitShard, setup: RoleSetup) -> int:
 
 
 class _Computation:
-    """Puts what was counted on the meta device onto the timeline: nothing of a layer that was not followed."""
+    """Replays activations and gradients that were traced on the meta device; layers that were not traced have none."""
 
     def __init__(self, timeline: Timeline, segments: Sequence[Segment]) -> None:
         self._timeline = timeline
@@ -94,7 +236,7 @@ class _Computation:
             self._go_to(segment.end)
 
     def drop_gradients(self, nbytes: int) -> int:
-        """From here on they are the FSDP's to free."""
+        """Leaves gradients on the timeline for FSDP to free. Returns their bytes."""
         nbytes = min(nbytes, self._now.gradients)
         self._now = Moment(self._now.activations, self._now.gradients - nbytes)
         return nbytes
@@ -110,3 +252,211 @@ class _Computation:
             }
         )
         self._now = moment
+
+
+class Fsdp1Replay:
+    """FSDP1: read in torch 2.13, torch/distributed/fsdp/_runtime_utils.py and _flat_param.py.
+
+    An all-gather fills the flat parameter itself. In a backward the next unit is gathered before one is computed. The
+    gradients of a unit's parameters are joined to that of its flat parameter, which is cast for the reduce-scatter.
+
+    views: bytes that only the modules' views of a unit keep alive, by its name; freed when it is next unsharded.
+    """
+
+    def __init__(self, timeline: Timeline, setup: RoleSetup, views: dict[str, int]) -> None:
+        self._timeline = timeline
+        self._setup = setup
+        self._views = views
+        self._unsharded: set[str] = set()
+
+    def pre_forward(self, unit: UnitShard) -> None:
+        self._unshard(unit)
+
+    def post_forward(self, unit: UnitShard) -> None:
+        self._reshard(unit)
+
+    def end_forward(self) -> None:
+        """The root stays unsharded."""
+
+    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
+        self._unshard(unit)
+        if following is not None:
+            self._unshard(following)
+
+    def post_backward(self, unit: UnitShard, gradients: int) -> None:
+        timeline, dtypes = self._timeline, self._setup.dtypes
+        numel = sum(unit.originals)
+        joined = rounded(numel * dtypes.compute)
+        timeline.allocate("gradients", joined)
+        timeline.free("gradients", gradients)
+        self._reshard(unit)
+        if self._setup.shard_ranks == 1:
+            # NO_SHARD: the cast gradient is added up among the replicas, and stays, or what is cast from it.
+            timeline.allocate("gradients", rounded(numel * dtypes.reduce))
+            if dtypes.reduce != dtypes.master:
+                timeline.allocate("gradients", rounded(numel * dtypes.master))
+                timeline.free("gradients", rounded(numel * dtypes.reduce))
+            timeline.free("gradients", joined)
+            return
+        reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
+        if numel != sum(unit.full):
+            reduced += rounded(sum(unit.full) * dtypes.reduce)
+        with timeline.allocated("communication buffers", reduced):
+            timeline.allocate("gradients", rounded(sum(unit.padded) * dtypes.reduce))
+            if dtypes.reduce != dtypes.master:
+                timeline.allocate("gradients", rounded(sum(unit.padded) * dtypes.master))
+                timeline.free("gradients", rounded(sum(unit.padded) * dtypes.reduce))
+        timeline.free("gradients", joined)
+
+    def end_backward(self) -> None:
+        if self._setup.scenario.policy:
+            self._timeline.free("gradients", self._timeline.nbytes("gradients"))
+        unsharded = self._timeline.nbytes("unsharded parameters") - sum(self._views.values())
+        self._timeline.free("unsharded parameters", unsharded)
+        self._unsharded.clear()
+
+    def _unshard(self, unit: UnitShard) -> None:
+        if unit.name in self._unsharded:
+            return
+        dtypes, timeline = self._setup.dtypes, self._timeline
+        self._unsharded.add(unit.name)
+        if self._setup.computes_with_shards and not self._setup.scenario.policy:
+            timeline.free("unsharded parameters", self._views.pop(unit.name, 0))
+            return
+        cast = rounded_sum(numel * dtypes.compute for numel in unit.padded) if dtypes.compute != dtypes.master else 0
+        if self._setup.scenario.policy:
+            arrived = rounded_sum(numel * dtypes.master for numel in unit.padded)
+            timeline.pass_peak({"communication buffers": arrived + cast})
+        # Unsharded, the cast shard is what is computed with.
+        with timeline.allocated("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
+            timeline.allocate("unsharded parameters", rounded_sum(numel * dtypes.compute for numel in unit.full))
+        timeline.free("unsharded parameters", self._views.pop(unit.name, 0))
+
+    def _reshard(self, unit: UnitShard) -> None:
+        self._unsharded.discard(unit.name)
+        nbytes = rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+        if self._setup.computes_with_shards and not self._setup.scenario.policy:
+            return
+        if self._setup.views_hold_shards:
+            self._views[unit.name] = nbytes
+        else:
+            self._timeline.free("unsharded parameters", nbytes)
+
+
+class Fsdp2Replay:
+    """FSDP2: read in torch 2.13, torch/distributed/fsdp/_fully_shard.
+
+    In a forward the output of an all-gather outlives its copy until that of the next unit has been made (implicit
+    prefetch), in a backward the next unit is gathered while one is computed. The input of a reduce-scatter is kept
+    until the next one begins, and the sums of replicas until the backward is over.
+    """
+
+    def __init__(self, timeline: Timeline, setup: RoleSetup) -> None:
+        self._timeline = timeline
+        self._setup = setup
+        self._gathered: dict[str, int] = {}  # outputs of all-gathers that were not copied out yet
+        self._outlived = 0  # output of the previous unit's all-gather
+        self._unsharded: set[str] = set()
+        self._reduce_input = 0
+        self._added_up = 0  # buffers of the replicas' all-reduces, of all units
+
+    def pre_forward(self, unit: UnitShard) -> None:
+        self._unshard(unit)
+        self._copy_out(unit, outlives=True)
+
+    def post_forward(self, unit: UnitShard) -> None:
+        self._reshard(unit)
+
+    def end_forward(self) -> None:
+        """The root stays unsharded."""
+        self._timeline.free("communication buffers", self._outlived)
+        self._outlived = 0
+
+    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
+        if unit.name not in self._unsharded:
+            self._unshard(unit)
+            self._copy_out(unit, outlives=False)
+        if following is not None:
+            self._unshard(following)
+
+    def post_backward(self, unit: UnitShard, gradients: int) -> None:
+        self._reshard(unit)
+        timeline, dtypes = self._timeline, self._setup.dtypes
+        timeline.free("communication buffers", self._reduce_input)
+        self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
+        timeline.allocate("communication buffers", self._reduce_input)
+        # foreach_reduce keeps the last gradient in the variable of a loop until it returns; one shard has no such loop.
+        outlives = rounded(sum(unit.originals[-1:]) * dtypes.compute) if self._setup.shard_ranks > 1 else 0
+        outlives = min(outlives, gradients)
+        timeline.free("gradients", gradients - outlives)
+        self._reduce(unit)
+        timeline.free("gradients", outlives)
+
+    def _reduce(self, unit: UnitShard) -> None:
+        """Replays the reduction: the sum is the gradient, or is cast to it; a policy copies it to the host."""
+        timeline, dtypes, by_policy = self._timeline, self._setup.dtypes, self._setup.scenario.policy
+        sums = rounded(sum(unit.padded) * dtypes.reduce)
+        cast = rounded(sum(unit.padded) * dtypes.master) if dtypes.reduce != dtypes.master else 0
+        gradient: MemoryClass = "communication buffers" if by_policy else "gradients"
+        is_passing = by_policy or cast > 0
+        timeline.allocate("communication buffers" if is_passing else gradient, sums)
+        timeline.allocate(gradient, cast)
+        if by_policy:
+            timeline.free(gradient, cast)
+        if is_passing and self._setup.replicas > 1:
+            # So that no other unit's may lie there while replicas add them up.
+            self._added_up += sums
+        elif is_passing:
+            timeline.free("communication buffers", sums)
+
+    def end_backward(self) -> None:
+        timeline = self._timeline
+        gathered = sum(self._gathered.values())
+        timeline.free("communication buffers", self._reduce_input + self._added_up + gathered)
+        self._reduce_input = self._added_up = 0
+        self._gathered.clear()
+        timeline.free("unsharded parameters", timeline.nbytes("unsharded parameters"))
+        self._unsharded.clear()
+
+    def _unshard(self, unit: UnitShard) -> None:
+        if self._setup.shard_ranks == 1 or unit.name in self._gathered:
+            return
+        dtypes = self._setup.dtypes
+        nbytes = rounded(sum(unit.full) * dtypes.compute)
+        shards = self._bring_shards(unit)
+        self._timeline.allocate("communication buffers", nbytes)
+        self._timeline.free("communication buffers", shards)
+        self._gathered[unit.name] = nbytes
+
+    def _bring_shards(self, unit: UnitShard) -> int:
+        """Brings the shards to the device, in the dtype that is gathered. Returns their bytes there."""
+        dtypes, timeline = self._setup.dtypes, self._timeline
+        if not self._setup.scenario.policy:
+            cast = rounded(sum(unit.padded) * dtypes.compute) if dtypes.compute != dtypes.master else 0
+            timeline.allocate("communication buffers", cast)
+            return cast
+        for numel in unit.padded:
+            arrived = rounded(numel * dtypes.master) if dtypes.compute != dtypes.master else 0
+            with timeline.allocated("communication buffers", arrived):
+                timeline.allocate("communication buffers", rounded(numel * dtypes.compute))
+        return rounded_sum(numel * dtypes.compute for numel in unit.padded)
+
+    def _copy_out(self, unit: UnitShard, *, outlives: bool) -> None:
+        timeline = self._timeline
+        gathered = self._gathered.pop(unit.name, 0)
+        if outlives:
+            timeline.free("communication buffers", self._outlived)
+            self._outlived = gathered
+        for numel in unit.full:
+            cast = numel * self._setup.dtypes.compute if self._setup.shard_ranks == 1 else 0
+            with timeline.allocated("communication buffers", rounded(cast)):
+                timeline.allocate("unsharded parameters", rounded(numel * self._setup.dtypes.compute))
+        self._unsharded.add(unit.name)
+        if not outlives:
+            timeline.free("communication buffers", gathered)
+
+    def _reshard(self, unit: UnitShard) -> None:
+        self._unsharded.discard(unit.name)
+        self._timeline.free(
+            "unsharded parameters", rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+        )

@@ -49,7 +49,7 @@ _RENDEZVOUS_SECONDS = 60.0
 def conduct(options: ProbeOptions) -> int:
     """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
     with imports.of_what_stays():
-        from fsdp_doctor.memory.counters import check_counted
+        from fsdp_doctor.memory.snapshot import check_counted
         from fsdp_doctor.probe import session
         from fsdp_doctor.probe.conductor import Conductor
         from fsdp_doctor.probe.job import Job, Limits, share_job

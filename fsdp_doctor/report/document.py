@@ -9,8 +9,7 @@ from typing import Any
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.ledgers.ledger_file import ledger_from_dict
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import StageLedger, ledger_from_dict
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, any_case_of
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind

@@ -45,8 +45,8 @@ def render(
     expected: the ids of bad cases that are, which for JUnit are no failures.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
-    from fsdp_doctor.ledgers.ledger_file import ledgers_to_json
-    from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
+    from fsdp_doctor.ledgers.ledger import ledgers_to_json
+    from fsdp_doctor.ledgers.ledger_views import ledgers_svg
     from fsdp_doctor.report import case_lines, github, junit, markdown, measured_ledgers, table
 
     match name:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_doctor.ledgers.ledger_file import LedgerFile
-from fsdp_doctor.ledgers.ledger_picture import ledgers_svg
-from fsdp_doctor.ledgers.ledger_table import render_ledgers
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import LedgerFile, StageLedger
+from fsdp_doctor.ledgers.ledger_views import ledgers_svg, render_ledgers
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.layout import printable
 

@@ -9,7 +9,7 @@ import json
 import pathlib
 from typing import Any, Literal, get_origin
 
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, HostLedger, StageLedger
+from fsdp_doctor.ledgers.ledger import DeviceLedger, HostLedger, StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyScenario, Case, Scenario
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario

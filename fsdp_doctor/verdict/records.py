@@ -11,8 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsdp_doctor.ledgers.ledger_file import ledger_from_dict
-from fsdp_doctor.ledgers.stage_ledger import StageLedger
+from fsdp_doctor.ledgers.ledger import StageLedger, ledger_from_dict
 from fsdp_doctor.machine.environment import EnvironmentFacts
 
 Stage = Literal[

@@ -1,4 +1,4 @@
-"""In which versions of torch runs showed each entry of the catalogue: from a merged report into the entries' files.
+"""Writes the versions of torch that showed each entry of the catalogue into the entries' files.
 
 ``python -m fsdp_doctor.versions.measured MERGED`` writes them as ``measured``, after each entry's ``evidence``.
 """
@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator
 from packaging.version import Version
 
 from fsdp_doctor.known.loading import DIRECTORY
-from fsdp_doctor.versions.merged import MergedReport
-from fsdp_doctor.versions.merged_file import read_merged
-from fsdp_doctor.versions.statements import in_order, public, short_names
+from fsdp_doctor.versions.merged import MergedReport, read_merged
+from fsdp_doctor.versions.merging import in_order, public, short_names
 
 _ID = re.compile(r'^id = "(?P<id>[^"]+)"$')
 _WRITTEN = re.compile(r"^measured = ")
@@ -24,11 +23,11 @@ _BEFORE = re.compile(r"^evidence = ")
 
 
 def measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
-    """By entry, for each device the versions that showed it: ``emulated: 2.10 to 2.13, 2.15``.
+    """By entry, the versions that showed it on each device: ``emulated: 2.10 to 2.13, 2.15``.
 
     A range is of releases that follow one another, all of which showed it.
     """
-    names = short_names(in_order(public(one.torch) for one in merged.environments))
+    names = short_names(in_order(public(each.torch) for each in merged.environments))
     shown: dict[str, dict[str, set[str]]] = {}
     for case in merged.cases:
         for number, environment in enumerate(merged.environments):
@@ -42,12 +41,12 @@ def measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
     }
 
 
-def with_measured(text: str, found: dict[str, tuple[str, ...]]) -> str:
-    """A file of entries with what was found of each in place of what it says."""
-    return "".join(_lines(text, found))
+def with_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
+    """The text of a file of entries with these versions in place of earlier ones."""
+    return "".join(_entry_lines(text, versions))
 
 
-def _lines(text: str, found: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def _entry_lines(text: str, versions: dict[str, tuple[str, ...]]) -> Iterator[str]:
     entry = ""
     for line in text.splitlines(keepends=True):
         if match := _ID.match(line):
@@ -55,8 +54,8 @@ def _lines(text: str, found: dict[str, tuple[str, ...]]) -> Iterator[str]:
         if _WRITTEN.match(line):
             continue
         yield line
-        if _BEFORE.match(line) and found.get(entry):
-            yield f"measured = {json.dumps(found[entry])}\n"
+        if _BEFORE.match(line) and versions.get(entry):
+            yield f"measured = {json.dumps(versions[entry])}\n"
 
 
 def _ranges(versions: Iterable[str]) -> str:
@@ -76,9 +75,9 @@ def _follows(earlier: str, later: str) -> bool:
 
 
 def main(merged: pathlib.Path) -> None:
-    found = measured(read_merged(merged))
+    versions = measured(read_merged(merged))
     for file in sorted(DIRECTORY.glob("*.toml")):
-        file.write_text(with_measured(file.read_text(encoding="utf-8"), found), encoding="utf-8")
+        file.write_text(with_measured(file.read_text(encoding="utf-8"), versions), encoding="utf-8")
 
 
 if __name__ == "__main__":

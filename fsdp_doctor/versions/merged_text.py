@@ -1,4 +1,4 @@
-"""The merged report as lines of text."""
+"""A merged report as lines of text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_doctor.versions.merged import MergedCase, MergedReport, Shown
 def environment_lines(merged: MergedReport) -> Iterator[str]:
     """One line for each environment: how many cases were ok there, were bad, and could not or did not run."""
     for number, environment in enumerate(merged.environments):
-        shown = Counter(_word(merged.shown(case, number)) for case in merged.cases)
+        shown = Counter(_count_word(merged.shown(case, number)) for case in merged.cases)
         counts = ", ".join(f"{shown[word]} {word}" for word in ("ok", "bad", "not run"))
         yield "\t".join(
             [environment.name, counts, *([] if environment.complete else [f"incomplete: {environment.ended}"])]
@@ -31,7 +31,7 @@ def case_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[str
     """One line for each case, or for each that changed."""
     for case in merged.cases:
         if not only_changes or any(statement.changes for statement in case.statements):
-            yield "\t".join([case.id, *(_told(merged, case))])
+            yield "\t".join([case.id, *(_case_words(merged, case))])
 
 
 def merged_summary(merged: MergedReport) -> str:
@@ -49,15 +49,15 @@ def merged_summary(merged: MergedReport) -> str:
     )
 
 
-def _told(merged: MergedReport, case: MergedCase) -> list[str]:
-    """By statement; where there is no row of versions, the verdict of each environment."""
+def _case_words(merged: MergedReport, case: MergedCase) -> list[str]:
+    """The statements on a case; without one, the verdict of each environment."""
     if case.statements:
         return [f"{statement.where}: {statement.text}" for statement in case.statements]
     names = [environment.name for environment in merged.environments]
     return [f"{name}: {merged.shown(case, number)}" for number, name in enumerate(names)]
 
 
-def _word(shown: Shown) -> str:
+def _count_word(shown: Shown) -> str:
     if shown == "not run" or shown in NOT_RUN:
         return "not run"
     return "ok" if shown in GOOD else "bad"

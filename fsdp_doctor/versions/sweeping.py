@@ -1,33 +1,159 @@
-"""The probe in an environment of its own for each version of torch: one report each, kept and gone on with."""
+"""Runs the probe in an environment of its own for each version of torch: one report each, kept and continued."""
 
 from __future__ import annotations
 
-import datetime
-import itertools
-import json
+import contextlib
+import functools
+import importlib.metadata
 import os
 import pathlib
 import re
-import shlex
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+import fsdp_doctor
+from fsdp_doctor.errors import CannotRun
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+import datetime
+import itertools
+import json
+import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_doctor import __version__
-from fsdp_doctor.errors import CannotRun, DoctorFault, Interrupted, UsageError
+from fsdp_doctor.errors import DoctorFault, Interrupted, UsageError
 from fsdp_doctor.machine.environment import home_as_tilde, without_torch
 from fsdp_doctor.machine.versions import at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
-from fsdp_doctor.versions.child_process import child_process
-from fsdp_doctor.versions.installing import (
-    copy_of_the_doctor,
-    exact_versions,
-    make_environment,
-    variables_of_another_python,
-)
+
+_ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def child_process(
+    command: Sequence[str], end: Callable[[subprocess.Popen[Any]], None], **options: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """Runs a command in a session of its own, so that signals of the terminal reach this process alone.
+
+    end: called if the block raises; then the process is waited for. While the process is being started, signals wait:
+    otherwise it could be left running. Raises OSError as Popen does.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED_TO_END)
+    as_before = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    try:
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=as_before, **options)
+        try:
+            as_before()
+            yield process
+        except BaseException:
+            end(process)
+            process.wait()
+            raise
+    finally:
+        as_before()
+
+
+def kill_with_all_it_started(process: subprocess.Popen[Any]) -> None:
+    """Kills a process with everything that it started, which would go on without it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+_PACKAGE = pathlib.Path(fsdp_doctor.__file__).parent
+_LONGEST_REASON = 300
+
+
+def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: IO[str]) -> pathlib.Path:
+    """Makes an environment in ``directory`` with the requirements and the doctor's own; returns its interpreter.
+
+    Raises CannotRun with the installer's reason where they do not install.
+    """
+    wanted = [*requirements, *own_requirements()]
+    python = directory / "bin" / "python"
+    uv = shutil.which("uv")
+    if uv:
+        _run_installer([uv, "venv", "--quiet", "--python", sys.executable, str(directory)], log)
+        _run_installer([uv, "pip", "install", "--quiet", "--python", str(python), *wanted], log)
+    else:
+        _run_installer([sys.executable, "-m", "venv", str(directory)], log)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run_installer([*pip, *wanted], log)
+    return python
+
+
+def own_requirements() -> list[str]:
+    """The requirements of this package: of its metadata, or of pyproject.toml in a checkout that is not installed."""
+    try:
+        declared = importlib.metadata.requires("fsdp-doctor") or []
+    except importlib.metadata.PackageNotFoundError:
+        project = tomllib.loads((_PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        declared = project["dependencies"]
+    parsed = [Requirement(text) for text in declared]
+    needed = [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [f"{each.name}{each.specifier}" for each in needed]
+
+
+def exact_versions(requirements: Sequence[str]) -> dict[str, str]:
+    """By package, the versions of requirements such as ``transformers==5.23.0``; others are left out."""
+    versions: dict[str, str] = {}
+    for text in requirements:
+        with contextlib.suppress(InvalidRequirement):
+            wanted = Requirement(text)
+            exact = [each.version for each in wanted.specifier if each.operator == "=="]
+            if exact:
+                versions[wanted.name] = exact[0]
+    return versions
+
+
+def copy_of_the_doctor(directory: pathlib.Path) -> pathlib.Path:
+    """Copies the package that runs, however it was installed; returns what goes into PYTHONPATH.
+
+    So every version runs the same doctor, also when its sources change meanwhile, and sees nothing else of the
+    environment that it is installed in.
+    """
+    shutil.copytree(_PACKAGE, directory / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
+def variables_of_another_python(**more: str) -> dict[str, str]:
+    """The environment variables of this process, without those that point Python to other packages."""
+    ours = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in ours} | more
+
+
+def _run_installer(command: list[str], log: IO[str]) -> None:
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        with child_process(
+            command, kill_with_all_it_started, env=variables_of_another_python(), **streams
+        ) as installer:
+            output, _ = installer.communicate()
+    except OSError as error:
+        raise CannotRun(f"{command[0]} cannot be started: {error.strerror or error}") from None
+    log.write(output)
+    if installer.returncode:
+        raise CannotRun(reason_of(output) or f"{command[0]} ended with exit code {installer.returncode}")
+
+
+def reason_of(output: str) -> str:
+    """The reason of an installer on one line: pip's last error, or everything that uv printed, without its drawing."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    text = errors[-1] if errors else " ".join(lines)
+    return " ".join(re.sub(r"[^\x20-\x7e]", " ", text).split())[:_LONGEST_REASON]
+
 
 # As fsdp_doctor/emulated/build.py has it, which imports torch.
 OLDEST_EMULATED_TORCH = "2.10"
@@ -37,7 +163,7 @@ _GIVEN = ("--json", "--device", "--format")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What to run.
+    """A sweep over versions of torch.
 
     versions: of torch, as they were asked for: ``2.10`` is its newest patch release.
     requirements: to install beside torch. options: of the probe. directory: where the reports are kept.
@@ -77,7 +203,7 @@ def check(sweep: Sweep) -> None:
 
 
 def run(sweep: Sweep) -> Iterator[Swept]:
-    """Each version, one after the other; its environment is removed before the next one's is made."""
+    """Runs each version, one after the other; its environment is removed before the next one is made."""
     for version in sweep.versions:
         file = sweep.file(version)
         earlier = _earlier(file)
@@ -104,7 +230,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
             tempfile.TemporaryDirectory(prefix=".environment-", dir=sweep.directory) as scratch,
             open(file.with_suffix(".log"), "w", encoding="utf-8") as log,
         ):
-            _say(f"torch {version}: installing")
+            _print_progress(f"torch {version}: installing")
             try:
                 python = make_environment(
                     pathlib.Path(scratch, "environment"), [_requirement(version), *sweep.requirements], log
@@ -114,7 +240,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
             os.mkdir(os.path.join(scratch, "doctor"))
             program = Program(python, copy_of_the_doctor(pathlib.Path(scratch, "doctor")))
             options = [*sweep.options, *_device_options(sweep.options, program)]
-            _say(f"torch {version}: running")
+            _print_progress(f"torch {version}: running")
             return program.probe([*options, "--json", str(file), "--resume"], file.with_suffix(".log"))
     except OSError as error:
         raise DoctorFault(f"cannot make an environment in {sweep.directory}: {error.strerror or error}") from None
@@ -122,7 +248,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
 
 @dataclass(frozen=True)
 class Program:
-    """The doctor in an environment of its own. path: the directory that its package is in."""
+    """fsdp-doctor in an environment of its own. path: the directory of its package."""
 
     python: pathlib.Path
     path: pathlib.Path
@@ -142,31 +268,31 @@ class Program:
             ) as process,
         ):
             code = process.wait()
-        said = _last_sentence(log)
+        sentence = _last_sentence(log)
         match code:
             case 0 | 1:
                 return None
             case UsageError.exit_code:
-                raise UsageError(said)
+                raise UsageError(sentence)
             case CannotRun.exit_code:
-                return CannotRun(said)
+                return CannotRun(sentence)
             case Interrupted.exit_code:
-                raise Interrupted(said)
+                raise Interrupted(sentence)
             case _:
-                return DoctorFault(f"the probe ended with exit code {code}: {said}")
+                return DoctorFault(f"the probe ended with exit code {code}: {sentence}")
 
     def accelerators(self) -> list[str]:
-        """The names of those that its torch sees."""
+        """Names of the accelerators that its torch sees."""
         command = [str(self.python), "-m", "fsdp_doctor", "env", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, env=self._variables)
         try:
-            found: list[str] = json.loads(done.stdout)["accelerators"]
+            names: list[str] = json.loads(done.stdout)["accelerators"]
         except (ValueError, KeyError):
             return []
-        return found
+        return names
 
     def torch(self) -> str:
-        """The version that was installed."""
+        """The version of torch that was installed."""
         command = [str(self.python), "-c", "import importlib.metadata as m; print(m.version('torch'))"]
         return subprocess.run(command, capture_output=True, text=True, env=self._variables).stdout.strip()
 
@@ -203,7 +329,7 @@ def _asked_device(options: Sequence[str]) -> str:
 
 
 def _request(options: Sequence[str]) -> list[str]:
-    """What decides what runs, beside the device."""
+    """The options that decide which cases run, without the device."""
     words = [home_as_tilde(word) for word in _words(options)]
     kept = []
     while words:
@@ -242,10 +368,10 @@ def _report_of_nothing(sweep: Sweep, version: str, trouble: str) -> Report:
 
 def _last_sentence(log: pathlib.Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.removeprefix("fsdp-doctor: ") for line in lines if line.startswith("fsdp-doctor: ")]
-    return said[-1] if said else (lines or [""])[-1]
+    sentences = [line.removeprefix("fsdp-doctor: ") for line in lines if line.startswith("fsdp-doctor: ")]
+    return sentences[-1] if sentences else (lines or [""])[-1]
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     sys.stderr.write(f"fsdp-doctor: {text}\n")
     sys.stderr.flush()

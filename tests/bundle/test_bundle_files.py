@@ -50,7 +50,7 @@ def test_of_a_log_and_a_configuration_it_has_answers_case_and_script(tmp_path: p
     assert done.code == 0, done.stderr
     assert "Known: fsdp2-pinned-policy-half-moved" in files["explain.txt"]
     assert "fsdp2-pinned-policy-half-moved" in files["check.txt"]
-    assert "the configuration amounts to it, and the log shows fsdp2-pinned" in files["case.txt"]
+    assert "the log shows fsdp2-pinned" in files["case.txt"]
     compile(files["repro.py"], "repro.py", "exec")
     assert set(done.stdout.splitlines()[0].split(": ")[1].split(", ")) == set(files)
 
@@ -78,7 +78,7 @@ def test_a_log_may_come_from_standard_input(tmp_path: pathlib.Path) -> None:
 def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken()))
     assert files["case.txt"].startswith(f"{_CASE}\n")
-    assert "In the report it is crash: it broke" in files["case.txt"]
+    assert "crash: it broke" in files["case.txt"]
     (tmp_path / "again.json").write_text(files["report.json"])
     assert read_report(tmp_path / "again.json").results[0].id == _CASE
 
@@ -94,8 +94,8 @@ def test_the_environment_is_that_of_the_report_and_of_a_log_it_is_said_whose_it_
 
 def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken("no answer from 10.0.0.5:29500 here")))
-    assert "IP_1" in files["issue.md"]
-    assert "IP_1" not in files["repro.py"]
+    assert "IPV4_ADDRESS_1" in files["issue.md"]
+    assert "IPV4_ADDRESS_1" not in files["repro.py"]
     assert r"no answer from \S+:\d+ here" in files["repro.py"] or r"no answer from \S+:29500 here" in files["repro.py"]
 
 
@@ -105,7 +105,7 @@ def test_an_issue_never_has_more_characters_than_github_takes(tmp_path: pathlib.
     line = word * (3_000 // len(word))
     log.write_text(
         "\n".join(
-            ["Traceback (most recent call last):", *[f'  File "a.py", line 1, in {line}'] * 900, f"ValueError: {line}"]
+            ["Traceback (most recent call last):", *[f'  File "a.py", line 1, in {line}'] * 60, f"ValueError: {line}"]
         )
     )
     _, files = _bundle(tmp_path, "--log", str(log), "--report", _report(tmp_path, _broken(line), notes=(line,)))

@@ -7,9 +7,8 @@ import pathlib
 import pytest
 
 from fsdp_doctor.bundle import gather
-from fsdp_doctor.bundle.command_run import CommandRun
-from fsdp_doctor.bundle.issue_head import head_of
-from fsdp_doctor.bundle.rank_stacks import RankStack
+from fsdp_doctor.bundle.command_run import CommandRun, RankStack
+from fsdp_doctor.bundle.issue import make_head
 
 _MAIN = """Thread 0x00007f01 (most recent call first):
   File "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 4287 in all_gather
@@ -60,6 +59,6 @@ def test_a_rank_that_torchrun_ended_is_not_among_those_that_failed(
         output=output,
         rank_exit_codes={0: -15, 1: -9},
     )
-    where = head_of(gather({}, run=run), None).where
+    where = make_head(gather({}, run=run), None).where
     assert where.startswith(f"rank 1{place}")
     assert "rank 0" not in where

@@ -10,8 +10,8 @@ import pytest
 from support import reports
 
 from fsdp_doctor import repro
-from fsdp_doctor.bundle import Bundle, bundle_of, gather
-from fsdp_doctor.bundle.private_kinds import IS_PLACEHOLDER, PLACEHOLDER
+from fsdp_doctor.bundle import Bundle, gather, make_bundle
+from fsdp_doctor.bundle.private_patterns import IS_PLACEHOLDER, PLACEHOLDER
 from fsdp_doctor.bundle.redaction import Redactor
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import report_from_dict
@@ -119,6 +119,11 @@ PLANTED: dict[str, tuple[str, str]] = {
     "Shopify": ("shp" + "at_0123456789abcdef0123456789abcdef", "at_0123456789abcdef0123456789abcdef"),
     "SendGrid": ("S" + "G.abcdefghijklmnopqrst.abcdefghijklmnopqrst", "G.abcdefghijklmnopqrst"),
     "Grafana": ("gl" + "sa_abcdefghijklmnopqrstuvwxyz0123456", "sa_abcdefghijklmnopqrstuvwxyz0123456"),
+    "1Password": ("op" + "s_eyJzaWduSW5BZGRyZXNzIjoibXkuMXBhc3N3b3JkLmNvbSJ9AAAA", "s_eyJzaWduSW5BZGRyZXNz"),
+    "Alibaba": ("LT" + "AI5tAbCdEfGhIjKlMnOpQr", "AI5tAbCdEfGhIjKlMnOpQr"),
+    "Azure AD": ("abc8" + "Q~" + "aB3" * 11, "aB3" * 11),
+    "Artifactory": ("artifactory uses AK" + "Cp" + "8aB3" * 17, "8aB3" * 17),
+    "Pulumi": ("pu" + "l-" + "0a1b2c3d" * 5, "0a1b2c3d" * 5),
     "a job's token": ("CI_JOB_TOKEN=64_qazwsxedc", "64_qazwsxedc"),
     "database": ("postgresql+psycopg2://train:pgp4ssw0rd@10.3.9.90:5432/runs", "pgp4ssw0rd"),
     "broker without a user": ("redis://:r3d1spass@cache-7:6379/0", "r3d1spass"),
@@ -182,7 +187,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     log.write_text(f"Traceback (most recent call last):\n{lines}\nRuntimeError: {lines}\n")
     report = reports.report(reports.result(reason=lines, traceback=lines), notes=(lines,), ended=lines)
     facts = {"python": "3.12.1", "variables": {"NCCL_DEBUG": lines}, "packages": {"torch": "2.13.0"}}
-    return bundle_of(gather(facts, logs=[log], report=report), Redactor())
+    return make_bundle(gather(facts, logs=[log], report=report), Redactor())
 
 
 def test_forty_kinds_and_more_are_planted_and_told_apart(planted: Bundle) -> None:
@@ -214,7 +219,7 @@ def test_what_is_replaced_has_the_same_placeholder_in_each_file(planted: Bundle,
 
 def test_the_host_of_a_report_is_not_in_the_bundle() -> None:
     report = reports.report(reports.result(reason="beluga went away"), environment={"host": "beluga.nowhere"})
-    files = bundle_of(gather({}, report=report), Redactor()).files
+    files = make_bundle(gather({}, report=report), Redactor()).files
     assert [name for name, text in files.items() if "beluga" in text] == []
 
 
@@ -250,13 +255,19 @@ def test_a_script_stays_as_it_is() -> None:
 def test_the_same_text_has_the_same_placeholder_in_every_text() -> None:
     redactor = Redactor(hosts=["gpu-node-3"], users=["ermintrude"], homes=["/data/ermintrude"])
     texts = ["ermintrude@gpu-node-3: /data/ermintrude/x 10.0.0.5", "10.0.0.6 then 10.0.0.5 on gpu-node-3"]
-    assert [redactor.clean(text) for text in texts] == ["USER_1@HOST_1: HOME_1/x IP_1", "IP_2 then IP_1 on HOST_1"]
+    assert [redactor.clean(text) for text in texts] == [
+        "USER_NAME_1@HOST_1: HOME_DIRECTORY_1/x IPV4_ADDRESS_1",
+        "IPV4_ADDRESS_2 then IPV4_ADDRESS_1 on HOST_1",
+    ]
 
 
 def test_a_secret_is_replaced_where_nothing_names_it_too() -> None:
     redactor = Redactor()
     redactor.learn("WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567")
-    assert redactor.clean("the key 0123456789abcdef0123456789abcdef01234567 is wrong") == "the key WANDB_KEY_1 is wrong"
+    assert (
+        redactor.clean("the key 0123456789abcdef0123456789abcdef01234567 is wrong")
+        == "the key WEIGHTS_BIASES_KEY_1 is wrong"
+    )
 
 
 def test_text_without_end_takes_no_time_that_grows_with_its_square() -> None:

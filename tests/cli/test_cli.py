@@ -121,3 +121,18 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert len({row["offload"] for row in rows}) == 8
     assert {row["strategy"] for row in rows} == {"fsdp1", "fsdp2"}
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (("memory",), "memory measure"),
+        (("memory", "--strategy", "fsdp2"), "memory measure"),
+        (("plan", "--config", "verl.yaml"), "memory plan"),
+        (("rollout",), "memory rollout"),
+    ],
+)
+def test_an_old_spelling_of_a_command_is_refused_with_the_new_one(words: tuple[str, ...], new: str) -> None:
+    done = doctor(*words)
+    assert (done.code, done.stdout) == (2, "")
+    assert f"`fsdp-doctor {new}`" in _complaint(done.stderr)

@@ -29,7 +29,7 @@ PAGES = sorted(
 )
 _OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|-[a-z])(?![\w-])")
 # Whatever starts it, torchrun with its own options among them.
-_COMMAND = re.compile(r"fsdp[-_]doctor +([a-z]+)")
+_COMMAND = re.compile(r"fsdp[-_]doctor +((?:memory +)?[a-z]+)")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
@@ -37,8 +37,11 @@ _OF_ANOTHER_PROGRAM = re.compile(r"^(?:torchrun|pip|git|make|python3?|apt|kubect
 
 
 def _options_of_commands() -> dict[str, set[str]]:
-    """What ``--help`` of each command lists, but for itself."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    """What ``--help`` of each command lists, but for itself; of a group, each of its commands by both words."""
+    commands = {}
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        within = getattr(command, "commands", {})
+        commands |= {f"{name} {inner}": each for inner, each in within.items()} or {name: command}
     return {
         name: {
             option for parameter in command.params if parameter.param_type_name == "option" for option in parameter.opts
@@ -77,7 +80,7 @@ def _options_named(page: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_the_page_of_a_command_names_exactly_its_options(command: str) -> None:
-    page = ROOT / "docs" / "commands" / f"{command}.md"
+    page = ROOT / "docs" / "commands" / f"{command.replace(' ', '-')}.md"
     named = {option for of, option in _options_named(page) if of in ("", command)}
     assert named == OPTIONS[command]
 

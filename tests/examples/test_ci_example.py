@@ -17,7 +17,7 @@ from support.places import ROOT
 from support.wheels import index_with_torch
 
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.versions.installing import own_requirements
+from fsdp_doctor.versions.sweeping import own_requirements
 
 pytestmark = pytest.mark.processes
 

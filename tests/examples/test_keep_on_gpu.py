@@ -9,8 +9,7 @@ from program import Run, forked_doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
 
-from fsdp_doctor.ledgers.ledger_file import ledgers_from_json
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger
+from fsdp_doctor.ledgers.ledger import DeviceLedger, ledgers_from_json
 
 DIRECTORY = ROOT / "examples" / "verl-4726"
 KEPT, GIVEN_BACK = "keep_on_gpu:kept", "keep_on_gpu:given_back"
@@ -26,7 +25,17 @@ def json_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def done(json_file: pathlib.Path) -> Run:
     needs_emulation()
     return forked_doctor(
-        *("memory", "--device", "emulated", *_JOB, "--path", f"{KEPT},{GIVEN_BACK}", "--json", str(json_file)),
+        *(
+            "memory",
+            "measure",
+            "--device",
+            "emulated",
+            *_JOB,
+            "--path",
+            f"{KEPT},{GIVEN_BACK}",
+            "--json",
+            str(json_file),
+        ),
         env={"PYTHONPATH": str(DIRECTORY)},
     )
 

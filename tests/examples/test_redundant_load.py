@@ -40,7 +40,7 @@ def test_check_finds_it_nowhere_else(arguments: tuple[str, ...]) -> None:
 
 
 def test_the_plan_has_the_model_on_the_device_at_the_engines_start() -> None:
-    arguments = ("plan", "--config", "config.txt", "--gpu-memory", "24GiB")
+    arguments = ("memory", "plan", "--config", "config.txt", "--gpu-memory", "24GiB")
     done = _doctor(*arguments, "--framework-version", "0.7.0")
     assert (done.stdout, done.code) == (_text("plan.txt"), 1)
     assert "rollout worker: engine starts  does not fit" in done.stdout
@@ -51,7 +51,7 @@ def test_the_plan_has_the_model_on_the_device_at_the_engines_start() -> None:
 
 def test_the_two_processes_are_as_the_example_shows_them() -> None:
     needs_emulation()
-    (command,) = re.findall(r"`fsdp-doctor (rollout [^`]*)`", _text("README.md"))
+    (command,) = re.findall(r"`fsdp-doctor (memory rollout [^`]*)`", _text("README.md"))
     done = program_doctor(*command.split())
     assert (done.stdout, done.code) == (_text("rollout.txt"), 1), done.stderr
     loaded, _, alone = done.stdout.partition("FSDP model not loaded")

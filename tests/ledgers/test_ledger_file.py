@@ -7,8 +7,14 @@ import json
 import pytest
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.ledgers.ledger_file import LedgerFile, ledgers_from_json, ledgers_to_json
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger, HostLedger, StageLedger
+from fsdp_doctor.ledgers.ledger import (
+    DeviceLedger,
+    HostLedger,
+    LedgerFile,
+    StageLedger,
+    ledgers_from_json,
+    ledgers_to_json,
+)
 
 LEDGER = StageLedger(
     job="fsdp2/param/staged",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_doctor.ledgers.stage_ledger import Bytes, total
-from fsdp_doctor.memory.counters import Counters
+from fsdp_doctor.ledgers.ledger import Bytes, total
+from fsdp_doctor.memory.snapshot import Counters
 
 _COUNTED = Counters(allocated=80, peak=100, reserved=120, peak_reserved=140, capacity=1000, elsewhere=7)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.ledgers.allocators import power_of_two
-from fsdp_doctor.memory.counters import DeviceCounters, check_counted
+from fsdp_doctor.ledgers.ledger import power_of_two
+from fsdp_doctor.memory.snapshot import DeviceCounters, check_counted
 
 _COUNTING = dict.fromkeys(
     ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda device: 0
@@ -20,7 +20,7 @@ def test_a_device_that_cannot_say_its_memory_is_refused_by_the_name_that_it_lack
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(**_COUNTING))
-    with pytest.raises(CannotRun, match=r"a device of type meta cannot say .* torch.meta has no mem_get_info"):
+    with pytest.raises(CannotRun, match=r"torch\.meta has no mem_get_info"):
         check_counted("meta")
 
 
@@ -30,7 +30,7 @@ def test_a_driver_that_does_not_answer_is_refused_in_its_own_words(monkeypatch: 
 
     module = types.SimpleNamespace(**_COUNTING, mem_get_info=fails)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    with pytest.raises(CannotRun, match=r"does not say how much memory is free: CUDA error: the GPU is lost$"):
+    with pytest.raises(CannotRun, match=r"meta.*: CUDA error: the GPU is lost$"):
         DeviceCounters(torch.device("meta")).read()
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 import fsdp_doctor
 from fsdp_doctor import examine
 from fsdp_doctor.case import offloading
-from fsdp_doctor.ledgers.stage_ledger import total
+from fsdp_doctor.ledgers.ledger import total
 from fsdp_doctor.memory import ledger
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_doctor.memory.storages import device_bytes
-from fsdp_doctor.memory.tracker import StorageTracker
+from fsdp_doctor.memory.snapshot import device_bytes
+from fsdp_doctor.memory.stage_watch import StorageTracker
 
 _FSDP = pathlib.Path(torch.__file__).parent / "distributed" / "fsdp"
 _NBYTES = 4096

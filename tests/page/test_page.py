@@ -17,7 +17,7 @@ from fsdp_doctor.known.catalogue import known_failures
 from fsdp_doctor.page import compat_page
 from fsdp_doctor.page.page_data import page_data
 from fsdp_doctor.report.document import report_to_dict
-from fsdp_doctor.versions.merged_file import read_merged
+from fsdp_doctor.versions.merged import read_merged
 from fsdp_doctor.versions.merging import merge
 
 _COMPAT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "compat"

@@ -51,7 +51,7 @@ def test_lightning_says_devices_and_nodes_each_alone(
 
 @pytest.mark.parametrize("devices", ["0", "[]", "-2"])
 def test_no_devices_of_lightning_are_refused(devices: str) -> None:
-    with pytest.raises(UsageError, match=r"trainer\.devices=.* must be at least 1"):
+    with pytest.raises(UsageError, match=r"trainer\.devices="):
         _planned("trainer.strategy=fsdp", f"trainer.devices={devices}")
 
 

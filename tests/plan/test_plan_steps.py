@@ -6,21 +6,18 @@ import functools
 
 import pytest
 
-from fsdp_doctor.ledgers.allocators import rounded
-from fsdp_doctor.ledgers.stage_ledger import DeviceLedger
+from fsdp_doctor.ledgers.ledger import DeviceLedger, rounded
 from fsdp_doctor.matrix.cases import scenario_of
-from fsdp_doctor.plan.fsdp2_step import Fsdp2Replay
-from fsdp_doctor.plan.prediction import Predictor
-from fsdp_doctor.plan.rank_shards import UnitShard
-from fsdp_doctor.plan.role_setup import BF16, Dtypes, RoleSetup
-from fsdp_doctor.plan.timeline import Timeline
+from fsdp_doctor.plan.job_setup import BF16, Dtypes, RoleSetup
+from fsdp_doctor.plan.stages import Predictor
+from fsdp_doctor.plan.training_step import Fsdp2Replay, Timeline, UnitShard
 
 _PREDICTOR = functools.cache(Predictor)
 _ROWS, _LAST = 4096, 1024
 _UNIT = UnitShard(
     name="layer",
     padded=(_ROWS // 2, _LAST // 2),
-    own=(_ROWS // 2, _LAST // 2),
+    local=(_ROWS // 2, _LAST // 2),
     full=(_ROWS, _LAST),
     originals=(_ROWS, _LAST),
 )
@@ -37,7 +34,7 @@ def _after_backward(*, offload: str, replicas: int, master: int = 4) -> tuple[De
     replay = Fsdp2Replay(timeline, setup)
     replay.pre_backward(_UNIT, None)
     gradients = sum(rounded(numel * 2) for numel in _UNIT.originals)
-    timeline.take("gradients", gradients)
+    timeline.allocate("gradients", gradients)
     replay.post_backward(_UNIT, gradients)
     of_unit = timeline.end_stage()
     replay.end_backward()
@@ -62,7 +59,7 @@ def test_what_replicas_add_up_is_kept_until_the_backward_is_over(offload: str, m
 def test_a_unit_whose_parameters_are_all_in_others_is_reduced_without_any() -> None:
     setup = RoleSetup(role="actor", scenario=scenario_of(_PLAIN), shard_ranks=2)
     timeline = Timeline()
-    Fsdp2Replay(timeline, setup).post_backward(UnitShard(name="root", padded=(), own=(), full=(), originals=()), 0)
+    Fsdp2Replay(timeline, setup).post_backward(UnitShard(name="root", padded=(), local=(), full=(), originals=()), 0)
     assert timeline.end_stage().peak == 0
 
 

@@ -18,7 +18,7 @@ ROOMS = (
         "probe",
         "plugin",
     ),
-    *("explain", "check", "repro", "bundle", "bench", "plan", "rollout", "cli"),
+    *("explain", "check", "repro", "bundle", "plan", "bench", "cli"),
 )
 # It stands alone: it imports nothing of ours.
 EMULATED = "emulated"

@@ -8,7 +8,7 @@ import zipfile
 
 from packaging.requirements import Requirement
 
-from fsdp_doctor.versions.installing import own_requirements
+from fsdp_doctor.versions.sweeping import own_requirements
 from support.places import TESTS
 
 

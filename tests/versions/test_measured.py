@@ -10,7 +10,7 @@ from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.versions.measured import measured, with_measured
-from fsdp_doctor.versions.merged_file import read_merged
+from fsdp_doctor.versions.merged import read_merged
 from fsdp_doctor.versions.merging import merge
 
 _ENTRY = "summon-full-params-noop-on-fsdp2"

@@ -11,8 +11,7 @@ from support.places import ROOT
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
-from fsdp_doctor.versions.merged import MergedCase
-from fsdp_doctor.versions.merged_file import read_merged
+from fsdp_doctor.versions.merged import MergedCase, read_merged
 
 _MERGED = read_merged(ROOT / "docs" / "compat" / "merged.json.gz")
 _PAGE = (ROOT / "docs" / "versions.md").read_text()

@@ -68,7 +68,8 @@ def loaded_twice(model: VerlModel, settings: Settings, versions: Sequence[VerlVe
     asked = f"{share.value} of the device's memory" if share else "its share of the device's memory"
     sentence = (
         f"{model.role}: a worker that only generates loads this FSDP model, too, and with fsdp_size=1 all of it: it is "
-        f"beside the engine's own weights when the engine asks for {asked} (issue 4229); `fsdp-doctor rollout` shows it"
+        f"beside the engine's own weights when the engine asks for {asked} (issue 4229); "
+        "`fsdp-doctor memory rollout` shows it"
     )
     return [dataclasses.replace(conflict(sentence, size, share, rows[0]), holds_for=legacy)]
 

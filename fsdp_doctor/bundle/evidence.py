@@ -1,0 +1,245 @@
+"""The evidence of a failure: environment, logs, explanation, configuration, and the case that fits them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shlex
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_doctor import repro
+from fsdp_doctor.bundle.command_run import CommandRun
+from fsdp_doctor.bundle.private_patterns import IS_PLACEHOLDER
+from fsdp_doctor.check import CheckResult, cases, presentation
+from fsdp_doctor.errors import FsdpDoctorError, UsageError
+from fsdp_doctor.explain import Explanation, explain, text
+from fsdp_doctor.explain.exceptions import Raised
+from fsdp_doctor.explain.flight_recorder import dump_in
+from fsdp_doctor.explain.log_input import LogInput
+from fsdp_doctor.machine.environment import EnvironmentFacts, lines_of
+from fsdp_doctor.matrix.cases import AnyCase, Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.failure_groups import distinct_failures
+from fsdp_doctor.report.layout import rerun_command
+
+_BEGIN_LINES = 40
+_BEFORE, _AFTER = 120, 120
+_END_LINES = 80
+_SHOWN_OTHERS = 3
+_LINE_CHARACTERS = 4_000
+_WIDTH = 120
+SCRIPT = "repro.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureEvidence:
+    """The evidence of one failure.
+
+    environment: of this machine. logs: files, the output of the command last, dumps of torch's flight recorder among
+    them; explanation: of these. configuration: as ``check`` read it. run: of the command.
+    """
+
+    environment: EnvironmentFacts
+    logs: tuple[pathlib.Path, ...] = ()
+    explanation: Explanation | None = None
+    configuration: CheckResult | None = None
+    report: Report | None = None
+    run: CommandRun | None = None
+
+
+def gather(
+    environment: EnvironmentFacts,
+    *,
+    logs: Sequence[pathlib.Path] = (),
+    configuration: CheckResult | None = None,
+    report: Report | None = None,
+    run: CommandRun | None = None,
+) -> FailureEvidence:
+    """Explains the logs, and the command's output if there was any. Raises UsageError for a log that cannot be read."""
+    if run is not None:
+        logs = (*logs, *([run.output] if run.output.stat().st_size else []), *run.dumps)
+    return FailureEvidence(
+        environment=environment,
+        logs=tuple(logs),
+        explanation=explain(logs) if logs else None,
+        configuration=configuration,
+        report=report,
+        run=run,
+    )
+
+
+def texts(evidence: FailureEvidence) -> dict[str, str]:
+    """The texts of a bundle by file name, with everything private still in them; without the case and the report."""
+    files = {"environment.txt": "\n".join(lines_of(evidence.environment)) + "\n"}
+    if evidence.explanation is not None:
+        files["explain.txt"] = text.as_text(evidence.explanation, _WIDTH)
+        # Without dumps of the flight recorder, which `explain` reads and people do not.
+        logs = [log for log in evidence.logs if dump_in(log, 0) is None]
+        for number, log in enumerate(logs, start=1):
+            files["log.txt" if number == 1 else f"log-{number}.txt"] = excerpt(log, evidence.explanation)
+    if evidence.configuration is not None:
+        files["check.txt"] = presentation.as_text(evidence.configuration)
+    if evidence.run is not None:
+        files["command.txt"] = _command_text(evidence.run)
+        if evidence.run.stacks:
+            files["stacks.txt"] = "\n\n".join(f"{rank.name}:\n{rank.stack}" for rank in evidence.run.stacks) + "\n"
+    return files
+
+
+def _command_text(run: CommandRun) -> str:
+    ranks = [f"rank {rank}: exit code {code}" for rank, code in run.rank_exit_codes.items()]
+    return "\n".join([shlex.join(run.command), "", run.sentence, *ranks]) + "\n"
+
+
+def as_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+    """Returns a file that can be read twice: the log, or a copy in ``directory`` of a pipe or standard input.
+
+    Raises UsageError for a log that cannot be read.
+    """
+    if path.is_file() or not (path.exists() or str(path) == "-"):
+        return path
+    copy = directory / f"log-{len(list(directory.iterdir())) + 1}.txt"
+    with open(copy, "w", encoding="utf-8", errors="replace") as file:
+        for _, lines in LogInput(None if str(path) == "-" else path).chunks():
+            file.writelines(f"{line}\n" for line in lines)
+    return copy
+
+
+def excerpt(path: pathlib.Path, explanation: Explanation) -> str:
+    """Whole lines of the log at ``path``: its beginning, around the failure, and its end. Left-out lines are counted.
+
+    explanation: of the log.
+    """
+    places = _failure_lines(explanation, LogInput(path).name)
+    windows = [(1, _BEGIN_LINES), *((max(1, line - _BEFORE), line + _AFTER) for line in places)]
+    kept: dict[int, str] = {}
+    end: deque[tuple[int, str]] = deque(maxlen=_END_LINES)
+    number = 0
+    for _, lines in LogInput(path).chunks():
+        for number, line in enumerate(lines, start=number + 1):  # noqa: B020, the number goes on over the chunks
+            end.append((number, line))
+            if any(first <= number <= last for first, last in windows):
+                kept[number] = line
+    return "\n".join(_join_lines(kept | dict(end), number)) + "\n"
+
+
+def _failure_lines(explanation: Explanation, name: str) -> list[int]:
+    """Numbers of the lines of that file that have the cause, and the first exceptions beside it."""
+    raised: Iterable[Raised] = (
+        *([explanation.cause.first] if explanation.cause else []),
+        *explanation.others[:_SHOWN_OTHERS],
+    )
+    return [exception.line for exception in raised if exception.file == name]
+
+
+def _join_lines(kept: dict[int, str], last: int) -> Sequence[str]:
+    lines: list[str] = []
+    before = 0
+    for number in [*sorted(kept), last + 1]:
+        if number > before + 1:
+            lines.append(f"[... {number - before - 1} lines left out ...]")
+        if number in kept:
+            lines.append(kept[number][:_LINE_CHARACTERS])
+        before = number
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenCase:
+    """The case of a bug report.
+
+    why: the reason for this case, in words. command: that runs it. result: of the report, where it has the case.
+    script: the standalone script, or empty, and then no_script says why.
+    """
+
+    case: AnyCase
+    why: str
+    command: str
+    result: CaseResult | None = None
+    script: str = ""
+    no_script: str = ""
+
+    @property
+    def script_command(self) -> str:
+        """The command that starts the script, from the script's docstring."""
+        return next((line.strip() for line in self.script.splitlines() if line.strip().startswith("torchrun")), "")
+
+
+def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
+    """Chooses the case that fits the log, the configuration and the report best; None where nothing names one."""
+    for case_id, why in _case_candidates(evidence):
+        try:
+            case = select(Selection(case_ids=(case_id,)))[0]
+        except FsdpDoctorError:
+            # A user's own path, or a case of another version.
+            continue
+        return _with_script(case, why, evidence.report)
+    return None
+
+
+def _case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
+    """Pairs of an id and the reason for it, the best first."""
+    report, configuration, explanation = evidence.report, evidence.configuration, evidence.explanation
+    matches = explanation.matches if explanation is not None else ()
+    named = [match.entry for match in matches if match.grade != "possible"]
+    ids = [entry.id for entry in named]
+    if report is not None:
+        yield from ((bad.id, f"the report shows {bad.known} there") for bad in report.bad if bad.known in ids)
+        for failure in distinct_failures(report):
+            yield failure.results[0].id, f"it is {failure.kind} in the report"
+    findings = [finding for finding in configuration.findings if finding.bad] if configuration is not None else []
+    for finding in findings:
+        if finding.entry in ids:
+            yield from (
+                (case, f"the configuration amounts to it, and the log shows {finding.entry}") for case in finding.cases
+            )
+    yield from ((entry.evidence, f"it reproduces {entry.id}") for entry in named if entry.reproduced)
+    for finding in findings:
+        yield from ((case, "the configuration amounts to it, and it is known to fail") for case in finding.cases)
+    if configuration is not None:
+        yield from ((case.id, "the configuration amounts to it") for case in cases(configuration))
+
+
+def _with_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
+    result = next((each for each in report.results if each.case == case), None) if report is not None else None
+    command = rerun_command(report, result) if report is not None and result is not None else ""
+    script, no_script = "", ""
+    try:
+        if isinstance(case, FrameworkCase):
+            raise UsageError("there is no script for a framework's own code")
+        script = repro.script(case, _expectation(case, report), SCRIPT)
+    except UsageError as error:
+        no_script = str(error)
+    return ChosenCase(
+        case=case,
+        why=why,
+        command=command or f"fsdp-doctor probe --case '{case.id}'",
+        result=result,
+        script=script,
+        no_script=no_script,
+    )
+
+
+def _expectation(case: Case, report: Report | None) -> repro.Expectation:
+    """The failure that a script must show: as in the report, or as in the catalogue where the report has none."""
+    if report is None:
+        return repro.expected(case)
+    try:
+        expectation = repro.reported(case, report)
+    except UsageError:
+        return repro.expected(case)
+    return dataclasses.replace(expectation, message=IS_PLACEHOLDER.sub(r"\\S+", expectation.message))
+
+
+def case_texts(chosen: ChosenCase) -> dict[str, str]:
+    """The texts of the case by file name: the case, and its script where there is one."""
+    lines = [chosen.case.id, "", f"Why this one: {chosen.why}.", f"Run it: {chosen.command}"]
+    if chosen.result is not None:
+        lines.append(f"In the report it is {chosen.result.verdict.kind}: {chosen.result.verdict.reason}")
+    if chosen.no_script:
+        lines.append(f"No standalone script: {chosen.no_script}")
+    return {"case.txt": "\n".join(lines) + "\n", **({SCRIPT: chosen.script} if chosen.script else {})}

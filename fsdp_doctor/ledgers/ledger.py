@@ -1,0 +1,176 @@
+"""The memory of one rank at one stage of a job, by class: the records, their JSON, and the allocators' rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from fsdp_doctor import __version__
+from fsdp_doctor.errors import UsageError
+
+MemoryClass: TypeAlias = Literal[
+    "parameters",  # the shards, or what an unsharded model has
+    "gradients",  # of a unit, unsharded, as backward makes them, and sharded, as they are kept until the step
+    "optimizer state",  # and what the optimizer computes with while it steps
+    "unsharded parameters",  # what FSDP gathers for a unit
+    "buffers",
+    "gathered outputs",  # what an extraction yields
+    "activations",  # what a forward keeps for the backward, and what both compute with, cuBLAS's workspaces too
+    "communication buffers",  # what all-gathers and reduce-scatters read and write, and an extraction works in
+    "unexplained",  # counted by the allocator, of no known class
+]
+JobStage: TypeAlias = Literal[
+    "built",  # sharded, with an optimizer that has no state
+    "first step",
+    "trained",  # after a second step, the first that has optimizer state from its beginning
+    "offloaded",
+    "staged",
+    "extracted",
+    "offloaded again",
+    "loaded",
+    "trained again",
+]
+CLASSES: tuple[MemoryClass, ...] = get_args(MemoryClass)
+Bytes: TypeAlias = dict[MemoryClass, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLedger:
+    """One rank's device, in bytes. A class that is left out holds nothing.
+
+    held: by class, when the stage ends; they add up to ``allocated``.
+    at_peak: by class, at the moment of the stage at which the most was allocated; they add up to ``peak``.
+    allocated, reserved: in tensors and in the allocator's segments when the stage ends.
+    peak, peak_reserved: the most of each within the stage.
+    capacity: what the device has, or what it was limited to; None where nobody says.
+    elsewhere: in use on the device, and not reserved by this process: other processes, the context, the driver,
+        libraries that allocate for themselves; None where nobody counts it.
+    """
+
+    held: Bytes
+    at_peak: Bytes
+    allocated: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+    capacity: int | None = None
+    elsewhere: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLedger:
+    """One rank's tensors on the host, in bytes, when the stage ends.
+
+    held: by class, pinned and pageable; they add up to ``pinned`` and ``pageable``.
+    pinned: in tensors. pinned_reserved: taken for them, the next power of two for each as CUDA's allocator of pinned
+        memory does, and what that allocator keeps of earlier ones. pageable: in tensors.
+    """
+
+    held: Bytes
+    pinned: int
+    pinned_reserved: int
+    pageable: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLedger:
+    """What one rank holds at one stage.
+
+    job: what it is a stage of: a scenario's id, or a role of a job. path: by which something was extracted, of the
+        stage "extracted" and those that follow it.
+    device: None where there is no accelerator.
+    """
+
+    job: str
+    stage: JobStage
+    rank: int
+    host: HostLedger
+    device: DeviceLedger | None = None
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        """The stage, with the path of an extraction."""
+        return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
+
+
+def total(held: Bytes) -> int:
+    return sum(held.values())
+
+
+def with_unexplained(held: Bytes, counted: int) -> Bytes:
+    """Adds the class "unexplained", so that the classes add up to the allocator's count.
+
+    They add up to more where tensors are made without the allocator.
+    """
+    rest = counted - total(held)
+    return {**held, "unexplained": rest} if rest > 0 else held
+
+
+# The caching allocator gives tensors multiples of it; so does the emulated device's.
+_BLOCK = 512
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that CUDA's caching allocator takes on the device for a tensor."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def rounded_sum(sizes: Iterable[int]) -> int:
+    """Bytes that CUDA's caching allocator takes on the device for tensors of these sizes."""
+    return sum(map(rounded, sizes))
+
+
+def power_of_two(nbytes: int) -> int:
+    """Bytes of pinned memory that CUDA's allocator takes for a tensor."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+SCHEMA = "fsdp-doctor/ledgers"
+SCHEMA_VERSION = 1
+Origin: TypeAlias = Literal["measured", "predicted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerFile:
+    """The ledgers of one run or one plan.
+
+    command: that made them. device: number of ranks and kind: ``2 x NVIDIA H200``. packages: versions by package.
+    notes: sentences that a reader must know. estimates: by job, bytes of other estimators by their names.
+    """
+
+    origin: Origin
+    command: str
+    device: str
+    ledgers: tuple[StageLedger, ...]
+    packages: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    estimates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def ledgers_to_json(file: LedgerFile) -> str:
+    head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "version": __version__}
+    return json.dumps(head | dataclasses.asdict(file), indent=1) + "\n"
+
+
+def ledgers_from_json(text: str) -> LedgerFile:
+    """Reads a file of ledgers. Raises UsageError for any other text."""
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if (data.pop("schema"), data.pop("schema_version")) != (SCHEMA, SCHEMA_VERSION):
+            raise KeyError("schema")
+        data.pop("version")
+        notes, ledgers = tuple(data.pop("notes")), tuple(map(ledger_from_dict, data.pop("ledgers")))
+        return LedgerFile(**data, notes=notes, ledgers=ledgers)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
+
+
+def ledger_from_dict(data: Mapping[str, Any]) -> StageLedger:
+    """Reads a ledger from the output of ``dataclasses.asdict``. Raises KeyError or TypeError for anything else."""
+    device = data["device"]
+    fields = {**data, "host": HostLedger(**data["host"]), "device": DeviceLedger(**device) if device else None}
+    return StageLedger(**fields)

@@ -1,0 +1,238 @@
+"""Ledgers as a table for a terminal, and as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_doctor.ledgers.ledger import CLASSES, Bytes, MemoryClass, StageLedger
+
+_UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30))
+
+
+@dataclass(frozen=True)
+class JobLedgers:
+    """The stages of one job in their order, each once for each path."""
+
+    job: str
+    stages: tuple[StageLedger, ...]
+
+    @property
+    def highest(self) -> int:
+        """Bytes of the highest bar, which is a peak of the device or the host."""
+        return max((max(_peak_bytes(ledger), _host_bytes(ledger)) for ledger in self.stages), default=0)
+
+    @property
+    def capacity(self) -> int | None:
+        """Capacity of a device; None where it is unknown, or so much that it is no limit."""
+        capacities = [ledger.device.capacity for ledger in self.stages if ledger.device and ledger.device.capacity]
+        return min(capacities, default=None) if capacities and min(capacities) < 4 * self.highest else None
+
+    @property
+    def classes(self) -> tuple[MemoryClass, ...]:
+        """The classes that have any bytes."""
+        counts = [nbytes for ledger in self.stages for nbytes in _bytes_by_class(ledger)]
+        return tuple(name for name in CLASSES if any(nbytes.get(name) for nbytes in counts))
+
+
+def group_by_job(ledgers: Iterable[StageLedger]) -> list[JobLedgers]:
+    jobs: dict[str, dict[tuple[str, str], StageLedger]] = {}
+    for ledger in ledgers:
+        stages = jobs.setdefault(ledger.job, {})
+        known = stages.get((ledger.stage, ledger.path))
+        if known is None or _peak_bytes(ledger) > _peak_bytes(known):
+            stages[ledger.stage, ledger.path] = ledger
+    return [JobLedgers(job, tuple(stages.values())) for job, stages in jobs.items()]
+
+
+def unit_for(nbytes: int) -> tuple[str, int]:
+    """The unit, with its bytes, in which so many bytes have two to five digits."""
+    return next(((name, size) for name, size in _UNITS if nbytes < 10240 * size), _UNITS[-1])
+
+
+def _peak_bytes(ledger: StageLedger) -> int:
+    return ledger.device.peak if ledger.device is not None else 0
+
+
+def _host_bytes(ledger: StageLedger) -> int:
+    return ledger.host.pinned_reserved + ledger.host.pageable
+
+
+def _bytes_by_class(ledger: StageLedger) -> list[dict[MemoryClass, int]]:
+    device = [ledger.device.held, ledger.device.at_peak] if ledger.device is not None else []
+    return [*device, ledger.host.held]
+
+
+_SHORT: dict[MemoryClass, str] = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer state": "optimizer",
+    "unsharded parameters": "unsharded",
+    "gathered outputs": "outputs",
+    "communication buffers": "comm.",
+}
+# Wide enough that no cell of a table is cut.
+_WIDEST = 400
+
+
+def render_ledgers(ledgers: Iterable[StageLedger], color: bool = False) -> str:
+    """Prints a table for each job."""
+    console = Console(
+        width=_WIDEST,
+        file=io.StringIO(),
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        legacy_windows=False,
+    )
+    for job in group_by_job(ledgers):
+        console.print(_title(job), soft_wrap=True)
+        console.print(_job_table(job))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _title(job: JobLedgers) -> Text:
+    unit, size = unit_for(job.highest)
+    limit = f", of {_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
+    return Text(f"{job.job}, {unit}, the rank that comes highest{limit}", style="bold")
+
+
+def _job_table(job: JobLedgers) -> Table:
+    _, size = unit_for(job.highest)
+    table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
+    table.add_column("stage", no_wrap=True)
+    for name in ("", "all", *(_SHORT.get(name, name) for name in job.classes), "reserved", "elsewhere"):
+        table.add_column(name, no_wrap=True, justify="left" if not name else "right")
+    for ledger in job.stages:
+        for row in _table_rows(ledger, job.classes, size):
+            table.add_row(*row)
+    return table
+
+
+def _table_rows(ledger: StageLedger, classes: tuple[MemoryClass, ...], size: int) -> list[list[str]]:
+    rows = []
+    if (device := ledger.device) is not None:
+        kept = [_number(device.reserved, size), _number(device.elsewhere, size)]
+        rows += [["held", _number(device.allocated, size), *_cells(device.held, classes, size), *kept]]
+        rows += [["peak", _number(device.peak, size), *_cells(device.at_peak, classes, size)]]
+        rows[-1] += [_number(device.peak_reserved, size), ""]
+    host = ledger.host
+    if host.pinned_reserved + host.pageable:
+        taken = host.pinned_reserved + host.pageable
+        pinned = f"pinned {_number(host.pinned, size)}" if host.pinned else ""
+        rows += [["host", _number(host.pinned + host.pageable, size), *_cells(host.held, classes, size)]]
+        rows[-1] += [_number(taken, size), pinned]
+    return [[ledger.name if not number else "", *row] for number, row in enumerate(rows)]
+
+
+def _cells(held: Bytes, classes: tuple[MemoryClass, ...], size: int) -> list[str]:
+    return [_number(held.get(name) or None, size) for name in classes]
+
+
+def _number(nbytes: int | None, size: int) -> str:
+    if nbytes is None:
+        return ""
+    value = nbytes / size
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+# The palette of Okabe and Ito, which can be distinguished without red and green; grey for what is unexplained.
+_COLOUR: dict[MemoryClass, str] = {
+    "parameters": "#0072b2",
+    "gradients": "#d55e00",
+    "optimizer state": "#e69f00",
+    "unsharded parameters": "#56b4e9",
+    "buffers": "#000000",
+    "gathered outputs": "#cc79a7",
+    "activations": "#009e73",
+    "communication buffers": "#f0e442",
+    "unexplained": "#999999",
+}
+_HEIGHT, _TOP, _LEFT, _BELOW = 260, 60, 70, 110
+_STEP, _DEVICE_BAR, _HOST_BAR = 92, 40, 18
+_LEGEND = 190
+_FONT = 'font-family="sans-serif" font-size="12"'
+
+
+def ledgers_svg(ledgers: Iterable[StageLedger]) -> str:
+    """Draws a panel for each job. The picture loads nothing and runs nothing."""
+    jobs = group_by_job(ledgers)
+    width = _LEFT + _STEP * max((len(job.stages) for job in jobs), default=1) + _LEGEND
+    panel = _TOP + _HEIGHT + _BELOW
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{panel * max(1, len(jobs))}" {_FONT}>',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    for number, job in enumerate(jobs):
+        parts += [f'<g transform="translate(0 {panel * number})">', *_job_panel(job, width), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _job_panel(job: JobLedgers, width: int) -> list[str]:
+    top = max(job.highest, job.capacity or 0, 1) * 1.05
+    unit, size = unit_for(int(top))
+    parts = [_svg_text(_LEFT, 24, f"{job.job}: the peak of each stage, and beside it the host, in {unit}", bold=True)]
+    for tick in range(5):
+        y = _y(top * tick / 4, top)
+        parts.append(f'<line x1="{_LEFT}" x2="{width - _LEGEND}" y1="{y}" y2="{y}" stroke="#dddddd"/>')
+        parts.append(_svg_text(_LEFT - 6, y + 4, f"{top * tick / 4 / size:,.1f}", anchor="end"))
+    for number, ledger in enumerate(job.stages):
+        parts += _stage_bars(ledger, _LEFT + 10 + _STEP * number, top)
+    if job.capacity:
+        y = _y(job.capacity, top)
+        line = f'x1="{_LEFT}" x2="{width - _LEGEND}" y1="{y}" y2="{y}"'
+        parts.append(f'<line {line} stroke="#cc0000" stroke-width="2" stroke-dasharray="6 4"/>')
+        parts.append(_svg_text(_LEFT + 4, y - 4, f"limit {job.capacity / size:,.1f} {unit}"))
+    return parts + _job_legend(job, width - _LEGEND + 16)
+
+
+def _stage_bars(ledger: StageLedger, x: int, top: float) -> list[str]:
+    parts = []
+    if (device := ledger.device) is not None:
+        parts += _stack(device.at_peak, x, _DEVICE_BAR, top)
+        y = _y(device.allocated, top)
+        parts.append(f'<line x1="{x - 3}" x2="{x + _DEVICE_BAR + 3}" y1="{y}" y2="{y}" stroke="#000000"/>')
+    parts += _stack(ledger.host.held, x + _DEVICE_BAR + 4, _HOST_BAR, top)
+    place = f'transform="rotate(30 {x} {_TOP + _HEIGHT + 16})"'
+    return [*parts, _svg_text(x, _TOP + _HEIGHT + 16, ledger.name, more=place)]
+
+
+def _stack(held: Bytes, x: int, width: int, top: float) -> list[str]:
+    parts, below = [], 0
+    for name, colour in _COLOUR.items():
+        nbytes = max(0, held.get(name, 0))
+        if nbytes:
+            y, height = _y(below + nbytes, top), round(_HEIGHT * nbytes / top, 2)
+            what = f"<title>{name}: {nbytes:,} bytes</title>"
+            box = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+            parts.append(f'<rect {box} fill="{colour}">{what}</rect>')
+            below += nbytes
+    return parts
+
+
+def _job_legend(job: JobLedgers, x: int) -> list[str]:
+    parts = []
+    for number, name in enumerate(reversed(job.classes)):
+        y = _TOP + 18 * number
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOUR[name]}"/>')
+        parts.append(_svg_text(x + 18, y + 11, name))
+    y = _TOP + 18 * len(job.classes) + 6
+    parts.append(f'<line x1="{x}" x2="{x + 12}" y1="{y}" y2="{y}" stroke="#000000"/>')
+    return [*parts, _svg_text(x + 18, y + 4, "held at the stage's end")]
+
+
+def _y(nbytes: float, top: float) -> float:
+    return round(_TOP + _HEIGHT * (1 - nbytes / top), 2)
+
+
+def _svg_text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False, more: str = "") -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{weight} {more}>{escape(text)}</text>'

@@ -1,0 +1,276 @@
+"""Counts the memory of a live job on one rank: tensors by class, and the counters of the allocator and the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.errors import CannotRun, first_line
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.reader import HeldModel
+from fsdp_doctor.ledgers.ledger import (
+    Bytes,
+    DeviceLedger,
+    HostLedger,
+    JobStage,
+    MemoryClass,
+    StageLedger,
+    power_of_two,
+    rounded,
+    with_unexplained,
+)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of the type hold others, such as a DTensor, and have no memory themselves."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages of a tensor: of a DTensor its local one, of any other wrapper those it wraps, none on meta."""
+    if private.is_sharded_tensor(tensor):
+        shards: Any = tensor
+        yield from (storage for shard in shards.local_shards() for storage in storages(shard.tensor))
+    elif isinstance(tensor, DTensor):
+        yield from storages(private.local_tensor(tensor))
+    elif is_wrapper(type(tensor)):
+        wrapper: Any = tensor
+        inner = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+        yield from (storage for part in inner if isinstance(part, torch.Tensor) for storage in storages(part))
+    elif tensor.device.type != "meta" and tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+def device_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes that the device's allocator counts for a storage."""
+    return rounded(storage.nbytes())
+
+
+def owned_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[MemoryClass, torch.Tensor]]:
+    """Every tensor of a model and its optimizer with its class, in any state of the model.
+
+    Memory that has two classes is of the first. Reads attributes only; any rank may call it alone.
+    """
+    parts = reader.read(model)
+    yield from (("parameters", tensor) for tensor in _parameter_tensors(parts))
+    yield from (("buffers", buffer.tensor) for buffer in (*parts.buffers, *parts.transient_buffers))
+    yield from (("gradients", tensor) for tensor in _gradient_tensors(parts, optimizer))
+    if optimizer is not None:
+        # Not `optimizer.state_dict()`, which a framework may have wrapped with a gather.
+        yield from (("optimizer state", tensor) for tensor in tensors_in(list(optimizer.state.values())))
+    yield from (("unsharded parameters", tensor) for tensor in _unsharded_tensors(parts))
+
+
+def held_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
+    """Bytes of the tensors on a device by class, as its allocator counts; memory of several is of the first."""
+    held: Bytes = {}
+    seen: set[int] = set()
+    for memory_class, tensor in tensors:
+        for storage in storages(tensor):
+            if storage.device == device and storage.nbytes() and id(storage) not in seen:
+                seen.add(id(storage))
+                held[memory_class] = held.get(memory_class, 0) + device_bytes(storage)
+    return held
+
+
+def _parameter_tensors(parts: HeldModel) -> Iterator[torch.Tensor]:
+    yield from (parameter.tensor for parameter in parts.parameters)
+    yield from (memory for unit in parts.fsdp1_units for memory in unit.memories)
+
+
+def _gradient_tensors(parts: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    owners = [tensor for parameter in parts.parameters for tensor in (parameter.tensor, parameter.shown)]
+    owners += [tensor for unit in parts.fsdp1_units for tensor in unit.optimized]
+    if optimizer is not None:
+        owners += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    yield from (owner.grad for owner in owners if owner.is_leaf and owner.grad is not None)
+    yield from (unit.host_gradient for unit in parts.fsdp1_units if unit.host_gradient is not None)
+
+
+def _unsharded_tensors(parts: HeldModel) -> Iterator[torch.Tensor]:
+    """Tensors that modules have in place of their shards, in memory of their own."""
+    yield from (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
+    for unit in parts.fsdp1_units:
+        yield unit.flat_parameter.detach()
+        yield from unit.shown.values()
+        yield from unit.views
+
+
+def host_ledger(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostLedger:
+    """Counts the tensors that are on the host; memory of several is of the first. Any rank may call it alone.
+
+    taken: bytes that the allocator of pinned memory reports, 0 where it does not.
+    """
+    held: Bytes = {}
+    pinned = pinned_reserved = pageable = 0
+    seen: set[int] = set()
+    for memory_class, tensor in tensors:
+        for storage in storages(tensor):
+            nbytes = storage.nbytes()
+            if storage.device.type != "cpu" or not nbytes or storage.data_ptr() in seen:
+                continue
+            seen.add(storage.data_ptr())
+            held[memory_class] = held.get(memory_class, 0) + nbytes
+            if storage.is_pinned():
+                pinned += nbytes
+                pinned_reserved += power_of_two(nbytes)
+            else:
+                pageable += nbytes
+    return HostLedger(held=held, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)
+
+
+_NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """In bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
+
+    capacity: what the device has, or this process was limited to. elsewhere: in use, and not reserved by this process.
+    """
+
+    allocated: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+    capacity: int
+    elsewhere: int
+
+    def ledger(self, held: Bytes, at_peak: Bytes) -> DeviceLedger:
+        """Makes the ledger of a device. held, at_peak: bytes of known classes, now and at the peak."""
+        return DeviceLedger(
+            held=with_unexplained(held, self.allocated),
+            at_peak=with_unexplained(at_peak, self.peak),
+            allocated=self.allocated,
+            peak=self.peak,
+            reserved=self.reserved,
+            peak_reserved=self.peak_reserved,
+            capacity=self.capacity,
+            elsewhere=self.elsewhere,
+        )
+
+
+def check_counted(device_type: str) -> None:
+    """Raises CannotRun where torch does not count the memory of such devices. Makes no context on one."""
+    if device_type == "cpu":
+        raise CannotRun("torch does not count the memory of the CPU: use --device emulated, or an accelerator")
+    module = torch.get_device_module(device_type)
+    if missing := [name for name in _NEEDED if not hasattr(module, name)]:
+        raise CannotRun(
+            f"the memory of devices of type {device_type} cannot be measured: torch.{device_type} has no {missing[0]}"
+        )
+
+
+class DeviceCounters:
+    """The counters of one device. Raises CannotRun where it has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        check_counted(device.type)
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self._device)
+
+    def reset_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self._device)
+
+    def read(self) -> Counters:
+        """Reads all counters. Raises CannotRun where the driver does not answer."""
+        try:
+            free, total = self._module.mem_get_info(self._device)
+        except RuntimeError as error:
+            reason = first_line(error)
+            raise CannotRun(f"the driver of {self._device} does not report its free memory: {reason}") from None
+        reserved = int(self._module.memory_reserved(self._device))
+        return Counters(
+            allocated=int(self._module.memory_allocated(self._device)),
+            peak=int(self._module.max_memory_allocated(self._device)),
+            reserved=reserved,
+            peak_reserved=int(self._module.max_memory_reserved(self._device)),
+            capacity=int(total * self._fraction()),
+            elsewhere=max(0, int(total) - int(free) - reserved),
+        )
+
+    def pinned_reserved(self) -> int:
+        """Bytes of pinned host memory that this process's allocator has taken; 0 where it does not report them."""
+        stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
+        return int(stats.get("allocated_bytes.current", 0))
+
+    def free_workspaces(self) -> int:
+        """Frees the workspaces of cuBLAS, which no operator returns, and returns their bytes."""
+        before = int(self._module.memory_allocated(self._device))
+        private.release_workspaces(self._device)
+        return before - int(self._module.memory_allocated(self._device))
+
+    def _fraction(self) -> float:
+        """The share of the device's memory that this process may have; of the emulated device it is all."""
+        if self._device.type == "emulated" or not hasattr(self._module, "get_per_process_memory_fraction"):
+            return 1.0
+        return float(self._module.get_per_process_memory_fraction(self._device))
+
+
+@without_garbage_collection
+def ledger(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    stage: JobStage = "trained",
+    job: str = "a live job",
+) -> StageLedger:
+    """Returns the memory of this rank's device and host, in bytes by class, between two calls of the model.
+
+    Any rank may call it alone. It reads attributes and counters; nothing is changed, communicated, copied or waited
+    for, so a copy under way counts where its tensor is. Bytes of a device are counted as by its allocator, in blocks of
+    512. Memory of neither the model nor the optimizer is "unexplained": activations, a state dict that is kept, another
+    model. ``peak`` and ``peak_reserved`` are the most since the peaks were last reset; ``at_peak`` has no classes.
+
+    optimizer: left out, its state is unexplained. stage, job: labels of the ledger, for a table or a picture of
+    several. ``device`` is None where the model computes on the CPU. Raises CannotRun for a device whose memory torch
+    does not count.
+    """
+    device = compute_device(model)
+    owned = list(owned_tensors(model, optimizer))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if device.type == "cpu":
+        return StageLedger(job=job, stage=stage, rank=rank, host=host_ledger(owned))
+    counters = DeviceCounters(device)
+    on_device = counters.read().ledger(held_on(device, owned), at_peak={})
+    host = host_ledger(owned, counters.pinned_reserved())
+    return StageLedger(job=job, stage=stage, rank=rank, device=on_device, host=host)
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """The device on which FSDP's units compute, with an index; of another model that of its first parameter."""
+    parts = reader.read(model)
+    places = [
+        *(unit.compute_device for unit in parts.fsdp1_units),
+        *(unit.compute_device for unit in parts.fsdp2_units),
+        *(parameter.tensor.device for parameter in parts.parameters),
+        torch.device("cpu"),
+    ]
+    device = places[0]
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return torch.device("cpu") if device.type == "meta" else device
+    return torch.device(device.type, torch.get_device_module(device).current_device())

@@ -1,0 +1,446 @@
+"""The stages of a job on one rank, replayed one after the other: memory of the device and of the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from fsdp_doctor.errors import CannotRun, UsageError, first_line
+from fsdp_doctor.extract.full import BUCKET_BYTES
+from fsdp_doctor.extract.loader import CAST_BYTES
+from fsdp_doctor.extract.plan import SMALL_BYTES
+from fsdp_doctor.ledgers.ledger import (
+    HostLedger,
+    JobStage,
+    MemoryClass,
+    StageLedger,
+    power_of_two,
+    rounded,
+    rounded_sum,
+)
+from fsdp_doctor.plan.activations import Batch, LoopOverTokens, Segment, trace
+from fsdp_doctor.plan.job_setup import ModelHead, RoleSetup
+from fsdp_doctor.plan.meta_model import ModelShape, learned_positions, on_meta, shape_of, without_warnings
+from fsdp_doctor.plan.training_step import (
+    Fsdp1Replay,
+    Fsdp2Replay,
+    RankShards,
+    Timeline,
+    UnitReplay,
+    UnitShard,
+    replay_forward_and_backward,
+    shard_units,
+)
+
+
+def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, path: str) -> None:
+    """Replays an extraction by a path of the matrix; an unknown path is taken for one that gathers tensor by tensor."""
+    for family, paths in FAMILIES.items():
+        if path in paths:
+            _REPLAYS[family](timeline, shards, setup)
+            return
+    _tensor_by_tensor(timeline, shards, setup)
+
+
+def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Replays full_tensors: as many buckets at once as fit into two, or into one and the largest tensor."""
+    is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
+    cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
+    most = BUCKET_BYTES + max(BUCKET_BYTES, _largest(shards, setup))
+    buckets: list[tuple[int, int]] = [(0, 0)]
+    # FSDP1's tensors are copied out of their unit as they are handed out, a few at a time.
+    joined = max if setup.scenario.version == 1 and setup.shard_ranks > 1 else sum
+    for gathered, buffered in _gathers(shards, setup, most):
+        outputs, buffers = joined((buckets[-1][0], gathered)), buckets[-1][1] + buffered
+        if sum(buckets[-1]) and outputs + buffers > BUCKET_BYTES:
+            buckets.append((0, 0))
+            outputs, buffers = gathered, buffered
+        buckets[-1] = outputs, buffers
+    for at in range(len(buckets)):
+        outputs = buffers = 0
+        for number, (gathered, buffered) in enumerate(buckets[at:]):
+            if number and joined((outputs, gathered)) + buffers + buffered > most:
+                break
+            outputs, buffers = joined((outputs, gathered)), buffers + buffered
+        timeline.pass_peak(
+            {
+                "communication buffers": buffers + cast,
+                "gathered outputs": outputs,
+            }
+        )
+
+
+def _gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
+    """Bytes of outputs, and of buffers beside them, of each tensor or FSDP1 unit, in the order of the parameters."""
+    itemsize = setup.extracted_bytes or setup.dtypes.master
+    if setup.shard_ranks == 1:
+        return [(rounded(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
+    if setup.scenario.version == 1:
+        return [gather for unit in shards.units for gather in _unit_gathers(unit, itemsize, most)]
+    gathers = []
+    for unit in shards.units:
+        for numel in unit.full:
+            nbytes = rounded(numel * itemsize)
+            gathers.append((nbytes, nbytes if nbytes <= SMALL_BYTES else 0))
+    return gathers
+
+
+def _unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
+    """Gathers of an FSDP1 unit: as a whole where it fits; else in parts, each beside the tensors that take it."""
+    sizes = [rounded(numel * itemsize) for numel in unit.originals]
+    largest, flat = max(sizes), rounded(sum(unit.full) * itemsize)
+    if 64 * (flat - largest) <= flat:
+        return [(flat - largest, flat)]
+    copied = min(sum(sizes), max(BUCKET_BYTES // 8, largest + largest // 8) + largest)
+    return [(copied, flat)] if copied + flat <= most else [(0, 2 * nbytes) for nbytes in sizes]
+
+
+def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Replays paths that bring one shard to the device and gather it; an uneven shard is padded first."""
+    master = setup.dtypes.master
+    if setup.shard_ranks == 1:
+        brought = rounded(_largest(shards, setup)) if setup.shards_on_host else 0
+        timeline.pass_peak({"gathered outputs": brought})
+        return
+    for unit in shards.units:
+        for numel, padded, local in zip(unit.full, unit.padded, unit.local, strict=False):
+            brought = rounded(local * master) if setup.shards_on_host else 0
+            copied = rounded(padded * master) if padded != local or setup.scenario.version == 1 else 0
+            with timeline.allocated("communication buffers", brought + copied):
+                timeline.allocate("gathered outputs", rounded(numel * master))
+            timeline.free("gathered outputs", rounded(numel * master))
+
+
+def _whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Replays paths that return all tensors, in the dtype of the shards; FSDP1 copies them out of its units."""
+    outputs = [rounded(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
+    with timeline.allocated("unsharded parameters", _largest_unit(shards, setup) if setup.scenario.version == 1 else 0):
+        for nbytes in outputs:
+            timeline.allocate("gathered outputs", nbytes)
+        # The shard that was brought or padded for the last tensor.
+        if setup.shards_on_host and setup.scenario.version == 2:
+            brought = max(numel for unit in shards.units for numel in unit.padded) * setup.dtypes.master
+            timeline.pass_peak({"communication buffers": rounded(brought)})
+    timeline.free("gathered outputs", sum(outputs))
+
+
+def _sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Replays FSDP1's sharded state dict: each unsharded unit is cut into new tensors, and each of them is gathered."""
+    cut = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.padded)
+    timeline.pass_peak(
+        {
+            "unsharded parameters": _largest_unit(shards, setup),
+            "communication buffers": cut + rounded(_largest(shards, setup)),
+        }
+    )
+
+
+def _unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Replays paths that unshard one unit after the other, in the dtype of the computation."""
+    compute = setup.dtypes.compute
+    for unit in shards.units:
+        gathered = rounded(sum(unit.full) * compute) if setup.shard_ranks > 1 else 0
+        timeline.pass_peak(
+            {
+                "communication buffers": gathered,
+                "unsharded parameters": rounded_sum(numel * compute for numel in unit.full),
+            }
+        )
+
+
+def _in_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Replays FSDP1's summon_full_params: all units, in the dtype of the shards."""
+    if setup.scenario.version == 1:
+        nbytes = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.full)
+        timeline.pass_peak({"unsharded parameters": nbytes})
+
+
+def _nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+    """Paths that return shards as they are, or names and shapes, allocate nothing."""
+
+
+def _largest_unit(shards: RankShards, setup: RoleSetup) -> int:
+    return max(rounded_sum(numel * setup.dtypes.master for numel in unit.full) for unit in shards.units)
+
+
+def _largest(shards: RankShards, setup: RoleSetup) -> int:
+    return max(numel for unit in shards.units for numel in unit.originals) * (
+        setup.extracted_bytes or setup.dtypes.master
+    )
+
+
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "buckets": ("full_tensors",),
+    "tensor by tensor": (
+        "state_dict.to.full_tensor",
+        "state_dict.full_tensor.to",
+        "state_dict.held",
+        "parameters.full_tensor",
+        "parameters.data.full_tensor",
+        "from_local",
+        "get_model_state_dict.full+cpu",
+        "full_state_dict.rank0+cpu",
+    ),
+    "whole": ("get_model_state_dict.full", "full_state_dict"),
+    "of sharded tensors": ("sharded_state_dict.full_tensor",),
+    "unit by unit": ("unshard",),
+    "in full precision": ("summon_full_params",),
+    "nothing": (
+        "state_dict",
+        "get_model_state_dict.sharded",
+        "get_model_state_dict.sharded+cpu",
+        "sharded_state_dict",
+        "local_state_dict",
+        "dcp",
+        "weights_info",
+    ),
+}
+_REPLAYS: Mapping[str, Callable[[Timeline, RankShards, RoleSetup], None]] = {
+    "buckets": _buckets,
+    "tensor by tensor": _tensor_by_tensor,
+    "whole": _whole,
+    "of sharded tensors": _sharded_tensors,
+    "unit by unit": _unit_by_unit,
+    "in full precision": _in_full_precision,
+    "nothing": _nothing,
+}
+
+
+# Paths that read shards without unsharding a unit of FSDP1.
+_READS_SHARDS = ("full_tensors", "weights_info")
+
+
+class RankReplay:
+    """Replays the stages of a job on one rank. segments: of its forward, and of its backward where it trains."""
+
+    def __init__(
+        self, setup: RoleSetup, shards: RankShards, buffers: Sequence[int], segments: Sequence[Segment], rank: int = 0
+    ) -> None:
+        self._setup = setup
+        self._shards = shards
+        self._buffers = rounded_sum(buffers)
+        self._segments = segments
+        self._rank = rank
+        self._timeline = Timeline()
+        self._views: dict[str, int] = {}
+        self._has_run = self._has_moments = False
+        self._ledgers: list[StageLedger] = []
+
+    def stages(self) -> list[StageLedger]:
+        """The ledgers of all stages; those of a model that is not trained end with its offload."""
+        scenario = self._setup.scenario
+        self._build()
+        self._end("built")
+        self._step()
+        self._end("first step")
+        self._step()
+        self._end("trained")
+        self._offload()
+        self._end("offloaded")
+        if not self._setup.trains:
+            return self._ledgers
+        if scenario.staging == "staged":
+            self._stage()
+            self._end("staged")
+        if self._setup.path:
+            self._extract()
+            self._end("extracted", self._setup.path)
+        self._offload()
+        self._end("offloaded again", self._setup.path)
+        self._load()
+        self._end("loaded", self._setup.path)
+        self._step()
+        self._end("trained again", self._setup.path)
+        return self._ledgers
+
+    def _build(self) -> None:
+        """Shards unit by unit, the root last; each is unsharded on the device until its shards are there."""
+        scenario, master, timeline = self._setup.scenario, self._setup.dtypes.master, self._timeline
+        # FSDP1 without shards keeps the flat parameter itself.
+        is_kept = scenario.version == 1 and self._setup.shard_ranks == 1
+        for unit in (*self._shards.units[1:], self._shards.root):
+            whole = rounded_sum(numel * master for numel in unit.originals)
+            if scenario.version == 1 and not is_kept:
+                whole += rounded(sum(unit.originals) * master)
+            timeline.pass_peak(
+                {
+                    "unsharded parameters": whole,
+                    "parameters": self._parameters(unit),
+                }
+            )
+            if not scenario.policy:
+                timeline.allocate("parameters", self._parameters(unit))
+            elif is_kept and scenario.strategy == "fsdp1":
+                # The policy takes it to the host, but the modules' views hold it until the unit first runs.
+                self._views[unit.name] = self._parameters(unit)
+                timeline.allocate("unsharded parameters", self._views[unit.name])
+        timeline.allocate("buffers", self._buffers)
+
+    def _step(self) -> None:
+        timeline, setup = self._timeline, self._setup
+        self._clear("gradients")
+        replay_forward_and_backward(timeline, self._replay(), self._shards, self._segments, setup)
+        self._has_run = True
+        if not setup.trains:
+            return
+        if not setup.scenario.policy:
+            moment = sum(self._moment(unit) for unit in self._shards.units)
+            if not self._has_moments:
+                timeline.allocate("optimizer state", setup.moments * moment)
+            # AdamW over lists of tensors: the square roots of all second moments at once.
+            timeline.pass_peak({"optimizer state": moment})
+        self._has_moments = True
+        # With the original parameters zero_grad does not see FSDP1's flat gradients, which stay to the next forward.
+        if setup.scenario.strategy != "fsdp1-orig":
+            self._clear("gradients")
+
+    def _replay(self) -> UnitReplay:
+        if self._setup.scenario.version == 2:
+            return Fsdp2Replay(self._timeline, self._setup)
+        return Fsdp1Replay(self._timeline, self._setup, self._views)
+
+    def _offload(self) -> None:
+        if self._setup.scenario.param_offload:
+            self._clear("parameters")
+            if self._setup.views_hold_shards:
+                self._keep_views()
+            if self._setup.scenario.version == 2:
+                self._clear("buffers")
+        if self._setup.scenario.optimizer_offload:
+            self._clear("optimizer state")
+        if self._setup.scenario.policy:
+            self._clear("parameters")
+
+    def _keep_views(self) -> None:
+        for unit in self._shards.units:
+            if unit.name not in self._views:
+                self._views[unit.name] = self._parameters(unit)
+                self._timeline.allocate("unsharded parameters", self._views[unit.name])
+
+    def _stage(self) -> None:
+        """Replays model.to(device); FSDP1's units under a policy stay on the host."""
+        shards = [rounded(numel * self._setup.dtypes.master) for unit in self._shards.units for numel in unit.padded]
+        if not self._setup.stays_on_host:
+            self._bring("parameters", sum(shards))
+            self._bring("buffers", self._buffers)
+        elif self._setup.scenario.version == 2:
+            self._timeline.pass_peak({"parameters": max(shards)})
+
+    def _extract(self) -> None:
+        # Torch's own ways to unshard a unit of FSDP1 free the gradients that were kept.
+        if self._setup.path not in _READS_SHARDS:
+            self._clear("gradients")
+        replay_extraction(self._timeline, self._shards, self._setup, self._setup.path)
+
+    def _load(self) -> None:
+        if not self._setup.scenario.policy:
+            self._bring("parameters", sum(map(self._parameters, self._shards.units)))
+            if self._has_moments:
+                self._bring("optimizer state", self._setup.moments * sum(map(self._moment, self._shards.units)))
+        self._bring("buffers", self._buffers)
+
+    def _clear(self, what: MemoryClass) -> None:
+        self._timeline.free(what, self._timeline.nbytes(what))
+
+    def _bring(self, what: MemoryClass, nbytes: int) -> None:
+        self._timeline.allocate(what, nbytes - self._timeline.nbytes(what))
+
+    def _parameters(self, unit: UnitShard) -> int:
+        return rounded_sum(numel * self._setup.dtypes.master for numel in unit.padded)
+
+    def _moment(self, unit: UnitShard) -> int:
+        return rounded_sum(numel * self._setup.dtypes.master for numel in unit.local)
+
+    def _end(self, stage: JobStage, path: str = "") -> None:
+        device = self._timeline.end_stage()
+        ledger = StageLedger(
+            job=self._setup.role, stage=stage, path=path, rank=self._rank, device=device, host=self._host()
+        )
+        self._ledgers.append(ledger)
+
+    def _host(self) -> HostLedger:
+        """The host's memory: everything that is not on the device; pinned under a policy and by non-blocking copies."""
+        setup, scenario = self._setup, self._setup.scenario
+        master = setup.dtypes.master
+        held: dict[MemoryClass, int] = {}
+        pinned = reserved = pageable = 0
+        sizes: list[tuple[MemoryClass, list[int], bool]] = []
+        if not self._timeline.nbytes("parameters"):
+            # FSDP1 pins them when it first runs.
+            by_policy = scenario.pinning == "pinned" and (scenario.version == 2 or self._has_run)
+            is_pinned = by_policy if scenario.policy else scenario.transfer == "nonblocking"
+            padded = [numel * master for unit in self._shards.units for numel in unit.padded]
+            sizes.append(("parameters", padded, is_pinned))
+            if scenario.policy and scenario.version == 1 and self._has_moments:
+                sizes.append(("gradients", padded, True))
+        if self._has_moments and not self._timeline.nbytes("optimizer state"):
+            moments = [numel * master for unit in self._shards.units for numel in unit.local] * setup.moments
+            sizes.append(("optimizer state", moments, not scenario.policy and scenario.transfer == "nonblocking"))
+        for name, each, is_pinned in sizes:
+            held[name] = sum(each)
+            if is_pinned:
+                pinned += sum(each)
+                reserved += sum(map(power_of_two, each))
+            else:
+                pageable += sum(each)
+        return HostLedger(held=held, pinned=pinned, pinned_reserved=reserved, pageable=pageable)
+
+
+# Raised by a forward that reads values of tensors, which have none, or inputs that it is not given.
+_NOT_FOLLOWED = (RuntimeError, TypeError, AttributeError, LookupError, ValueError, AssertionError)
+
+
+class Predictor:
+    """Predicts the ledgers of one model. It is built once, and traced once for each batch.
+
+    Raises UsageError for a model that does not exist, or that transformers cannot build.
+    """
+
+    def __init__(self, model: str, layers: int | None = None, head: ModelHead = "language") -> None:
+        self._make = functools.partial(on_meta, model, layers, head)
+        made = self._make()
+        self.shape: ModelShape = shape_of(made, model)
+        self._positions = learned_positions(made)
+        self._traced: dict[Batch, tuple[Segment, ...]] = {}
+
+    def ledgers(self, setup: RoleSetup, rank: int = 0) -> list[StageLedger]:
+        """The ledgers of all stages on one rank of a shard group, of which the first has the most.
+
+        Raises UsageError for more ranks than any parameter has rows, and for sequences longer than the learned
+        positions; CannotRun where the forward cannot run without weights.
+        """
+        if self._positions is not None and setup.length > self._positions:
+            raise UsageError(
+                f"{setup.role}: sequences of {setup.length} tokens, and {self.shape.name} has learned "
+                f"{self._positions} positions: give --seq-len"
+            )
+        longest = max(parameter.shape[0] for parameter in self.shape.parameters)
+        if setup.shard_ranks > longest:
+            raise UsageError(
+                f"{setup.role}: {setup.shard_ranks} ranks share the model, but no parameter has more than {longest} "
+                "rows: the last of them would have none"
+            )
+        shards = shard_units(self.shape, setup.scenario.strategy, rank=rank, ranks=setup.shard_ranks)
+        return RankReplay(setup, shards, self.shape.buffer_bytes, self._segments(setup), rank).stages()
+
+    def _segments(self, setup: RoleSetup) -> Sequence[Segment]:
+        batch = Batch(
+            sequences=setup.sequences, length=setup.length, checkpointing=setup.checkpointing, backward=setup.trains
+        )
+        if batch not in self._traced:
+            try:
+                with without_warnings():
+                    self._traced[batch] = trace(self._make(), batch)
+            except LoopOverTokens:
+                raise CannotRun(
+                    f"{setup.role}: the forward of {self.shape.name} cannot be followed at {setup.length} tokens: it "
+                    "goes through them one by one in Python, which would take minutes; a plan with a smaller "
+                    "--seq-len does not tell the memory of this one"
+                ) from None
+            except _NOT_FOLLOWED as error:
+                why = first_line(error)
+                raise CannotRun(
+                    f"{setup.role}: the forward of {self.shape.name} fails in bfloat16, or cannot be followed without "
+                    f"weights: {why}"
+                ) from None
+        return self._traced[batch]
