@@ -24,6 +24,7 @@ from fsdp_doctor.cli import (
     merge_command,
     plan_command,
     probe_command,
+    project_defaults,
     report_command,
     repro_command,
     rollout_command,
@@ -37,36 +38,26 @@ from fsdp_doctor.machine import launch
 
 app = typer.Typer(
     name="fsdp-doctor",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for _command in (
-    probe_command,
-    explain_command,
-    check_command,
-    repro_command,
-    bundle_command,
-    bench_command,
-    memory_command,
-    plan_command,
-    rollout_command,
-    list_command,
-    report_command,
-    diff_command,
-    expect_command,
-    sweep_command,
-    merge_command,
-    fingerprint_command,
-    env_command,
-):
-    app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
+# By the panel of the help in which they are listed.
+_COMMANDS = {
+    "Diagnosis": (probe_command, explain_command, check_command, repro_command, bundle_command),
+    "Memory and speed": (memory_command, plan_command, rollout_command, bench_command),
+    "Reports and versions": (report_command, diff_command, expect_command, sweep_command, merge_command),
+    "More": (list_command, fingerprint_command, env_command),
+}
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.NAME, epilog=_command.EXIT_CODES, rich_help_panel=_panel)(flattened(_command.run))
 
 
 @app.callback(invoke_without_command=True)
 def version(
-    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    show: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
 ) -> None:
     """Find out which FSDP offload and weight-extraction combinations work here, and why the others fail."""
     if show:
@@ -99,8 +90,9 @@ def main() -> None:
 def _run() -> None:
     """Under torchrun every rank comes here; of a probe, or of memory, all but rank 0 follow what rank 0 says."""
     if launch.is_rank_zero() or sys.argv[1:2] == [bench_command.NAME]:
-        app()
-    elif sys.argv[1:2] in ([probe_command.NAME], [memory_command.NAME]) and "--help" not in sys.argv:
+        command = typer.main.get_command(app)
+        command(prog_name="fsdp-doctor", default_map=project_defaults.of(command))
+    elif sys.argv[1:2] in ([probe_command.NAME], [memory_command.NAME]) and not {"-h", "--help"} & set(sys.argv):
         from fsdp_doctor.probe.command import follow
 
         starting.check_versions()

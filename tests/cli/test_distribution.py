@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.message
 import importlib.metadata
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -94,3 +95,14 @@ def test_the_readme_of_an_index_has_no_link_into_a_checkout(environment: pathlib
     links = re.findall(r"\]\(([^)]+)\)", readme)
     assert len(links) == len(re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()))
     assert [link for link in links if not link.startswith("https://")] == []
+
+
+@pytest.mark.parametrize("way", ["by its name", "by its path"])
+def test_torchrun_starts_the_installed_command(environment: pathlib.Path, way: str) -> None:
+    """By its name only where torchrun is told that it is no file for Python to read, as PET_NO_PYTHON does."""
+    programs = environment / "bin"
+    variables = {"PET_NO_PYTHON": "1", "PATH": f"{programs}:{os.environ['PATH']}"} if way == "by its name" else {}
+    named = "fsdp-doctor" if way == "by its name" else str(programs / "fsdp-doctor")
+    command = (str(programs / "python"), "-m", "torch.distributed.run", "--nproc-per-node=2", named, "--version")
+    done = run(*command, env=_OF_THE_CHECKOUT | variables, cwd=environment)
+    assert (done.code, done.stdout.split()) == (0, ["fsdp-doctor", fsdp_doctor.__version__]), done.stderr
