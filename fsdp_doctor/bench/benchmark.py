@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_doctor.bench import candidates, way_in
-from fsdp_doctor.bench import links as ceilings
-from fsdp_doctor.bench import sharded_model as models
+from fsdp_doctor.bench import candidates, links as ceilings, sharded_model as models, way_in
 from fsdp_doctor.bench.links import Links
 from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.bench.request import BenchOptions

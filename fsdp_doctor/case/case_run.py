@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_doctor.case import built_scenario
 from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction
 from fsdp_doctor.case.recorded_run import RecordedRun, RecordSink
@@ -116,6 +117,14 @@ class CaseRun(RecordedRun, abc.ABC):
         with self._catching():
             trainer = kept or self._build()
             self._bring_to_state(trainer)
+            self._enter("fingerprint")
+            built_scenario.check(
+                trainer.model,
+                trainer.optimizer,
+                self._case.scenario,
+                device=self._runtime.device.type,
+                ranks=self._runtime.world_size,
+            )
             self.given = self._arguments(trainer)
             return trainer
         return None

@@ -65,6 +65,7 @@ def source_of(scenario: Scenario) -> Scenario:
         transfer="blocking",
         init="materialized",
         checkpoint="exact",
+        context="ordinary",
     )
 
 

@@ -14,7 +14,7 @@ from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.draining_run import DrainingRun, ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.case.shard_reference import own_parts
-from fsdp_doctor.case.trainer import COMPUTE_DTYPE, Trainer
+from fsdp_doctor.case.trainer import Trainer, compute_dtype
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.ledgers.stage_ledger import JobStage
 from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
@@ -96,7 +96,7 @@ class ExtractionRun(CaseRun, DrainingRun):
             reference=self.truth,
             rank=self._runtime.rank,
             compute_device=self._runtime.device,
-            compute_dtype=COMPUTE_DTYPE,
+            compute_dtype=compute_dtype(self._case.scenario.precision),
             parameter_devices=verification.parameter_devices(trainer.model),
             shard_group_of_one=self._case.scenario.sharding in ("size1", "replicate") or self._runtime.world_size == 1,
             merged_weights=merged,

@@ -133,15 +133,15 @@ class LoadedState:
     def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
         assert piece.expected is not None
         on_host = [held.cpu() for held in piece.everywhere]
-        wrong = [held for held in on_host if compare(held, piece.expected.to(held.dtype))]
+        wrong = [held for held in on_host if compare(held, piece.expected)]
         if 0 < len(wrong) < len(on_host):
-            difference = compare(wrong[0], piece.expected.to(wrong[0].dtype))
+            difference = compare(wrong[0], piece.expected)
             self._found.note(
                 "wrong", f"loaded into one of the two memories that FSDP1 has of it: {difference}", piece.name
             )
             return
         actual = on_host[0]
-        difference = compare(actual, piece.expected.to(actual.dtype))
+        difference = compare(actual, piece.expected)
         if not difference:
             if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
                 what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"

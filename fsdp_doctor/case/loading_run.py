@@ -173,7 +173,7 @@ class LoadingRun(CaseRun):
 
 def _differs(piece: held_pieces.HeldPiece) -> bool:
     assert piece.expected is not None
-    return any(compare(held.cpu(), piece.expected.to(held.dtype)) for held in piece.everywhere)
+    return any(compare(held.cpu(), piece.expected) for held in piece.everywhere)
 
 
 def _missing_keys(result: Any) -> Iterable[str]:

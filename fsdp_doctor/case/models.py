@@ -54,6 +54,34 @@ def halve(model: nn.Module) -> None:
         parameter.data = parameter.data.bfloat16()
 
 
+@torch.no_grad()
+def add_special_values(model: Any) -> None:
+    """Gives a built-in model the values that a copy can lose and a sum cannot show, in place; it trains as before.
+
+    -0.0 and a subnormal number are in a neuron of each dense MLP that puts out nothing and so has no gradient; NaN and
+    both infinities beside them in the rows of an untied embedding that no batch asks for, see :func:`drawn_tokens`.
+    Both are in the first and in the last rows, so that other ranks have them too.
+    """
+    subnormal = torch.finfo(torch.float32).tiny / 4
+    layers: Any = decoder_layers(model)
+    for layer in layers:
+        if hasattr(layer.mlp, "gate_proj"):
+            neurons = [0, -1]
+            layer.mlp.gate_proj.weight[neurons] = -0.0
+            layer.mlp.up_proj.weight[neurons] = subnormal
+            layer.mlp.down_proj.weight[:, neurons] = -0.0
+    if (embedding := input_embedding(model)) is not None:
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, subnormal, -subnormal])
+        weight = embedding.get_parameter("weight")
+        weight[[0, -1]] = special.repeat(weight.shape[1])[: weight.shape[1]]
+
+
+def drawn_tokens(name: Model, model: Any) -> range:
+    """The tokens that a batch is made of: all of a model of the user's own, else all but the first and the last one."""
+    size = vocabulary_size(model)
+    return range(size) if name == "custom" else range(1, size - 1)
+
+
 def transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
     """The buffers that no state dict has, by name, on the CPU; for a model that is on the meta device."""
     model = _template(name, dims, custom, "own")

@@ -12,7 +12,7 @@ from fsdp_doctor.case.case_run import Assignment, CaseRun
 from fsdp_doctor.case.extraction_run import ExtractionRun
 from fsdp_doctor.case.leftovers import Leftovers
 from fsdp_doctor.case.loading_run import LoadingRun
-from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name
+from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction, called_by_name, in_context
 from fsdp_doctor.case.paths.lookup import function_of, load_user_path
 from fsdp_doctor.case.recorded_run import RecordSink
 from fsdp_doctor.case.runtime import Runtime
@@ -41,7 +41,7 @@ class CaseRunner:
     def examine(self, case: Case) -> Record:
         """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
         path, function = self._path(case)
-        run = self._run_of(self._assignment(case, path, function))
+        run = self._run_of(self._assignment(case, path, in_context(case.scenario.context, function)))
         self._trainer = run.run(self._kept_for(case.scenario, path))
         return run.record
 

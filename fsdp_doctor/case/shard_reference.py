@@ -25,10 +25,9 @@ class OwnPart:
 
     def difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
         """How a shard and its place differ from what the rank holds; empty if they do not. full: without adapters."""
-        expected = self.values.to(actual.dtype)
-        if actual.numel() != expected.numel():
-            return f"a shard of {actual.numel()} elements where this rank holds {expected.numel()}"
-        found = self.merged.difference(actual.reshape(-1)) if self.merged else compare(actual, expected)
+        if actual.numel() != self.values.numel():
+            return f"a shard of {actual.numel()} elements where this rank holds {self.values.numel()}"
+        found = self.merged.difference(actual.reshape(-1)) if self.merged else compare(actual, self.values)
         if found or not compare(place.of(full), self.values):
             return found
         return "its place is not where this rank's elements are"

@@ -33,12 +33,17 @@ def shard_fsdp2(
     mesh: DeviceMesh,
     *,
     kind: Sharding = "full",
-    compute_dtype: torch.dtype,
+    compute_dtype: torch.dtype | None,
     policy: bool,
     pin_memory: bool,
 ) -> nn.Module:
-    """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it."""
-    mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it.
+
+    compute_dtype: without one there is no mixed precision.
+    """
+    mp_policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if policy else OffloadPolicy()
     units = models.decoder_layers(model)
     embedding = models.input_embedding(model)
@@ -83,11 +88,14 @@ def shard_fsdp1(
     mesh: DeviceMesh | None,
     device: torch.device,
     *,
-    compute_dtype: torch.dtype,
+    compute_dtype: torch.dtype | None,
     policy: bool,
     use_orig_params: bool,
 ) -> FullyShardedDataParallel:
-    """Wraps each decoder layer and the root. Every rank must call it. No mesh: one group of all ranks."""
+    """Wraps each decoder layer and the root. Every rank must call it.
+
+    mesh: without one there is one group of all ranks. compute_dtype: without one there is no mixed precision.
+    """
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
     return FullyShardedDataParallel(
         model,
@@ -95,15 +103,19 @@ def shard_fsdp1(
         device_id=device,
         device_mesh=mesh,
         sharding_strategy=strategy,
-        mixed_precision=MixedPrecision(
-            param_dtype=compute_dtype,
-            reduce_dtype=torch.float32,
-            buffer_dtype=torch.float32,
-            # peft casts what goes into an adapter to the dtype of its shards.
-            cast_forward_inputs=not _all_train(model),
-        ),
+        mixed_precision=_mixed_precision(model, compute_dtype) if compute_dtype is not None else None,
         cpu_offload=CPUOffload(offload_params=True) if policy else None,
         use_orig_params=use_orig_params,
+    )
+
+
+def _mixed_precision(model: nn.Module, compute_dtype: torch.dtype) -> MixedPrecision:
+    return MixedPrecision(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32,
+        buffer_dtype=torch.float32,
+        # peft casts what goes into an adapter to the dtype of its shards.
+        cast_forward_inputs=not _all_train(model),
     )
 
 

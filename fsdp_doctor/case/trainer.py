@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import assert_never
 
 from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.matrix.axes import Precision
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.memory.stage_watch import Unwatched
-
-COMPUTE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,17 @@ class Start:
 
 
 START = Start()
+
+
+def compute_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype to which FSDP casts parameters for the computation; None where it casts nothing."""
+    match precision:
+        case "bf16-compute":
+            return torch.bfloat16
+        case "fp32-compute":
+            return None
+        case _:
+            assert_never(precision)
 
 
 class Unsupported(Exception):
@@ -61,7 +72,7 @@ class Trainer:
         self.with_mesh = with_mesh
         self.num_steps = 0
         self.model = self._sharded_model(start.weights)
-        self._vocabulary_size = models.vocabulary_size(self.model)
+        self._tokens = models.drawn_tokens(scenario.model, self.model)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
         # Tensor-parallel ranks, which are two next to each other, compute on one batch.
@@ -71,6 +82,8 @@ class Trainer:
 
     def _sharded_model(self, weights: models.Weights) -> nn.Module:
         plain = models.build(self.scenario.model, self.scenario.dims, self.runtime.custom_model, weights)
+        if weights == "own" and self.scenario.model != "custom":
+            models.add_special_values(plain)
         if self.scenario.checkpoint == "fp32":
             models.halve(plain)
         if self.runtime.training.checkpointing:
@@ -94,7 +107,7 @@ class Trainer:
     def step(self) -> None:
         """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
         size = (self.runtime.training.batch, self.runtime.training.sequence)
-        tokens = torch.randint(0, self._vocabulary_size, size, generator=self._generator)
+        tokens = torch.randint(self._tokens.start, self._tokens.stop, size, generator=self._generator)
         tokens = tokens.to(self.runtime.device)
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
@@ -169,7 +182,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
             plain,
             mesh,
             kind=scenario.sharding,
-            compute_dtype=COMPUTE_DTYPE,
+            compute_dtype=compute_dtype(scenario.precision),
             policy=scenario.policy,
             # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
             pin_memory=scenario.pinning == "pinned" and runtime.has_accelerator,
@@ -178,7 +191,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
         plain,
         mesh if with_mesh else None,
         runtime.device,
-        compute_dtype=COMPUTE_DTYPE,
+        compute_dtype=compute_dtype(scenario.precision),
         policy=scenario.policy,
         use_orig_params=scenario.strategy == "fsdp1-orig",
     )

@@ -26,6 +26,7 @@ from fsdp_doctor.verdict.records import Problem
 class ExpectedYield:
     """What one path is to yield on one rank, where, and in which dtype.
 
+    compute_dtype: to which FSDP casts parameters for the computation; None where it casts nothing.
     parameter_devices: what each parameter and buffer reports when the path starts, by its name.
     merged_weights: what a contract that promises weights with their adapters added is held against.
     own_parts: of each tensor, what this rank holds of it; for a contract that promises this rank's shards.
@@ -36,7 +37,7 @@ class ExpectedYield:
     reference: Reference
     rank: int
     compute_device: torch.device
-    compute_dtype: torch.dtype
+    compute_dtype: torch.dtype | None
     parameter_devices: Mapping[str, torch.device]
     shard_group_of_one: bool
     merged_weights: Mapping[str, Merged] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class Verifier:
             case "any":
                 return entry.dtype
             case "compute":
-                return self._asked.compute_dtype if expected.is_floating_point() else expected.dtype
+                return (self._asked.compute_dtype if expected.is_floating_point() else None) or expected.dtype
             case "master":
                 return expected.dtype
             case _:
@@ -194,7 +195,7 @@ class Verifier:
             return self._asked.own_parts[entry.name].difference(entry.data, entry.place, expected)
         if entry.name in self._merged:
             return self._merged[entry.name].difference(entry.data)
-        return compare(entry.data, expected.to(entry.data.dtype))
+        return compare(entry.data, expected)
 
     def _came_otherwise(self, name: str) -> bool:
         """Whether a tied parameter came under another of its names, where that is enough: they share one tensor."""

@@ -75,6 +75,8 @@ class JobOptions:
             phase=["trained"],
             backend=["mixed"],
             transfer=["blocking"],
+            precision=["bf16-compute"],
+            context=["ordinary"],
             path=paths,
         ).select()
         # Beside a path of the user's own a probe has all others.

@@ -51,8 +51,10 @@ class SelectionOptions:
     sharding: Annotated[list[str] | None, _axis("sharding")] = None
     pinning: Annotated[list[str] | None, _axis("pinning")] = None
     transfer: Annotated[list[str] | None, _axis("transfer")] = None
+    precision: Annotated[list[str] | None, _axis("precision")] = None
     init: Annotated[list[str] | None, _axis("init")] = None
     checkpoint: Annotated[list[str] | None, _axis("checkpoint")] = None
+    context: Annotated[list[str] | None, _axis("context")] = None
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,8 +83,8 @@ class SelectionOptions:
         str | None,
         typer.Option(
             "--level",
-            help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,283 cases), or "
-            "full (10,426 cases: every axis).",
+            help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,393 cases), or "
+            "full (12,249 cases: every axis).",
         ),
     ] = None
     full: Annotated[bool, typer.Option("--full", help="The same as --level full.")] = False

@@ -40,8 +40,10 @@ def read_gradient_facts(model: nn.Module, held: HeldModel) -> GradientFacts:
     reduced = [(names_of.get(id(unit), []), unit.switches) for unit in held.fsdp2_units]
     reduced += [([f"{unit.prefix}flat_param"], unit.switches) for unit in held.fsdp1_units]
     divided: dict[str, list[str]] = {}
+    # Experts on a part of the ranks have had tokens of all ranks that the largest unit is on.
+    num_ranks = max((switches.num_ranks for _, switches in reduced), default=1)
     for names, switches in reduced:
-        if switches.divided_by is not None:
+        if switches.divided_by not in (None, str(switches.num_ranks), str(num_ranks)):
             divided.setdefault(switches.divided_by, []).extend(names)
     return GradientFacts(
         unsynchronized=tuple(name for names, switches in reduced if not switches.synchronizes for name in names),

@@ -21,7 +21,8 @@ class LoadFacts:
     holds_masters: whether the optimizer has parameters in their stead that are in a dtype of more bits, as masters are.
     rounded: the names of parameters with a state in a floating dtype of fewer bits; rounded_entries: the state's keys.
     untied: pairs of names that the model's configuration ties, and that are two tensors.
-    replaced: the names under which modules have parameters that FSDP2 does not gather, but others in their place.
+    replaced: the names under which modules have parameters that FSDP2 does not gather, but others, or other memory, in
+    their place.
     recast: the names of parameters that FSDP2 takes to be in another dtype than they are.
     second_memories: the FSDP1 units whose local shard is other memory than their flat parameter.
     stray_pieces: the names of parameters that are pieces of another FSDP1 unit's flat parameter.
@@ -70,6 +71,7 @@ def _replaced(model: nn.Module, held: HeldModel) -> Iterator[str]:
     if places := [place for unit in held.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
         yield from (unwrapped(prefixes[id(module)] + name) for module, name in places)
+    yield from _names(held, [parameter for unit in held.fsdp2_units for parameter, _ in unit.moved])
 
 
 def _second_memories(held: HeldModel) -> Iterator[str]:

@@ -76,8 +76,8 @@ def replaced(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="replaced",
             severity="bad",
-            sentence=f"Assigned after the first forward, while FSDP2 goes on gathering what was there before: "
-            f"{few(names)}; the next forward drops what the module has now.",
+            sentence="Assigned or swapped after the first forward, while FSDP2 goes on gathering what was there "
+            f"before: {few(names)}; the next forward does not use what the module has now.",
             names=names,
             remedy="copy the values into the parameter that FSDP2 has, or tie and assign before fully_shard.",
         )

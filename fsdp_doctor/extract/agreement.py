@@ -15,9 +15,9 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch.distributed as dist
 
@@ -26,8 +26,11 @@ from fsdp_doctor.extract.interruptible import interruptible
 from fsdp_doctor.fsdp import private
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
+# With which all go on: to one bucket, to as many as were promised, or to what they compare before.
+_ONE, _ALL, _COMPARE = "one", "all", "compare"
 # The fields of the number to which every rank of a stage adds, in bits: how many came; after that, at the first stage
-# the sum of what their plans come to, at the others how many gave their word for one bucket only.
+# the sum of what their plans come to and how many have more to compare, at the others how many gave their word for one
+# bucket only.
 _RANKS_BITS, _PLAN_BITS = 16, 30
 # To have a thread wait costs more than to ask: up to so many ranks ask a few times first, after so many seconds each.
 # More of them would be too much work for the store.
@@ -117,9 +120,25 @@ class ComparedPlan:
 
     @functools.cached_property
     def number(self) -> int:
-        """Of 30 bits; other plans share it by an accident of one in a thousand million."""
+        """Even, of 30 bits; other plans share it by an accident of one in five hundred million."""
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % (1 << _PLAN_BITS)
+        return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
+
+
+class Exchange(Protocol):
+    """What the ranks compare once their plans are found to be alike, if that is due on one of them."""
+
+    @property
+    def is_due(self) -> bool: ...
+
+    def statement(self) -> str:
+        """What this rank says."""
+
+    def conclusion(self, statements: Mapping[int, str]) -> str:
+        """What follows from what all say, by rank: the last of them to say something works it out."""
+
+    def conclude(self, conclusion: str) -> None:
+        """Every rank gets it."""
 
 
 class Agreement:
@@ -144,6 +163,7 @@ class Agreement:
         self._buckets = 0
         self._keys = _Keys()
         self._counted: list[str] = []
+        self.sums: list[int] = []
         self._interrupt: BaseException | None = None
         self._over = len(ranks) == 1
         if self._over:
@@ -155,18 +175,15 @@ class Agreement:
         with self._store_is_there():
             self._store = process.store()
 
-    def expect(self, plan: Callable[[], ComparedPlan]) -> None:
+    def expect(self, plan: Callable[[], ComparedPlan], comparison: Exchange | None = None) -> None:
         """The plan to compare before the first bucket: asked for then, while shards are being loaded."""
         self._plan = plan
+        self._comparison = comparison
 
     def count(self, what: str, own: int) -> None:
-        """Before the first stage: adds to what all ranks together have of it."""
+        """Before the first stage: adds to what all ranks together have of it, which ``sums`` has after it."""
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], own)
-
-    def counted(self) -> list[int]:
-        """After the first stage: the sums, in the order in which they were begun."""
-        return [self._store.add(key, 0) for key in self._counted]
 
     def num_next(self, num_left: int) -> int:
         """How many buckets the next promise may be for: one more than there were, so 1, 2, 4, ..."""
@@ -183,7 +200,9 @@ class Agreement:
         first = next(filter(self.concerns, self._process.under_way), self)
         with self._store_is_there():
             agreed = self._came_to_stage(one_only or first is not self)
-        promised = 1 if agreed == 1 else num_buckets
+            if agreed == _COMPARE:
+                self._compare()
+        promised = num_buckets if agreed == _ALL else 1
         self._buckets += promised
         return promised
 
@@ -198,9 +217,12 @@ class Agreement:
         with self._store_is_there():
             if self._speaker == self._rank:
                 self._store.set(f"{stage}/word", word)
-            self._came_to_stage(one_only=True)
+            agreed = self._came_to_stage(one_only=True)
             if self._speaker not in (None, self._rank):
                 word = self._store.get(f"{stage}/word").decode()
+            self.sums = self.sums or [self._store.add(key, 0) for key in self._counted]
+            if agreed == _COMPARE:
+                self._compare()
         self._buckets += 1
         return word
 
@@ -251,15 +273,32 @@ class Agreement:
         if self._interrupt is not None:
             raise self._interrupt
 
-    def _came_to_stage(self, one_only: bool) -> int:
-        """Returns 1 where a rank gave its word for one bucket only, else 0, once all have come."""
+    def _compare(self) -> None:
+        """After the first stage, and after all that is read of it: the next lets go of that."""
+        assert self._comparison is not None
+        key = f"{self._stage_key()}/of"
+        self._store.set(f"{key}/{self._rank}", self._comparison.statement())
+        self._comparison.conclude(self._came_to_stage(True, functools.partial(self._conclusion, key)))
+
+    def _conclusion(self, key: str) -> str:
+        assert self._comparison is not None
+        keys = {rank: f"{key}/{rank}" for rank in self._ranks}
+        statements = self._store.multi_get(list(keys.values()))
+        conclusion = self._comparison.conclusion({r: s.decode() for r, s in zip(keys, statements, strict=True)})
+        for each in keys.values():
+            self._store.delete_key(each)
+        return conclusion
+
+    def _came_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
+        """Returns what the last rank to come has concluded: by itself, or whether one gave its word for one bucket."""
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None
         if plan:
             self._thread = threading.current_thread()
             self._process.begin(self)
             self._keys = self._process.leftover.pop(self._ranks, self._keys)
-        own = (plan.number if plan else int(one_only)) << _RANKS_BITS
+        is_due = self._comparison is not None and self._comparison.is_due
+        own = (plan.number + is_due if plan else int(one_only)) << _RANKS_BITS
         total = self._store.add(f"{self._stage_key()}/came", own + 1)
         came, rest = total % 2**_RANKS_BITS, total >> _RANKS_BITS
         if came == 1:
@@ -267,10 +306,12 @@ class Agreement:
                 self._store.delete_key(key)
         if came < len(self._ranks):
             answer = self._awaited_answer()
-        elif plan and rest != plan.number * came:
+        elif plan and not 0 <= rest - plan.number * came <= came:
             answer = self._answer_with(_DIFFERS)
+        elif plan:
+            answer = self._answer_with(f"{_GO}:{_COMPARE if rest > plan.number * came else _ONE}")
         else:
-            answer = self._answer_with(f"{_GO}:{int(bool(plan) or rest > 0)}")
+            answer = self._answer_with(f"{_GO}:{conclusion() if conclusion else _ONE if rest else _ALL}")
         kind, _, sentence = answer.partition(":")
         if kind != _GO:
             if kind == _DIFFERS:
@@ -281,7 +322,7 @@ class Agreement:
         # Every rank has read the answer of the stage before, for it has come to this one.
         self._keys = _Keys(self._keys.unread, self._keys_of(self._stage))
         self._stage += 1
-        return int(sentence)
+        return sentence
 
     def _difference(self) -> str:
         """The sentence that all ranks get: the first line that another has than the one whose plan is there first."""

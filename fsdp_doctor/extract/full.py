@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.agreement import Agreement
+from fsdp_doctor.extract.agreement import Agreement, PlanMismatch
 from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.pipeline import Pipeline
 from fsdp_doctor.extract.plan import Plan, ranks_of
+from fsdp_doctor.extract.rank_groups import Comparison, read_groups, refusal
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.extract.streams import HomeStream
 from fsdp_doctor.fsdp import reader
@@ -80,7 +81,8 @@ def full_tensors(
     Raises, before any collective: ValueError, TypeError for arguments that make no sense; RuntimeError
     for a tensor on the meta device, or a process group that is missing or has no backend for the device;
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
-    rank: PlanMismatch where the ranks hold different models or were given different arguments.
+    rank: PlanMismatch where the ranks hold different models or were given different arguments, and where groups of them
+    have other tensors under one name, as of experts, which is looked for once for a plan that is kept.
     """
     with announced(model):
         arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
@@ -118,7 +120,8 @@ def announced(model: nn.Module) -> Iterator[None]:
 
 def _ranks_of(model: nn.Module) -> tuple[int, ...]:
     with contextlib.suppress(Exception):
-        ranks = ranks_of(sources_of(reader.read(model)))
+        held = reader.read(model)
+        ranks = read_groups(held).ranks or ranks_of(sources_of(held))
         if len(ranks) > 1:
             return ranks
     return tuple(range(dist.get_world_size()))
@@ -161,9 +164,18 @@ def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
     return tensor_stream(plan, shards)
 
 
+class OfExtraction(Comparison):
+    """Raises PlanMismatch on every rank where groups of them have other tensors under one name."""
+
+    def conclude(self, conclusion: str) -> None:
+        super().conclude(conclusion)
+        if self.conflicts:
+            raise PlanMismatch(refusal(self.conflicts))
+
+
 def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
     agreement = Agreement(plan.ranks)
-    agreement.expect(lambda: plan.compared)
+    agreement.expect(lambda: plan.compared, OfExtraction(plan.groups, shards, plan.device))
     with agreement.leaving():
         pipeline = Pipeline(plan, shards, agreement)
     return TensorStream(pipeline, agreement, HomeStream(plan.device))

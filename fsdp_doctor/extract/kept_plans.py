@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.lora import Lora, LoraAdapter
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, ranks_of, ready_places, shard_groups, signature
+from fsdp_doctor.extract.rank_groups import read_groups
 from fsdp_doctor.extract.sources import (
     Source,
     check_shards,
@@ -70,6 +72,11 @@ class _Kept:
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
         held = reader.read(model)
+        if unused := held.unused():
+            raise RuntimeError(
+                f"FSDP2 does not compute with what the model has as {some(unused)}: it was assigned or swapped after "
+                "the first forward. Copy values into the parameter that FSDP2 has instead of replacing it or its memory"
+            )
         peft_modules = adapters.adapter_modules(reader.innermost(model))
         self._snapshot = Snapshot(model, held)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
@@ -131,6 +138,7 @@ def _plan(
     computes = compute_device(held, everything)
     device = _device(arguments.device, computes, bool(shard_groups(everything)))
     factors = adapters.factors(everything, merged)
+    groups = read_groups(held)
     settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
     return Plan(
         all_sources=everything,
@@ -140,7 +148,8 @@ def _plan(
         factors=factors,
         dtypes=dtypes,
         device=device,
-        ranks=ranks_of(everything),
+        ranks=groups.ranks or ranks_of(everything),
+        groups=groups.of({source.place for source in (*sources, *factors.values())}),
         buckets=list(buckets(sources, dtypes, arguments.bucket_bytes, _extra_bytes(merged, factors))),
         most_bytes=most_bytes(sources, dtypes, arguments.bucket_bytes),
         ready=ready_places(sources, shards, dtypes, device, merged),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_doctor.extract import lora as adapters
-from fsdp_doctor.extract.agreement import ComparedPlan
+from fsdp_doctor.extract.agreement import ComparedPlan, PlanMismatch
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.full import BUCKET_BYTES, TensorStream, announced, tensor_stream
 from fsdp_doctor.extract.host_copies import HostCopies
@@ -22,6 +22,7 @@ from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
 from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS
 from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, signature
+from fsdp_doctor.extract.rank_groups import refusal
 from fsdp_doctor.extract.sources import Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.extract.without_autograd import without_autograd
@@ -59,6 +60,12 @@ class ShardRequest:
     @property
     def device(self) -> torch.device:
         return self.plan.device
+
+
+def refuse_unknown(request: ShardRequest) -> None:
+    """Raises PlanMismatch where other ranks may have other tensors under one name; plain ones it cannot know alone."""
+    if unknown := request.plan.groups.unknown():
+        raise PlanMismatch(refusal(unknown))
 
 
 def request_of(
@@ -103,10 +110,12 @@ def local_shards(
     Device memory in use at once, beside what the caller keeps: two buckets, or one and the largest shard; 24 MiB where
     shards are cast or merged; the factors of all adapters.
 
-    Raises as :func:`full_tensors`; LayoutError (RuntimeError) for placements that are no division into shards.
+    Raises as :func:`full_tensors`, but does not notice plain parameters that differ between the ranks;
+    LayoutError (RuntimeError) for placements that are no division into shards.
     """
     with announced_where_merged(model, lora):
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
+        refuse_unknown(request)
     return _named(request, factor_stream(request))
 
 

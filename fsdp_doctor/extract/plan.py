@@ -14,6 +14,7 @@ from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.flat_transfers import FlatGather, FlatLayout, flat_gathers
 from fsdp_doctor.extract.lora import LoraAdapter
+from fsdp_doctor.extract.rank_groups import RankGroups
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
 from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
 
@@ -28,7 +29,8 @@ _MOST_TIMES = 4
 class Plan:
     """What one model and one call's arguments come to. Nothing in it is a tensor, so that it may be kept.
 
-    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. merges: whether there are
+    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. groups: of ranks of which
+    some may have other tensors than the others. merges: whether there are
     adapters, active ones or not, and they are to be merged; adapters, factors:
     which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
     buckets and the caller's last tensor may take together. ready: the places of the shards that a collective can read
@@ -43,6 +45,7 @@ class Plan:
     dtypes: OutputDtypes
     device: torch.device
     ranks: tuple[int, ...]
+    groups: RankGroups
     buckets: list[Bucket]
     most_bytes: int
     ready: frozenset[int]

@@ -27,7 +27,7 @@ class HomeStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._stream = self._module.current_stream(device) if self._module else None
+        self._stream: Any = self._module.current_stream(device) if self._module else None
 
     def run(self, items: Generator[_T]) -> Generator[_T]:
         """Yields what ``items`` yields. Each of its steps runs in this stream, and the first after the current one."""

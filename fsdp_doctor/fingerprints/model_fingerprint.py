@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.full import BUCKET_BYTES, announced
+from fsdp_doctor.extract.full import BUCKET_BYTES, OfExtraction, announced
 from fsdp_doctor.extract.local import (
     LoadedShard,
     ShardRequest,
@@ -20,6 +20,7 @@ from fsdp_doctor.extract.local import (
     factor_stream,
     gathered_deltas,
     loaded_shards,
+    refuse_unknown,
     request_of,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
@@ -61,6 +62,8 @@ def fingerprint(
     announcing = announced(model) if combined else announced_where_merged(model, lora)
     with announcing:
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
+        if not combined:
+            refuse_unknown(request)
     deltas = gathered_deltas(request, factor_stream(request))
     if not combined:
         return _with_ties(request, _own(request, deltas))
@@ -76,7 +79,10 @@ def fingerprint(
 def agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
     """Yields what compares the ranks' models and waits for all of them; who raises tells the others instead."""
     agreement = Agreement(request.plan.ranks)
-    agreement.expect(lambda: ComparedPlan(signature(request.sources, request.dtypes, settings, request.adapters)))
+    agreement.expect(
+        lambda: ComparedPlan(signature(request.sources, request.dtypes, settings, request.adapters)),
+        OfExtraction(request.plan.groups, request.shards, request.device),
+    )
     with agreement.leaving():
         yield agreement.proceed
         agreement.end()

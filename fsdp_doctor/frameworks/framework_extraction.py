@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case import reference, verification, yielded_entries
 from fsdp_doctor.case.draining_run import ExtractionCall
 from fsdp_doctor.case.lora_reference import merged_weights
-from fsdp_doctor.case.trainer import COMPUTE_DTYPE
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, SavedFiles
 from fsdp_doctor.frameworks.framework_run import FrameworkRun
 from fsdp_doctor.frameworks.saved_weights import weights_in
@@ -44,7 +44,7 @@ class FrameworkExtraction(FrameworkRun):
             reference=truth,
             rank=self._runtime.rank,
             compute_device=self._runtime.device,
-            compute_dtype=COMPUTE_DTYPE,
+            compute_dtype=torch.bfloat16,
             parameter_devices=verification.parameter_devices(session.model),
             shard_group_of_one=self._runtime.world_size == 1,
             merged_weights=merged_weights(session.model, truth.full),

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession
-from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER
-from fsdp_doctor.frameworks.on_trainer import TrainerSession, training_arguments
+from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, training_arguments
 from fsdp_doctor.frameworks.plain_model import PlainModel
 from fsdp_doctor.frameworks.shimming import Shimming
 from fsdp_doctor.matrix.frameworks.trl_matrix import STAND_IN, TRL

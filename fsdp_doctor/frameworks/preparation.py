@@ -43,7 +43,7 @@ class PreparationRun(FrameworkRun):
         for piece in held:
             if piece.expected is None:
                 found.note("incomplete", "not a name of the plain model", piece.name)
-            elif difference := compare(piece.held.cpu(), piece.expected.to(piece.held.dtype)):
+            elif difference := compare(piece.held.cpu(), piece.expected):
                 found.note("wrong", f"not the plain model's: {difference}", piece.name)
         for piece in held:
             promised = session.shards_on if isinstance(piece.shown, nn.Parameter) else None

@@ -64,7 +64,7 @@ class RoundTrip(FrameworkRun):
         for piece in held:
             if piece.expected is None:
                 found.note("incomplete", "not a name of the model that was saved", piece.name)
-            elif difference := compare(piece.held.cpu(), piece.expected.to(piece.held.dtype)):
+            elif difference := compare(piece.held.cpu(), piece.expected):
                 found.note("wrong", f"not what was saved: {difference}", piece.name)
         self._add(problems=found.problems(), num_tensors=len(held))
         self._add(problems=optimizer_problems(session.model, session.optimizer, saved.moments, saved.options))

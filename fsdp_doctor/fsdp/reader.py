@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.fsdp import private
@@ -23,13 +23,13 @@ from fsdp_doctor.fsdp.names import unwrapped
 class Fsdp2Unit:
     """What ``fully_shard`` made of one module, or list of modules, that owns parameters.
 
-    is_initialized: whether torch's lazy initialization, at the first forward, was done.
+    is_initialized: whether torch's lazy initialization, at the first forward, was done. state: its FSDPState.
     """
 
     compute_device: torch.device
     policy: OffloadPolicy
     is_initialized: bool
-    _state: Any
+    state: Any
 
     @property
     def offloads(self) -> bool:
@@ -37,28 +37,42 @@ class Fsdp2Unit:
         return isinstance(self.policy, CPUOffloadPolicy)
 
     @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """The policy that it was sharded with; without mixed precision all of its dtypes are None."""
+        return private.fsdp2_precision(self.state)
+
+    @property
     def replaced(self) -> list[tuple[nn.Module, str]]:
         """Modules and names under which they have another parameter than the one that it goes on gathering."""
-        return private.replaced_parameters(self._state) if self.is_initialized else []
+        return private.replaced_parameters(self.state) if self.is_initialized else []
+
+    @property
+    def moved(self) -> list[tuple[nn.Parameter, bool]]:
+        """Its parameters that have other memory than it goes on gathering from, and whether it can gather from that."""
+        return [(parameter, private.can_follow(held)) for held, parameter in private.moved_parameters(self.state)]
+
+    def follow_moved(self) -> None:
+        """From now on it gathers from the memory that its parameters have."""
+        private.follow_moved(self.state)
 
     @property
     def recast(self) -> list[nn.Parameter]:
         """Its parameters that were given another dtype after its first forward."""
-        return private.recast_parameters(self._state) if self.is_initialized else []
+        return private.recast_parameters(self.state) if self.is_initialized else []
 
     @property
     def trained_together(self) -> list[list[nn.Parameter]]:
         """Its parameters that train, those together whose gradients are reduced in one buffer."""
-        return private.trained_together(self._state)
+        return private.trained_together(self.state)
 
     @property
     def switches(self) -> private.GradientSwitches:
         """How it reduces its gradients."""
-        return private.fsdp2_switches(self._state)
+        return private.fsdp2_switches(self.state)
 
     def follow_materialized(self, parameter: nn.Parameter) -> None:
         """After one of its parameters was given memory: the unit gathers from there, padded and pinned as it needs."""
-        private.follow_materialized(self._state, parameter)
+        private.follow_materialized(self.state, parameter)
 
 
 # A model may have a hundred thousand: a frozen one would cost four times as much to make.
@@ -258,6 +272,22 @@ class HeldModel:
         """The parameters and buffers of a state dict, without those in FSDP1 units."""
         yield from self.parameters
         yield from self.buffers
+
+    def unused(self, *, but_followed: bool = False) -> list[str]:
+        """The names of what FSDP2 modules have as parameters, and do not compute with at their next forward.
+
+        It was assigned after their first one, or has been given other memory since. but_followed: without those whose
+        new memory the module would use after ``follow_moved``.
+        """
+        replaced = [(module, key) for unit in self.fsdp2_units for module, key in unit.replaced]
+        shown = [getattr(module, key, None) for module, key in replaced]
+        moved = [p for unit in self.fsdp2_units for p, can_follow in unit.moved if not (but_followed and can_follow)]
+        wanted = set(map(id, [*shown, *moved]))
+        found = [tensor.names[0] for tensor in self.parameters if wanted & {id(tensor.tensor), id(tensor.shown)}]
+        return [
+            *found,
+            *(f"{type(m).__name__}.{key}" for (m, key), one in zip(replaced, shown, strict=True) if one is None),
+        ]
 
     def all_names(self) -> Iterator[tuple[str, ...]]:
         """All names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""

@@ -21,6 +21,7 @@ class Snapshot:
         modules, names, tensors = private.modules_and_tensors(reader.innermost(model))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._modules = [weakref.ref(module) for module in modules]
+        self._fsdp2_states = [weakref.ref(unit.state) for unit in held.fsdp2_units]
         self._units = [weakref.ref(unit.module) for unit in held.fsdp1_units]
         # A parameter that FSDP2 shows unsharded has no place: what stands for it has to be looked up.
         self._places = [places.get(id(tensor.tensor), -1) for tensor in held.tensors()]
@@ -32,6 +33,8 @@ class Snapshot:
         if -1 in self._places or [known() for known in self._modules] != modules:
             return None
         if self._facts_now(modules, names, tensors) != self._facts:
+            return None
+        if any(private.moved_parameters(state) for known in self._fsdp2_states if (state := known()) is not None):
             return None
         units = [private.flat_shard(private.flat_handle(unit)) for known in self._units if (unit := known())]
         return [*units, *(private.local_tensor(tensors[place]) for place in self._places)]  # type: ignore[arg-type]

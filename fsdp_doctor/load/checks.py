@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from fsdp_doctor.errors import some
+from fsdp_doctor.extract.rank_groups import Conflict, refusal
 from fsdp_doctor.load.given import Value
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.targets import Target
@@ -26,12 +27,14 @@ class Matching:
     """Which names of the source are which targets. A target may come under several names.
 
     found: by the target's place in the order of the model, the names that the source has for it. superfluous: the
-    names that are of none. Where rules are strict there are none when ``complete`` has returned.
+    names that are of none. Where rules are strict there are none when ``complete`` has returned. refused: what the
+    source is not to have, by the first name of each target.
     """
 
-    def __init__(self, targets: Sequence[Target], rules: Rules) -> None:
+    def __init__(self, targets: Sequence[Target], rules: Rules, refused: Mapping[str, Conflict]) -> None:
         self._targets = targets
         self._rules = rules
+        self._refused = refused
         self._places = {name: place for place, target in enumerate(targets) for name in target.names}
         self.found: dict[int, list[str]] = {}
         self.superfluous: list[str] = []
@@ -44,6 +47,7 @@ class Matching:
             if self._rules.strict:
                 raise LoadError(_superfluous([name]))
             return None
+        self._refuse([place])
         if problem := _misfit(name, value, self._targets[place], self._rules.dtype):
             raise LoadError(problem)
         if name in self.found.setdefault(place, []):
@@ -53,6 +57,7 @@ class Matching:
 
     def add_all(self, tensors: Mapping[str, Value]) -> None:
         """Everything at once; the LoadError names all that does not fit."""
+        self._refuse(sorted({self._places[name] for name in tensors if name in self._places}))
         problems = _Problems()
         for name, value in tensors.items():
             place = self._places.get(name)
@@ -65,6 +70,11 @@ class Matching:
         if self._rules.strict:
             problems.missing, problems.superfluous = self.missing(), self.superfluous
         problems.check()
+
+    def _refuse(self, places: Sequence[int]) -> None:
+        names = [name for place in places if (name := self._targets[place].names[0]) in self._refused]
+        if names:
+            raise LoadError(refusal({name: self._refused[name] for name in names}))
 
     def complete(self) -> None:
         """After the last one. Raises LoadError for what is missing, if nothing may be."""

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import get_args
 
 import torch
 from torch import nn
 
-from fsdp_doctor.extract.without_autograd import without_autograd
+from fsdp_doctor.extract.without_autograd import in_present_modes, without_autograd
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.checks import DtypeRule, Rules
 from fsdp_doctor.load.given import TensorSource, given
 from fsdp_doctor.load.outcome import LoadReport
-from fsdp_doctor.load.targets import loaded_model, plan, settle, targets_of, write_other_memories
+from fsdp_doctor.load.targets import (
+    comparison_of,
+    loaded_model,
+    plan,
+    settle,
+    targets_of,
+    write_other_memories,
+)
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.transient_buffers import TransientBuffers
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
 
-@without_autograd
 def load_full_tensors(
     model: nn.Module,
     source: TensorSource,
@@ -61,37 +67,55 @@ def load_full_tensors(
 
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, for other
     shapes and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is
-    not sharded, ranks whose models or arguments differ, or whose files do in names, shapes, dtypes, or the 4 KiB in
-    the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as it comes, and that a file
-    was written to or replaced while it was read, only at the end: then the error says how many tensors had been
-    written. On a rank where something else is raised (OSError, what an iterator raises) it stays what it is, and the
-    others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
+    not sharded, tensors of which groups of ranks have others under one name (meshes of a part of the ranks, plain
+    parameters whose values differ), ranks whose models or arguments differ, or whose files do in names, shapes,
+    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as
+    it comes, and that a file was written to or replaced while it was read, only at the end: then the error says how
+    many tensors had been written. On a rank where something else is raised (OSError, what an iterator raises) it
+    stays what it is, and the others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
             # It may be an extraction, whose other ranks wait for this one until it is closed.
             stack.callback(source.close)
-        with refused(model):
-            if dtype not in get_args(DtypeRule):
-                raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
-            if buffers is not None and not isinstance(buffers, Mapping):
-                raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
-            check_arguments(model, bucket_bytes)
-            held = reader.read(model)
-            place = loaded_model(held)
-        together = Together(place.ranks)
-        with together.lasting():
-            targets = targets_of(held, place)
-            transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
-            have = given(source, is_first=torch.distributed.get_rank() == place.first)
-            stack.callback(have.close)
-            settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-            holders = together.begin(have, lambda: plan(targets, settings))
+        if isinstance(source, Iterator):
+            source = in_present_modes(source)
+        return _loaded(model, source, strict=strict, dtype=dtype, buffers=buffers, bucket_bytes=bucket_bytes)
 
-            def begin() -> None:
-                settle(model, held, place.device)
-                transient.fill()
 
-            report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
-            write_other_memories(held)
-            return report
+@without_autograd
+def _loaded(
+    model: nn.Module,
+    source: TensorSource,
+    *,
+    strict: bool,
+    dtype: DtypeRule,
+    buffers: Mapping[str, torch.Tensor] | None,
+    bucket_bytes: int,
+) -> LoadReport:
+    with refused(model):
+        if dtype not in get_args(DtypeRule):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
+        if buffers is not None and not isinstance(buffers, Mapping):
+            raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
+        check_arguments(model, bucket_bytes)
+        held = reader.read(model)
+        place = loaded_model(held)
+    together = Together(place.ranks)
+    with together.lasting(), contextlib.ExitStack() as stack:
+        targets = targets_of(held, place)
+        transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
+        have = given(source, is_first=torch.distributed.get_rank() == place.first)
+        stack.callback(have.close)
+        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
+        holders = together.begin(have, lambda: plan(targets, settings), comparison_of(held, place))
+
+        def begin() -> None:
+            settle(model, held, place.device)
+            for unit in held.fsdp2_units:
+                unit.follow_moved()
+            transient.fill()
+
+        report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
+        write_other_memories(held)
+        return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -109,10 +110,14 @@ class Whole(Layout):
 
 
 class Layouts:
-    """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask."""
+    """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask.
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    meshes: of the model, those that have all of its ranks.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], meshes: Sequence[DeviceMesh]) -> None:
         self._whole = Whole(ranks)
+        self._meshes = meshes
         self._on_meshes: dict[tuple[int, tuple[Placement, ...]], OnMesh] = {}
 
     def of(self, tensor: torch.Tensor) -> Layout:
@@ -120,7 +125,8 @@ class Layouts:
             return self._whole
         key = id(tensor.device_mesh), tensor.placements
         if key not in self._on_meshes:
-            self._on_meshes[key] = OnMesh(tensor.device_mesh, tensor.placements)
+            mesh, placements = tensor.device_mesh, tensor.placements
+            self._on_meshes[key] = OnMesh(*(over_all_ranks(mesh, placements, self._meshes) or (mesh, placements)))
         return self._on_meshes[key]
 
 
@@ -175,6 +181,24 @@ class InFlatParameter(Layout):
 
 def _ascend(ranks: torch.Tensor, dim: int) -> bool:
     return ranks.shape[dim] < 2 or bool((ranks.diff(dim=dim) > 0).all())
+
+
+def over_all_ranks(
+    mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
+) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """The same division over one of ``meshes``: the one that it is over already, or one of which that is a submesh.
+
+    Over the dims that the submesh lacks it is replicated: each of its neighbours there has a submesh with the same
+    shards. None where it is over no part of any of them.
+    """
+    for whole in meshes:
+        here = whole.get_coordinate() or [0] * whole.ndim
+        for dims in itertools.combinations(range(whole.ndim), mesh.ndim):
+            index = tuple(slice(None) if dim in dims else here[dim] for dim in range(whole.ndim))
+            if torch.equal(whole.mesh[index], mesh.mesh):
+                of_dim = dict(zip(dims, placements, strict=True))
+                return whole, tuple(of_dim.get(dim, Replicate()) for dim in range(whole.ndim))
+    return None
 
 
 def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

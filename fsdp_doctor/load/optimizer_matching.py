@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import some
@@ -20,6 +23,8 @@ _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 
 # Of a scheduler, or of most optimizers: they tell none from another.
 _OF_ANY = ("lr", "weight_decay", "maximize")
+# What no optimizer makes other state for.
+_SCHEDULED = ("initial_lr", *_OF_ANY)
 
 
 def check_kind(outline: StateOutline, defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -73,6 +78,35 @@ class StateMatching:
                 f"the source has {len(ungrouped)} parameters with state in none of its param groups: {some(ungrouped)}"
             )
         self.options = self._options(parameters)
+        self._check_alike()
+
+    def check_against(
+        self, state: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raises LoadError for what has other keys, or values of another kind, than the optimizer has for it.
+
+        state, groups: of the optimizer. With other options it may need other keys.
+        """
+        for one, entries in self.found:
+            own = {key: _kind_of_value(value, one) for key, value in state.get(one.parameter, {}).items()}
+            options = self.options.get(one.group, {})
+            if own and all(groups[one.group].get(key, v) == v for key, v in options.items() if key not in _SCHEDULED):
+                _check_kinds(one, entries, own, "and the optimizer has")
+
+    def _check_alike(self) -> None:
+        """An optimizer makes the same state for all parameters of a group."""
+        kinds: dict[int, collections.Counter[tuple[tuple[str, str], ...]]] = collections.defaultdict(
+            collections.Counter
+        )
+        for one, entries in self.found:
+            kinds[one.group][tuple((key, _kind(entry, one)) for key, entry in sorted(entries.items()))] += 1
+        for one, entries in self.found:
+            ((most, _),) = kinds[one.group].most_common(1)
+            _check_kinds(one, entries, dict(most), "and most parameters of its group have")
+        for one in self.stateless:
+            # Of one that never had a gradient there is no entry.
+            if kinds[one.group] and self._outline.entries.keys() & set(map(self._name, one.stretches)):
+                raise LoadError(f"{one.names[0]} has an empty state in the source, and others of its group have not")
 
     def _match(self, one: Optimized) -> None:
         named = [self._name(stretch) for stretch in one.stretches]
@@ -147,6 +181,32 @@ def _check_shapes(stretch: Stretch, name: str, entries: dict[str, TensorEntry | 
             raise LoadError(
                 f"{entry_name(key, name)} has the shape {list(entry.shape)} in the source, and the parameter has "
                 f"{list(stretch.shape)}"
+            )
+
+
+def _kind(entry: TensorEntry | ScalarEntry, one: Optimized) -> str:
+    """What ``_kind_of_value`` says of the value."""
+    if isinstance(entry, TensorEntry) or (entry.dtype is not None and not one.parameter.ndim):
+        return "a tensor"
+    return "a number" if isinstance(entry.value, numbers.Number) else type(entry.value).__name__
+
+
+def _kind_of_value(value: Any, one: Optimized) -> str:
+    """Of a parameter's state. A number may be a tensor with one value."""
+    if isinstance(value, torch.Tensor) and (value.ndim or not one.parameter.ndim):
+        return "a tensor"
+    return "a number" if isinstance(value, numbers.Number | torch.Tensor) else type(value).__name__
+
+
+def _check_kinds(
+    one: Optimized, entries: Mapping[str, TensorEntry | ScalarEntry], expected: Mapping[str, str], who: str
+) -> None:
+    kinds = {key: _kind(entry, one) for key, entry in entries.items()}
+    for key in {**expected, **kinds}:
+        if kinds.get(key) != expected.get(key):
+            raise LoadError(
+                f"{entry_name(key, one.names[0])} is {kinds.get(key, 'missing')} in the source, {who} "
+                f"{expected.get(key, 'none')}: a step would fail, or begin anew"
             )
 
 

@@ -76,7 +76,7 @@ def optimized(held: HeldModel, place: LoadedModel, optimizer: torch.optim.Optimi
 
 
 def _known(held: HeldModel, place: LoadedModel) -> Iterator[tuple[torch.Tensor, torch.device, tuple[Stretch, ...]]]:
-    layouts = Layouts(place.ranks)
+    layouts = Layouts(place.ranks, place.meshes)
     for unit in held.fsdp1_units:
         at = torch.device("cpu") if unit.offloads else unit.compute_device
         yield from ((parameter, at, stretches) for parameter, stretches in _of_unit(unit, place))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.agreement import first_difference
+from fsdp_doctor.extract.rank_groups import refusal
 from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load.checks import Rules
@@ -18,7 +21,7 @@ from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, Ten
 from fsdp_doctor.load.optimizer_matching import StateDtypeRule, StateMatching, check_kind
 from fsdp_doctor.load.optimizer_parameters import Optimized, optimized
 from fsdp_doctor.load.outcome import LoadError, LoadReport
-from fsdp_doctor.load.targets import Target, loaded_model, settle
+from fsdp_doctor.load.targets import Target, comparison_of, loaded_model, settle
 from fsdp_doctor.load.together import Together, refused
 from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
 
@@ -54,16 +57,18 @@ def load_optimizer_state(
     Afterwards each parameter's state has the keys and values of the checkpoint. Tensors are sharded like their
     parameter; they lie where the state lay before, else where a training step needs them: on the CPU under an offload
     policy, otherwise on the compute device, also while a framework has moved the parameters to the CPU. A step is a
-    host tensor, or, where its group is ``capturable`` or ``fused``, one there, unless there was one before. The
-    options of the param groups are the checkpoint's, but for how the optimizer computes (``foreach``, ``fused``,
-    ``capturable``, ``differentiable``). A parameter that the checkpoint lists without any state, because it never had
-    a gradient, has none afterwards; the report names these as ``without_state``.
+    host tensor, or, where its group is ``capturable`` or ``fused``, one there, unless there was one before; a number is
+    made what the optimizer has. The options of the param groups are the checkpoint's, but for how the optimizer
+    computes (``foreach``, ``fused``, ``capturable``, ``differentiable``). A parameter that the checkpoint lists without
+    any state, because it never had a gradient, has none afterwards; the report names these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, for
     other shapes and dtypes, for the state of another optimizer, as the options of its param groups tell (AdamW's in
     SGD; not where the two have most options in common), for param groups that do not correspond, for ranks whose
-    sources differ in more than the values of their tensors, and for an optimizer of parameters that are not the
-    model's.
+    sources differ in more than the values of their tensors, for parameters of which groups of ranks have others under
+    one name, and for an optimizer of parameters that are not the model's. So it does for state with which the optimizer
+    cannot step: where a parameter's keys, or the kinds of its values, are other than those of most parameters of its
+    group, or than the optimizer has with the same options.
     Raises TypeError for a source that is not of the format, ValueError for a rule that there is not.
     """
     with refused(model):
@@ -80,14 +85,17 @@ def load_optimizer_state(
         parameters = optimized(held, place, optimizer)
         outline, tensors = outline_of(source) if source else (StateOutline(), {})
         have = GivenSource(kind="mapping" if source else None, tensors=tensors)
-        holders = together.begin(
-            have, lambda: _plan(parameters, f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}")
-        )
+        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
+        holders = together.begin(have, lambda: _plan(parameters, settings), comparison_of(held, place))
         of_first = StateOutline.of_word(together.agree(outline.as_word()))
         if source and (difference := _difference(of_first, outline, place.first)):
             raise LoadError(difference)
         check_kind(of_first, optimizer.defaults, optimizer.param_groups)
         matching = StateMatching(parameters, of_first, strict=strict, dtype=dtype)
+        names = [name for one, _ in matching.found for name in one.names if name in together.refused]
+        if names:
+            raise LoadError(refusal({name: together.refused[name] for name in names}))
+        matching.check_against(optimizer.state, optimizer.param_groups)
         state = NewState(optimizer, matching)
         wanted = {name for target in state.targets for name in target.names}
         have.tensors = {name: tensor for name, tensor in tensors.items() if name in wanted}
@@ -140,6 +148,29 @@ class NewState:
                 if isinstance(entry, TensorEntry)
                 for index in range(len(one.stretches))
             ]
+        self._complete()
+
+    def _complete(self) -> None:
+        """Has a copy of the optimizer do with the state what it does at the end of its ``load_state_dict``.
+
+        That makes tensors of the numbers that it counts steps by. Raises LoadError where it cannot use the state.
+        """
+        optimizer = self._optimizer
+        other = object.__new__(type(optimizer))
+        vars(other).update(vars(optimizer), defaults=dict(optimizer.defaults))
+        options = self._matching.options
+        groups = [{**group, **options.get(index, {})} for index, group in enumerate(optimizer.param_groups)]
+        try:
+            # Not where the caller has tensors made by default.
+            with torch.device("cpu"):
+                other.__setstate__({"state": collections.defaultdict(dict, self._state), "param_groups": groups})
+        except Exception as error:
+            raise LoadError(f"{type(optimizer).__name__} cannot use the state of the source: {error!r}") from error
+        for one, entries in self._matching.found:
+            for key, entry in entries.items():
+                value = self._state.get(one.parameter, {}).get(key)
+                if isinstance(entry, ScalarEntry) and isinstance(value, torch.Tensor):
+                    self._state[one.parameter][key] = value.to(self._place(one, key))
 
     def put(self) -> None:
         for parameter, state in self._state.items():
@@ -159,14 +190,22 @@ class NewState:
             device = private.local_tensor(before).device if isinstance(before, torch.Tensor) else one.home
             # Zeros, for what is padding of a flat parameter stays what it is.
             return torch.zeros_like(one.parameter, dtype=entry.dtype, device=device, requires_grad=False)
+        is_number = isinstance(entry.value, numbers.Number)
+        if is_number and isinstance(before, torch.Tensor):
+            return torch.tensor(entry.value, dtype=entry.dtype or before.dtype, device=before.device)
+        if is_number and isinstance(before, numbers.Number):
+            return type(before)(entry.value)  # type: ignore[call-arg]
         if entry.dtype is None:
             return entry.value
+        return torch.tensor(entry.value, dtype=entry.dtype, device=self._place(one, key))
+
+    def _place(self, one: Optimized, key: str) -> torch.device:
+        """Where a tensor with one value belongs."""
+        before = self._optimizer.state.get(one.parameter, {}).get(key)
+        if isinstance(before, torch.Tensor):
+            return before.device
         group = self._optimizer.param_groups[one.group]
-        on_device = group.get("capturable") or group.get("fused")
-        device = one.home if on_device else torch.device("cpu")
-        return torch.tensor(
-            entry.value, dtype=entry.dtype, device=before.device if isinstance(before, torch.Tensor) else device
-        )
+        return one.home if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
     def _target(self, one: Optimized, index: int, key: str, entry: TensorEntry) -> Target:
         stretch = one.stretches[index]

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_doctor.errors import some
-from fsdp_doctor.extract.sources import device_of
+from fsdp_doctor.extract.rank_groups import Comparison, read_groups
+from fsdp_doctor.extract.sources import device_of, shards_of
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
 from fsdp_doctor.fsdp.shards import Slices
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks, over_all_ranks
 from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
 
@@ -48,14 +49,16 @@ class LoadedModel:
     """Where a model lies.
 
     ranks: those that take part, rank 0 first, which is the first of the model's mesh. known_group: one of all of them
-    that there is, None if it has to be made. device: where this rank communicates. spans: whether each tensor is on
-    all of the ranks; under tensor parallelism, those that it does not divide are sharded over a part of them.
+    that there is, None if it has to be made. device: where this rank communicates. meshes: those that have all of the
+    ranks. partial: the first names of the tensors of which rank 0 does not know who has what: they are sharded over a
+    part of the ranks, which is no submesh of one of all.
     """
 
     ranks: tuple[int, ...]
     known_group: dist.ProcessGroup | None
     device: torch.device
-    spans: bool
+    meshes: tuple[DeviceMesh, ...]
+    partial: tuple[str, ...]
 
     @property
     def first(self) -> int:
@@ -87,20 +90,27 @@ def loaded_model(held: HeldModel) -> LoadedModel:
     ranks = max(of_parts, key=len)
     if strange := [some for some in of_parts if not set(some) <= set(ranks)]:
         raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(strange[0])}: load them apart")
-    spans = all(len(some) == len(ranks) and some[0] == ranks[0] for some in of_parts)
+    meshes = tuple(mesh for mesh in _meshes(held) if mesh.size() == len(ranks) and mesh_ranks(mesh)[0] == ranks[0])
     device, known_group = _compute_device(held), _known_group(held, ranks)
     if len(ranks) > 1 and not private.has_backend_for(known_group or _world(), device):
         raise LoadError(
             f"the model's process group has no backend for {device.type}: initialize it with one, as in "
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    return LoadedModel(ranks=ranks, known_group=known_group, device=device, spans=spans)
+    return LoadedModel(
+        ranks=ranks, known_group=known_group, device=device, meshes=meshes, partial=_partial(held, ranks, meshes)
+    )
 
 
 @without_garbage_collection
 def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
     """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
-    layouts, rank = Layouts(model.ranks), dist.get_rank()
+    if lost := held.unused(but_followed=True):
+        raise LoadError(
+            f"FSDP2 does not compute with what the model has as {some(lost)}: another parameter was assigned after "
+            "the first forward, and the next one puts the former back. Copy values into the one that FSDP2 has instead"
+        )
+    layouts, rank = Layouts(model.ranks, model.meshes), dist.get_rank()
     targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
     targets += [_of_tensor(tensor, layouts.of(tensor.tensor), rank, model.device) for tensor in held.tensors()]
     return targets
@@ -109,6 +119,11 @@ def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
 def plan(targets: Sequence[Target], settings: str) -> list[str]:
     """A line for each target and one for the settings: what all ranks must have alike."""
     return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets)]
+
+
+def comparison_of(held: HeldModel, model: LoadedModel) -> Comparison:
+    """Of what a load cannot write as it should; what are to be copies it makes alike."""
+    return Comparison(read_groups(held), shards_of(held), model.device, compares=["plain"])
 
 
 def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
@@ -142,6 +157,15 @@ def _meshes(held: HeldModel) -> list[DeviceMesh]:
     """Each once."""
     meshes = (tensor.tensor.device_mesh for tensor in held.parameters if isinstance(tensor.tensor, DTensor))
     return list({id(mesh): mesh for mesh in meshes}.values())
+
+
+def _partial(held: HeldModel, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
+    is_over_all = {
+        id(mesh): over_all_ranks(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in _meshes(held)
+    }
+    tensors = ((one.names[0], one.tensor) for one in held.parameters)
+    names = [name for name, one in tensors if isinstance(one, DTensor) and not is_over_all[id(one.device_mesh)]]
+    return (*names, *(unit.flat_name for unit in held.fsdp1_units if _ranks_of_unit(unit) != ranks))
 
 
 def _ranks_of_parts(held: HeldModel) -> list[tuple[int, ...]]:

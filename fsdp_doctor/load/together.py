@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, PlanMismatch, RankLeft
+from fsdp_doctor.extract.rank_groups import Comparison, Conflict
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.given import GivenSource, Kind
 from fsdp_doctor.load.outcome import LoadError
@@ -23,14 +24,18 @@ _KINDS: tuple[Kind, ...] = ("mapping", "iterator", "files")
 
 
 class Together:
-    """written: how many tensors this rank has begun to write."""
+    """written: how many tensors this rank has begun to write.
+
+    refused: by name, what cannot be loaded, since groups of ranks have other tensors under one name.
+    """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
         self._agreement = Agreement(ranks, "load", speaker=ranks[0])
         self.written = 0
+        self.refused: Mapping[str, Conflict] = {}
 
-    def begin(self, given: GivenSource, plan: Callable[[], Sequence[str]]) -> Holders:
+    def begin(self, given: GivenSource, plan: Callable[[], Sequence[str]], comparison: Comparison) -> Holders:
         """Says who has the source: rank 0 alone, or every rank. Raises LoadError where it is neither."""
         if len(self._ranks) == 1:
             if given.kind is None:
@@ -38,9 +43,10 @@ class Together:
             return "all"
         for kind in _KINDS:
             self._agreement.count(kind, int(given.kind == kind))
-        self._agreement.expect(functools.cache(lambda: ComparedPlan(plan())))
+        self._agreement.expect(functools.cache(lambda: ComparedPlan(plan())), comparison)
         of_first = self.agree(given.kind or "")
-        counts = dict(zip(_KINDS, self._agreement.counted(), strict=True))
+        self.refused = comparison.conflicts
+        counts = dict(zip(_KINDS, self._agreement.sums, strict=True))
         have = {kind: count for kind, count in counts.items() if count}
         if have == {of_first: len(self._ranks)}:
             if given.kind == "files":

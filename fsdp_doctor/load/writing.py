@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.load.checks import Matching, Rules
@@ -47,9 +48,12 @@ class Load:
 
     def run(self, have: GivenSource, holders: Holders, rules: Rules, begin: Callable[[], None]) -> LoadReport:
         """begin: called when all ranks have found that they can write, before they do."""
-        if holders == "first" and not self._place.spans:
-            raise LoadError("some tensors are sharded over a part of the model's ranks: give every rank the source")
-        matching = Matching(self._targets, rules)
+        if holders == "first" and self._place.partial:
+            raise LoadError(
+                f"{some(self._place.partial)}: sharded over a part of the model's ranks that is no submesh of one of "
+                "all, so that rank 0 does not know who has what: give every rank the source"
+            )
+        matching = Matching(self._targets, rules, self._together.refused)
         if have.kind in ("mapping", "files"):
             matching.add_all(have.tensors)
         ties = Ties(self._targets, holders)

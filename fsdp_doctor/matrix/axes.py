@@ -23,8 +23,10 @@ AxisName: TypeAlias = Literal[
     "sharding",
     "pinning",
     "transfer",
+    "precision",
     "init",
     "checkpoint",
+    "context",
 ]
 Strategy: TypeAlias = Literal["fsdp2", "fsdp1", "fsdp1-orig"]
 Offload: TypeAlias = Literal[
@@ -47,10 +49,13 @@ Backend: TypeAlias = Literal["mixed", "device-only"]
 Sharding: TypeAlias = Literal["full", "hsdp", "tp", "experts", "replicate", "size1"]
 Pinning: TypeAlias = Literal["pinned", "unpinned"]
 Transfer: TypeAlias = Literal["blocking", "nonblocking"]
+Precision: TypeAlias = Literal["bf16-compute", "fp32-compute"]
 Init: TypeAlias = Literal["materialized", "meta"]
 CheckpointFit: TypeAlias = Literal[
     "exact", "bf16", "fp32", "extra-key", "missing-key", "tied-twice", "tied-once", "other-run", "other-world"
 ]
+
+Context: TypeAlias = Literal["ordinary", "no_grad", "inference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +163,13 @@ AXES: tuple[Axis, ...] = (
         },
     ),
     Axis(
+        name="precision",
+        values={
+            "bf16-compute": "mixed precision: parameters are computed with in bfloat16, gradients reduced in float32",
+            "fp32-compute": "no mixed precision: FSDP casts nothing, and gathers the shards as they are",
+        },
+    ),
+    Axis(
         name="init",
         values={
             "materialized": "before a load the model holds other weights than the checkpoint",
@@ -176,6 +188,14 @@ AXES: tuple[Axis, ...] = (
             "tied-once": "it has the tied weight under its first name alone, as safetensors files do",
             "other-run": "other processes saved it, as many as load it",
             "other-world": "other processes saved it, of another number",
+        },
+    ),
+    Axis(
+        name="context",
+        values={
+            "ordinary": "the path is called as it stands",
+            "no_grad": "it is called, and what it yields is read, inside of torch.no_grad()",
+            "inference": "it is called, and what it yields is read, inside of torch.inference_mode()",
         },
     ),
 )

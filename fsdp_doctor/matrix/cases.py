@@ -20,12 +20,14 @@ from fsdp_doctor.matrix.axes import (
     AXIS_OF_VALUE,
     Backend,
     CheckpointFit,
+    Context,
     Dims,
     Init,
     Model,
     Offload,
     Phase,
     Pinning,
+    Precision,
     Sharding,
     Staging,
     Strategy,
@@ -50,8 +52,10 @@ class Scenario:
     sharding: Sharding = "full"
     pinning: Pinning = "pinned"
     transfer: Transfer = "blocking"
+    precision: Precision = "bf16-compute"
     init: Init = "materialized"
     checkpoint: CheckpointFit = "exact"
+    context: Context = "ordinary"
 
     @property
     def id(self) -> str:
@@ -101,6 +105,8 @@ class Scenario:
             return f"only FSDP2 can be sharded as {self.sharding}"
         if self.sharding == "experts" and self.model not in ("qwen3-moe", "custom"):
             return "only a model with experts has a mesh for them"
+        if self.precision == "fp32-compute" and self.checkpoint == "fp32":
+            return "a model that loads the checkpoint fp32 has bfloat16 parameters, and computes in float32 nowhere"
         if self.dims == "uneven" and self.model == "custom":
             return "the dimensions of a model given with --model are its own"
         if self.checkpoint in ("tied-twice", "tied-once") and self.model not in ("qwen3-tied", "custom"):

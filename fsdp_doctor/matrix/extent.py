@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from typing_extensions import assert_never
+
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
 from fsdp_doctor.matrix.contracts import Direction
@@ -54,10 +56,27 @@ def _loading(strategies: tuple[str, ...], offloads: tuple[str, ...] = ("none",),
     return Departure(changes=changes, strategies=strategies, offloads=offloads, stagings=("unstaged",))
 
 
+def _without_casts(strategies: tuple[str, ...], offload: str, staging: str, **changes: str) -> Departure:
+    changes = {"precision": "fp32-compute"} | changes
+    return Departure(changes=changes, strategies=strategies, offloads=(offload,), stagings=(staging,))
+
+
 _BOTH, _ALL = ("fsdp2", "fsdp1"), ("fsdp2", "fsdp1", "fsdp1-orig")
 _DEFAULT_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
-    "out": (),
+    "out": (
+        _without_casts(_BOTH, "none", "unstaged"),
+        _without_casts(_BOTH, "param", "unstaged"),
+        _without_casts(_BOTH, "policy", "staged"),
+        Departure(
+            changes={"context": "inference"}, strategies=("fsdp2",), offloads=("policy",), stagings=("unstaged",)
+        ),
+        Departure(changes={"context": "inference"}, strategies=("fsdp1",), offloads=("none",), stagings=("unstaged",)),
+    ),
     "in": (
+        _without_casts(("fsdp2",), "policy", "unstaged"),
+        _without_casts(("fsdp1",), "none", "unstaged"),
+        _without_casts(("fsdp1",), "policy", "staged"),
+        _loading(_BOTH, context="inference"),
         _loading(("fsdp2",), ("none", "policy"), init="meta"),
         _loading(_BOTH, checkpoint="bf16"),
         _loading(_BOTH, checkpoint="fp32"),
@@ -70,6 +89,8 @@ _DEFAULT_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
     ),
 }
 
+# Of what these axes depart to, the default matrix as a whole has some, with the paths that a framework is known to use.
+_SAMPLED = ("precision", "context")
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
 _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
     "out": (
@@ -81,6 +102,10 @@ _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         Departure(changes={"transfer": "nonblocking"}, offloads=_MANUAL),
         Departure(changes={"dims": "uneven"}),
         Departure(changes={"dims": "uneven", "transfer": "nonblocking"}, offloads=_MANUAL),
+        Departure(changes={"precision": "fp32-compute"}, offloads=("none", "param", "policy")),
+        Departure(changes={"precision": "fp32-compute", "sharding": "size1"}, offloads=("none", "policy")),
+        Departure(changes={"context": "no_grad"}, offloads=("none", "param", "policy")),
+        Departure(changes={"context": "inference"}, offloads=("none", "param", "policy")),
         Departure(changes={"sharding": "hsdp"}),
         Departure(changes={"sharding": "size1"}),
         Departure(changes={"sharding": "tp"}, strategies=("fsdp2",)),
@@ -94,6 +119,14 @@ _FULL_DEPARTURES: dict[Direction, tuple[Departure, ...]] = {
         _loading(_ALL, _DISTINCT_FOR_LOADING, backend="device-only"),
         _loading(("fsdp2",), ("policy",), pinning="unpinned"),
         _loading(_ALL, ("param",), transfer="nonblocking"),
+        _loading(_ALL, _DISTINCT_FOR_LOADING, precision="fp32-compute"),
+        _loading(_ALL, _DISTINCT_FOR_LOADING, precision="fp32-compute", phase="trained"),
+        _without_casts(_ALL, "param", "staged"),
+        _without_casts(_ALL, "policy", "staged"),
+        _without_casts(_ALL, "policy", "staged", phase="trained"),
+        _loading(("fsdp2",), ("none", "policy"), precision="fp32-compute", init="meta"),
+        _loading(_ALL, _DISTINCT_FOR_LOADING, context="no_grad"),
+        _loading(_ALL, _DISTINCT_FOR_LOADING, context="inference"),
         _loading(_ALL, _DISTINCT_FOR_LOADING, dims="uneven"),
         _loading(_ALL, _DISTINCT_FOR_LOADING, sharding="hsdp"),
         _loading(_ALL, _DISTINCT_FOR_LOADING, sharding="size1"),
@@ -133,6 +166,27 @@ def quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
     """Those of the default matrix in which most goes wrong, and a load in which nothing should."""
     for values in _QUICK[direction]:
         yield from product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
+
+
+def is_sampled(scenario: Scenario) -> bool:
+    """Whether the default matrix has the scenario only as a whole, and not where values of axes are asked for."""
+    return any(getattr(scenario, axis) != AXIS[axis].default for axis in _SAMPLED)
+
+
+def has_paths_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
+    """Whether a level has of the scenario only the paths that a framework is known to use.
+
+    asked: whether values of axes were asked for.
+    """
+    match level:
+        case "quick":
+            return True
+        case "default":
+            return is_sampled(scenario) and not asked
+        case "full":
+            return False
+        case _:
+            assert_never(level)
 
 
 def product(direction: Direction, chosen: _Values) -> Iterable[Scenario]:

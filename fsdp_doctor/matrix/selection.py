@@ -14,7 +14,15 @@ from fsdp_doctor.matrix.axes import AXIS, check_axis_value, nearest
 from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case, Scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.expression import compile_expression
-from fsdp_doctor.matrix.extent import Level, default_departures, full_matrix, product, quick_scenarios
+from fsdp_doctor.matrix.extent import (
+    Level,
+    default_departures,
+    full_matrix,
+    has_paths_in_use_alone,
+    is_sampled,
+    product,
+    quick_scenarios,
+)
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
@@ -138,7 +146,8 @@ def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]
     found = [one for one in full_matrix(direction, model) if _has(one, asked)] if selection.level == "full" else []
     if found:
         return dict.fromkeys(found)
-    beside = (scenario for scenario in default_departures(direction) if _has(scenario, asked))
+    departures = (scenario for scenario in default_departures(direction) if not (asked and is_sampled(scenario)))
+    beside = (scenario for scenario in departures if _has(scenario, asked))
     return dict.fromkeys([*product(direction, asked), *beside])
 
 
@@ -160,7 +169,8 @@ def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
         for scenario in _scenarios(selection, direction):
             of_user = user_paths if direction == directions[0] else ()
             paths = paths_for(scenario, direction)
-            usual = [path for path in paths if not path.is_fix and (path.used_by or selection.level != "quick")]
+            in_use_alone = has_paths_in_use_alone(selection.level, scenario, bool(selection.axes))
+            usual = [path for path in paths if not path.is_fix and (path.used_by or not in_use_alone)]
             asked = [path for path in paths if path.name in named] if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
             yield from (Case(scenario, path.name) for path in paths if path in asked or (path.is_fix and with_fixes))

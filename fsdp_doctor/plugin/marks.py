@@ -152,6 +152,8 @@ def _reason_against(value: str) -> str:
         return "a test that has a model of its own is marked ranks"
     if value in ("other-run", "other-world"):
         return "the probe alone has other processes that save"
+    if value in ("no_grad", "inference"):
+        return "the test itself enters torch.no_grad() or torch.inference_mode()"
     return ""
 
 

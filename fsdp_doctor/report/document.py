@@ -21,7 +21,7 @@ SCHEMA = "fsdp-doctor/report"
 SCHEMA_VERSION = 1
 # Keys of a result, or of a rank's record in it, that reports of the first versions do not have.
 NOT_IN_OLDER_REPORTS = frozenset(
-    {"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers", "call"}
+    {"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers", "call", "precision", "context"}
 )
 
 

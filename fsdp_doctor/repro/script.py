@@ -11,6 +11,7 @@ import jinja2
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import signatures
+from fsdp_doctor.matrix.axes import Context
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
@@ -20,6 +21,11 @@ from fsdp_doctor.repro.pruning import prune
 _ROOM = pathlib.Path(__file__).parent
 _PATHS = _ROOM.parent / "case" / "paths"
 _WIDTH = 100
+_IN_CONTEXT: dict[Context, str] = {
+    "ordinary": "{}",
+    "no_grad": "torch.no_grad()({})",
+    "inference": "torch.inference_mode()({})",
+}
 _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.py.jinja"}
 _SEEN_IN_VALUES = ("ok", "wrong", "incomplete", "misplaced", "poisoned")
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
@@ -43,7 +49,7 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
         offloads=path.offloads,
         optimizer_first=path.optimizer_first,
         path_module=path_module,
-        call=_call(path_module, function, path.direction),
+        call=_call(path_module, function, path.direction, case.scenario.context),
         compares=_compares(case, path, expectation),
         asks_others=_asks_others(case, path, expectation),
         expected=expectation,
@@ -55,13 +61,17 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     return prune(text)
 
 
-def _call(module: str, function: str, direction: Direction) -> str:
-    """The expression that loads; or that (name, value) pairs come from: a path yields them, or returns a mapping."""
+def _call(module: str, function: str, direction: Direction, context: Context) -> str:
+    """The expression that loads; or that (name, value) pairs come from: a path yields them, or returns a mapping.
+
+    torch's contexts decorate a function; of one that yields, each step runs in the context.
+    """
     definitions = [node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)]
     definition = next(node for node in definitions if node.name == function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
     arguments = ", ".join(argument.arg for argument in definition.args.args)
-    return f"{function}({arguments})" + ("" if yields or direction == "in" else ".items()")
+    called = _IN_CONTEXT[context].format(function)
+    return f"{called}({arguments})" + ("" if yields or direction == "in" else ".items()")
 
 
 def _compares(case: Case, path: Path, expectation: Expectation) -> bool:

@@ -66,6 +66,18 @@ def test_another_divisor_than_the_number_of_ranks_is_a_note() -> None:
 
 
 @on_two_ranks
+def test_experts_on_a_part_of_the_ranks_may_be_divided_by_the_number_of_all() -> None:
+    """Under expert parallelism each of them has had tokens of all ranks."""
+    net = Net().to(this_device())
+    fully_shard(net.down, mesh=init_device_mesh("emulated", (1, 2), mesh_dim_names=("efsdp", "ep"))["efsdp"])
+    model = fully_shard(net, mesh=mesh())
+    model.down.set_gradient_divide_factor(2.0)
+    equal(kinds(examine(model)), [])
+    model.down.set_gradient_divide_factor(4.0)
+    equal(finding(model, "gradients-divided").names, ("down.weight", "down.bias"))
+
+
+@on_two_ranks
 def test_what_trains_beside_the_shards_is_named_and_what_is_frozen_is_not() -> None:
     net = Net().to(this_device())
     fully_shard(net.up, mesh=mesh())

@@ -71,6 +71,28 @@ def rounds_through_bfloat16(model: nn.Module, state: State) -> None:
 
 
 @_loads
+def flushes_what_is_subnormal(model: nn.Module, state: State) -> None:
+    smallest = torch.finfo(torch.float32).tiny
+    _load(model, {name: tensor.where(tensor.abs() >= smallest, tensor * 0) for name, tensor in state.items()})
+
+
+@_loads
+def loses_the_sign_of_zero(model: nn.Module, state: State) -> None:
+    _load(model, {name: tensor + 0.0 for name, tensor in state.items()})
+
+
+@_loads
+def replaces_nan(model: nn.Module, state: State) -> None:
+    keep = {"posinf": torch.inf, "neginf": -torch.inf}
+    _load(model, {name: tensor.nan_to_num(nan=0.0, **keep) for name, tensor in state.items()})
+
+
+@_loads
+def replaces_infinity(model: nn.Module, state: State) -> None:
+    _load(model, {name: tensor.nan_to_num(nan=torch.nan) for name, tensor in state.items()})
+
+
+@_loads
 def replaces_the_parameters(model: nn.Module, state: State) -> None:
     _load(model, state)
     model.load_state_dict(dict(model.state_dict()), assign=True)

@@ -81,6 +81,24 @@ def yields_shards(model: nn.Module) -> Any:
     return model.state_dict()
 
 
+def flushes_what_is_subnormal(model: nn.Module) -> Entries:
+    smallest = torch.finfo(torch.float32).tiny
+    return ((name, tensor.where(tensor.abs() >= smallest, tensor * 0)) for name, tensor in honest(model))
+
+
+def loses_the_sign_of_zero(model: nn.Module) -> Entries:
+    return ((name, tensor + 0.0) for name, tensor in honest(model))
+
+
+def replaces_nan(model: nn.Module) -> Entries:
+    keep = {"posinf": torch.inf, "neginf": -torch.inf}
+    return ((name, tensor.nan_to_num(nan=0.0, **keep)) for name, tensor in honest(model))
+
+
+def replaces_infinity(model: nn.Module) -> Entries:
+    return ((name, tensor.nan_to_num(nan=torch.nan)) for name, tensor in honest(model))
+
+
 def keeps_memory(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = dict(honest(model))
     _kept.append(tensors)

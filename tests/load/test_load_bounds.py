@@ -96,18 +96,23 @@ def test_a_mapping_that_makes_its_tensors_when_asked_is_never_held_as_a_whole() 
 
 @everywhere
 def test_the_callers_context_is_the_same_inside_an_iterator_and_afterwards() -> None:
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, bool]] = []
     current = torch.get_device_module(device_type()).current_stream if device_type() != "cpu" else lambda: None
     stream = current()
 
     def source() -> Iterator[tuple[str, torch.Tensor]]:
         for item in other_tensors().items():
-            seen.append((torch.is_grad_enabled(), current() == stream))
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current() == stream))
             yield item
 
     model = fsdp2(new_net())
     load_full_tensors(model, source())
-    assert set(seen) == {(True, True)}
+    assert set(seen) == {(True, False, True)}
+    for mode, wanted in ((torch.no_grad, (False, False, True)), (torch.inference_mode, (False, True, True))):
+        seen.clear()
+        with mode():
+            load_full_tensors(model, source())
+        assert set(seen) == {wanted}
     assert torch.is_grad_enabled()
     assert current() == stream
     assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "frozen" not in name)

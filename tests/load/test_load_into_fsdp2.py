@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,14 @@ from support.loading import (
     other_tensors,
     reusing,
 )
-from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device
+from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_doctor import LoadError, load_full_tensors
+from fsdp_doctor import LoadError, load_full_tensors, load_optimizer_state
 
 SOURCES: dict[str, Callable[[Tensors], Any]] = {
     "mapping of all": lambda tensors: tensors,
@@ -207,16 +208,111 @@ def test_a_model_under_tensor_parallelism_is_filled() -> None:
         assert_same(extracted(model), expected)
 
 
-@on_four
-def test_what_tensor_parallelism_does_not_divide_is_filled_from_each_ranks_own_source() -> None:
-    model = _tensor_parallel(all_of_it=False)
-    expected = {name: torch.randn(shape) for name, shape in {"up.weight": (12, 8), "down.weight": (8, 12)}.items()}
-    expected |= {"norm.weight": torch.arange(8.0), "norm.bias": -torch.arange(8.0)}
-    of_first = of_all_ranks(expected)[0]
-    with raises_soon(LoadError, "give every rank the source", "written nothing"):
-        load_full_tensors(model, on_first(of_first))
-    load_full_tensors(model, of_first)
-    assert_same(extracted(model), of_first)
+def _own_part(full: torch.Tensor, mesh: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
+    """By torch.chunk: tensor parallelism, over the last dim of the mesh, divides first, and FSDP what that leaves."""
+    here = (mesh == this_rank()).nonzero()[0].tolist()
+    for size, place, placement in reversed(list(zip(mesh.shape, here, placements, strict=True))):
+        chunks = [*full.chunk(size, placement.dim), *[full.narrow(placement.dim, 0, 0)] * size]
+        full = chunks[place]
+    return full
+
+
+class _Mixed(nn.Module):
+    """What tensor parallelism divides, and what FSDP alone divides, evenly or not, tied, or small; and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.large = nn.Linear(300, 301)
+        self.head = nn.Linear(8, 23, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(8))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.down(self.up(self.embed(tokens)))) * self.scale
+        return self.head(hidden) + self.large(torch.ones(300, device=hidden.device)).mean() + self.one.sum()
+
+
+def _mixed(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net, mesh = _Mixed(), mesh_over(2, 2)
+    if not options:
+        net.to(this_device())
+    parallelize_module(net, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for part in (net.up, net.large):
+        fully_shard(part, mesh=mesh["outer"], **options)
+    return fully_shard(net, mesh=mesh["outer"], **options)
+
+
+def _assert_filled(model: nn.Module, expected: Tensors) -> None:
+    """Every rank's own shard, bit by bit, by arithmetic of the test's own."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        wanted = _own_part(expected[name], parameter.device_mesh.mesh, parameter.placements)
+        assert torch.equal(local_of(parameter).cpu(), wanted), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer.cpu(), expected[name]), name
+
+
+@on_ranks(Setting("cpu", 4), Setting("emulated", 4))
+def test_rank_0_fills_what_tensor_parallelism_does_not_divide_on_every_rank() -> None:
+    """A tensor that FSDP alone divides is there once for each rank of the tensor parallelism."""
+    torch.manual_seed(1)
+    expected = {name: tensor + 1 for name, tensor in _Mixed().state_dict().items()}
+    policies = [{}] if device_type() == "cpu" else [{}, {"offload_policy": CPUOffloadPolicy()}]
+    for options in policies:
+        for source in (on_first, lambda tensors: on_first(items_of(tensors)), lambda tensors: tensors):
+            for bucket_bytes in (1, BUCKET_BYTES):
+                model = _mixed(**options)
+                meshes = {parameter.device_mesh.ndim for parameter in model.parameters()}
+                assert meshes == {1, 2}
+                load_full_tensors(model, source(expected), bucket_bytes=bucket_bytes)
+                _assert_filled(model, expected)
+        assert_same(extracted(model), expected)
+
+
+@on_ranks(Setting("cpu", 4))
+def test_rank_0_fills_the_optimizer_of_what_tensor_parallelism_does_not_divide() -> None:
+    model = _mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    names = dict(model.named_parameters())
+    entries = {
+        name: {
+            "step": torch.tensor(5.0),
+            **{key: torch.randn(parameter.shape) for key in ("exp_avg", "exp_avg_sq")},
+        }
+        for name, parameter in names.items()
+    }
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    state = of_all_ranks({"state": entries, "param_groups": [{**options, "params": list(names)}]})[0]
+    load_optimizer_state(model, optimizer, on_first(state))
+    for name, parameter in names.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            wanted = _own_part(state["state"][name][key], parameter.device_mesh.mesh, parameter.placements)
+            assert torch.equal(local_of(optimizer.state[parameter][key]), wanted), (name, key)
+
+
+@on_ranks(Setting("cpu", 4))
+def test_rank_0_does_not_fill_what_is_on_a_mesh_that_is_no_part_of_that_of_all() -> None:
+    """As where experts are divided over other ranks than the rest: rank 0 does not know which rank has what."""
+    net = nn.Sequential(OrderedDict(all=nn.Linear(8, 8, bias=False), some=nn.Linear(8, 8, bias=False)))
+    fully_shard(net.all, mesh=mesh_over())
+    half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("groups", "half"))["half"]
+    fully_shard(net.some, mesh=half)
+    expected = {f"{name}.weight": torch.arange(64.0).view(8, 8) + index for index, name in enumerate(("all", "some"))}
+    with raises_soon(LoadError, "some.weight", "written nothing"):
+        load_full_tensors(net, on_first(expected))
+    load_full_tensors(net, expected)
+    for name, parameter in net.named_parameters():
+        wanted = _own_part(expected[name], parameter.device_mesh.mesh, parameter.placements)
+        assert torch.equal(local_of(parameter), wanted)
 
 
 @on_the_device

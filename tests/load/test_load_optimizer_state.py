@@ -75,8 +75,11 @@ def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optim
             left, right = actual.state.get(one, {}), expected.state.get(other, {})
             assert sorted(left) == sorted(right), (sorted(left), sorted(right))
             for key, value in right.items():
-                found, wanted = local_of(left[key]), local_of(value)
                 assert type(left[key]) is type(value), key
+                if not isinstance(value, torch.Tensor):
+                    assert left[key] == value, key
+                    continue
+                found, wanted = local_of(left[key]), local_of(value)
                 assert (found.dtype, found.device, found.shape) == (wanted.dtype, wanted.device, wanted.shape), key
                 assert torch.equal(found, wanted), key
 
@@ -221,6 +224,112 @@ def test_a_state_that_does_not_fit_is_an_error_on_every_rank_and_nothing_is_writ
                 load_optimizer_state(model, one, source(state))
         assert not fresh.state
         assert str(full_state_of(model, optimizer)) == str(untouched)
+
+
+UNUSABLE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "no second moment": lambda entries: entries.pop("exp_avg_sq"),
+    "no step": lambda entries: entries.pop("step"),
+    "a moment more": lambda entries: entries.update(max_exp_avg_sq=entries["exp_avg"].clone()),
+    "a moment that is None": lambda entries: entries.update(exp_avg=None),
+    "a moment that is a number": lambda entries: entries.update(exp_avg=0.5),
+    "a step that is None": lambda entries: entries.update(step=None),
+    "a step that is a text": lambda entries: entries.update(step="3"),
+    "a step for each element": lambda entries: entries.update(step=torch.ones_like(entries["exp_avg"])),
+    "nothing": lambda entries: entries.clear(),
+}
+
+
+@everywhere
+def test_a_state_that_the_optimizer_cannot_step_with_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+    """That of one parameter, of a used optimizer and of a fresh one."""
+    model, optimizer, state = _trained()
+    for spoil, source in itertools.product(UNUSABLE.values(), (on_first, _whole)):
+        spoilt = copy.deepcopy(state)
+        spoil(spoilt["state"]["layers.0.gate"])
+        fresh = adamw(model)
+        for one in (optimizer, fresh):
+            with raises_soon(LoadError, "layers.0.gate", "written nothing"):
+                load_optimizer_state(model, one, source(spoilt))
+        assert not fresh.state
+        assert str(full_state_of(model, optimizer)) == str(state)
+
+
+@everywhere
+def test_what_all_parameters_lack_is_an_error_where_the_optimizer_has_it_or_needs_it() -> None:
+    model, optimizer, state = _trained()
+    for key, others in (("exp_avg_sq", (optimizer,)), ("step", (optimizer, adamw(model)))):
+        spoilt = copy.deepcopy(state)
+        for entries in spoilt["state"].values():
+            del entries[key]
+        for one, source in itertools.product(others, (on_first, _whole)):
+            with raises_soon(LoadError, key, "written nothing"):
+                load_optimizer_state(model, one, source(spoilt))
+
+
+@everywhere
+def test_a_number_of_steps_becomes_what_the_optimizer_has() -> None:
+    model, optimizer, state = _trained()
+    weights = full_state_dict(model, ranks="all")
+    counted = copy.deepcopy(state)
+    for index, entries in enumerate(counted["state"].values()):
+        # As older versions of torch, and other libraries, save it.
+        entries["step"] = (int, float)[index % 2](entries["step"])
+    others = []
+    for used, source in itertools.product((False, True), (on_first, _whole)):
+        other = _sharded2()
+        one = adamw(other)
+        if used:
+            step(other, one, 9)
+        load_full_tensors(other, source(weights))
+        load_optimizer_state(other, one, source(counted))
+        assert_same_state(one, optimizer)
+        others.append((other, one))
+    assert {step(other, one, 5) for other, one in others} == {step(model, optimizer, 5)}
+
+
+class _Counting(torch.optim.Optimizer):
+    """It counts its steps in numbers, as optimizers outside of torch do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+
+
+@everywhere
+def test_an_optimizer_that_counts_in_numbers_goes_on_with_numbers() -> None:
+    model = _sharded2()
+    optimizer = _Counting(p for p in model.parameters() if p.requires_grad)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    state = full_state_of(model, optimizer)
+    for make in (int, float, torch.tensor):
+        for entries in state["state"].values():
+            entries["step"] = make(3)
+        other = _sharded2()
+        used = _Counting(p for p in other.parameters() if p.requires_grad)
+        step(other, used, 9)
+        load_optimizer_state(other, used, on_first(state))
+        assert_same_state(used, optimizer)
+
+
+@everywhere
+def test_other_options_may_come_with_other_state() -> None:
+    model = _sharded2()
+    optimizer = adamw(model, amsgrad=True)
+    step(model, optimizer, 0)
+    state = full_state_of(model, optimizer)
+    other = _sharded2()
+    used = adamw(other)
+    step(other, used, 9)
+    load_optimizer_state(other, used, on_first(state))
+    assert_same_state(used, optimizer)
 
 
 @everywhere

@@ -19,8 +19,12 @@ def values(cases, axis):
     return {getattr(case.scenario, axis) for case in cases}
 
 
+def is_plain(case):
+    return (case.scenario.precision, case.scenario.context) == ("bf16-compute", "ordinary")
+
+
 def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
-    cases = select(Selection(directions=("out",)))
+    cases = [case for case in select(Selection(directions=("out",))) if is_plain(case)]
     expected = {
         (strategy, offload, staging, path.name)
         for strategy in ("fsdp2", "fsdp1")
@@ -38,7 +42,7 @@ def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_st
 
 
 def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_what_only_a_load_has():
-    cases = select(Selection(directions=("in",)))
+    cases = [case for case in select(Selection(directions=("in",))) if is_plain(case)]
     plain = {c for c in cases if c.scenario.init == "materialized" and c.scenario.checkpoint == "exact"}
     assert {c.scenario for c in plain} == {
         Scenario(strategy=strategy, offload=offload, staging=staging, phase="fresh")
@@ -52,6 +56,23 @@ def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_wha
     others = set(cases) - plain
     assert values(others, "init") == {"materialized", "meta"}
     assert values(others, "checkpoint") == set(AXIS["checkpoint"].values)
+
+
+def test_the_default_matrix_has_some_scenarios_without_mixed_precision_and_in_inference_mode_with_paths_in_use():
+    sampled = [case for case in select(Selection()) if not is_plain(case)]
+    assert values(sampled, "precision") == set(AXIS["precision"].values)
+    assert values(sampled, "context") == {"ordinary", "inference"}
+    directions = {(case.scenario.version, find_path(case.path, case.scenario.version).direction) for case in sampled}
+    assert directions == set(itertools.product((1, 2), ("out", "in")))
+    assert all(find_path(case.path, case.scenario.version).used_by for case in sampled)
+
+
+def test_where_values_are_asked_for_every_path_is_tried_and_no_other_precision_or_context():
+    asked = {"strategy": ("fsdp1",), "offload": ("policy",), "staging": ("staged",)}
+    assert all(map(is_plain, select(Selection(axes=asked))))
+    cases = select(Selection(axes={**asked, "precision": ("fp32-compute",)}, directions=("in",)))
+    (scenario,) = {case.scenario for case in cases}
+    assert {case.path for case in cases} == {path.name for path in paths_for(scenario, "in") if not path.is_fix}
 
 
 def test_the_directions_together_are_the_default_matrix():

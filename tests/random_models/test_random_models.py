@@ -24,6 +24,8 @@ import fsdp_doctor
 from random_models.models import Recipe, Strategy, loss_of, make_happen, recipes, shard, tree
 
 _CONTEXTS: tuple[Callable[[], Any], ...] = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
+# Of dozens of models on a machine that does other things, too.
+_SECONDS = 600
 _NUMBER = {"fsdp2": 80, "fsdp1": 60, "fsdp1-orig": 60}
 
 
@@ -157,16 +159,16 @@ def _check(strategy: Strategy) -> None:
             raise AssertionError(f"{recipe} in {context.__name__}: {type(error).__name__}: {error}") from error
 
 
-@on_ranks(Setting("emulated", 2), Setting("cpu", 4))
+@on_ranks(Setting("emulated", 2), Setting("cpu", 4), seconds=_SECONDS)
 def test_every_public_function_is_right_on_random_models_of_fsdp2() -> None:
     _check("fsdp2")
 
 
-@on_ranks(Setting("emulated", 2))
+@on_ranks(Setting("emulated", 2), seconds=_SECONDS)
 def test_every_public_function_is_right_on_random_models_of_fsdp1() -> None:
     _check("fsdp1")
 
 
-@on_ranks(Setting("emulated", 2))
+@on_ranks(Setting("emulated", 2), seconds=_SECONDS)
 def test_every_public_function_is_right_on_random_models_of_fsdp1_with_original_parameters() -> None:
     _check("fsdp1-orig")

@@ -100,6 +100,21 @@ def test_the_script_of_an_entrys_evidence_ends_as_the_catalogue_says(tmp_path: p
     assert run.codes == [0, 0], run.output
 
 
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "fsdp2/none/unstaged/fp32-compute/unshard",
+        "fsdp1/policy/unstaged/fp32-compute/full_state_dict",
+        "fsdp1/none/unstaged/fresh/fp32-compute/rank_files",
+    ],
+)
+def test_a_script_without_mixed_precision_ends_as_the_case_does(tmp_path: pathlib.Path, case_id: str) -> None:
+    text = script(_case(case_id), _OK)
+    assert "MixedPrecision" not in text
+    run = _run(tmp_path, text)
+    assert run.codes == [0, 0], run.output
+
+
 def test_a_script_that_expects_something_else_says_so_and_ends_with_1(tmp_path: pathlib.Path) -> None:
     case = _case("fsdp2/none/unstaged/state_dict.to.full_tensor")
     wrong = Expectation(kind="crash", message="RuntimeError: nothing raises this")

@@ -60,13 +60,13 @@ class Outcome:
 # In the process of pytest
 
 
-def on_ranks(*settings: Setting, last_of_its_ranks: bool = False) -> Callable[[Check], Any]:
-    """``last_of_its_ranks``: the check leaves its ranks as no other can find them."""
+def on_ranks(*settings: Setting, last_of_its_ranks: bool = False, seconds: int | None = None) -> Callable[[Check], Any]:
+    """``last_of_its_ranks``: the check leaves its ranks as no other can find them. ``seconds``: that it may take."""
 
     def decorate(check: Check) -> Any:
         @pytest.mark.parametrize("setting", settings, ids=str)
         def test(setting: Setting, groups: Groups) -> None:
-            groups.run(setting, check, last=last_of_its_ranks)
+            groups.run(setting, check, last=last_of_its_ranks, seconds=seconds)
 
         # Not functools.wraps, through which pytest would look at the check's own parameters.
         test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
@@ -83,10 +83,10 @@ class Groups:
         self._seconds = seconds_of_a_check
         self._running: dict[Setting, _Group] = {}
 
-    def run(self, setting: Setting, check: Check, *, last: bool = False) -> None:
+    def run(self, setting: Setting, check: Check, *, last: bool = False, seconds: int | None = None) -> None:
         if setting not in self._running:
-            self._running[setting] = _Group(setting, self._seconds)
-        outcomes = self._running[setting].run(check)
+            self._running[setting] = _Group(setting)
+        outcomes = self._running[setting].run(check, seconds or self._seconds)
         failed = [f"rank {rank}: {one.text}" for rank, one in enumerate(outcomes) if one.kind == "failed"]
         if failed or last:
             printed = self._end(setting)
@@ -106,14 +106,13 @@ class Groups:
 class _Group:
     """Ranks that wait for a check, run it, and say how it ended."""
 
-    def __init__(self, setting: Setting, seconds_of_a_check: int) -> None:
-        self._seconds = seconds_of_a_check
+    def __init__(self, setting: Setting) -> None:
         if setting.device == "emulated":
             needs_emulation()
         pipes = [multiprocessing.Pipe() for _ in range(setting.ranks)]
         self._ours = [ours for ours, _ in pipes]
         self._stack = contextlib.ExitStack()
-        arguments = [(setting.device, self._seconds, theirs) for _, theirs in pipes]
+        arguments = [(setting.device, theirs) for _, theirs in pipes]
         self._job = self._stack.enter_context(forked.job(_serve, arguments))
 
     def end(self) -> str:
@@ -122,12 +121,12 @@ class _Group:
         self._stack.close()
         return printed
 
-    def run(self, check: Check) -> Sequence[Outcome]:
+    def run(self, check: Check, seconds: int) -> Sequence[Outcome]:
         for rank in self._ours:
             with contextlib.suppress(BrokenPipeError):
-                rank.send((check.__code__.co_filename, check.__name__))
+                rank.send((check.__code__.co_filename, check.__name__, seconds))
         found: dict[int, Outcome] = {}
-        end = time.monotonic() + self._seconds + _GRACE
+        end = time.monotonic() + seconds + _GRACE
         while len(found) < len(self._ours):
             waiting = [rank for rank in range(len(self._ours)) if rank not in found]
             sources = [source for rank in waiting for source in (self._ours[rank], self._job.ranks[rank].sentinel)]
@@ -191,7 +190,7 @@ def of_all_ranks(said: Any) -> list[Any]:
     return everyone
 
 
-def _serve(device: str, seconds_of_a_check: int, commands: Connection) -> None:
+def _serve(device: str, commands: Connection) -> None:
     os.environ["FSDP_DOCTOR_TEST_DEVICE"] = device
     backend = "gloo"
     if device == "emulated":
@@ -203,7 +202,7 @@ def _serve(device: str, seconds_of_a_check: int, commands: Connection) -> None:
         accelerator().set_device(this_rank())
     with contextlib.suppress(EOFError):
         while True:
-            commands.send(_run(*commands.recv(), seconds_of_a_check))
+            commands.send(_run(*commands.recv()))
     # Not the interpreter's own end, which waits for groups that are stuck.
     os._exit(0)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import assert_never
+
+from fsdp_doctor.matrix.axes import Context
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -40,6 +44,42 @@ def called_by_name(function: Callable[..., Any]) -> PathFunction:
     """``function`` called with the model and the arguments that it asks for."""
     names = asked_for(function)
     return lambda given: function(given.model, **{name: getattr(given, name) for name in names})
+
+
+def in_context(context: Context, function: PathFunction) -> PathFunction:
+    """``function`` called in one of torch's contexts, in which what it returns is iterated over, too, if it is lazy.
+
+    What is done with an entry, between it and the next one, is outside.
+    """
+    match context:
+        case "ordinary":
+            return function
+        case "no_grad":
+            entered: Callable[[], contextlib.AbstractContextManager[Any]] = torch.no_grad
+        case "inference":
+            entered = torch.inference_mode
+        case _:
+            assert_never(context)
+
+    def call(given: PathArguments) -> Any:
+        with entered():
+            result = function(given)
+        return _iterated_in(entered, result) if isinstance(result, Iterator) else result
+
+    return call
+
+
+def _iterated_in(
+    entered: Callable[[], contextlib.AbstractContextManager[Any]], entries: Iterator[Any]
+) -> Iterator[Any]:
+    while True:
+        with entered():
+            try:
+                entry = next(entries)
+            except StopIteration:
+                return
+        yield entry
+        del entry
 
 
 def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:

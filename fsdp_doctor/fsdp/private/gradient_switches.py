@@ -17,13 +17,14 @@ class GradientSwitches:
 
     synchronizes: whether a backward reduces its gradients. all_reduces: over the replicas, too.
     ends: whether a backward is the last before the optimizer's step, at whose end torch waits for what it has reduced.
-    divided_by: None where a gradient is the mean over all ranks, the text of another divisor where one was set.
+    divided_by: the text of what a gradient is divided by, where that was set. num_ranks: of its mesh, torch's divisor.
     """
 
     synchronizes: bool = True
     all_reduces: bool = True
     ends: bool = True
     divided_by: str | None = None
+    num_ranks: int = 1
 
 
 def fsdp2_switches(state: Any) -> GradientSwitches:
@@ -34,6 +35,7 @@ def fsdp2_switches(state: Any) -> GradientSwitches:
         all_reduces=all(get(group, "all_reduce_grads") for group in groups if _replicates(group)),
         ends=get(get(state, "_state_ctx"), "is_last_backward"),
         divided_by=next(filter(None, map(_divisor, groups)), None),
+        num_ranks=max((get(group, "mesh_info").mesh.size() for group in groups), default=1),
     )
 
 
@@ -52,4 +54,4 @@ def _divisor(group: Any) -> str | None:
     factor = getattr(group, "gradient_divide_factor", None)
     if factor is None:
         return "another factor" if getattr(group, "reduce_scatter_reduce_op", None) is not None else None
-    return f"{factor:g}" if factor != get(group, "mesh_info").mesh.size() else None
+    return f"{factor:g}"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -161,13 +161,60 @@ def replaced_parameters(state: Any) -> list[tuple[nn.Module, str]]:
     places: list[tuple[nn.Module, str]] = []
     for group in fsdp2_groups(state):
         for parameter in group.fsdp_params:
-            own = [getattr(parameter, name, None) for name in ("sharded_param", *_SHOWN_IN_ITS_PLACE)]
             info = get(parameter, "_module_info")
+            if not info.shared_modules and info.module._parameters.get(info.param_name) is parameter.sharded_param:
+                continue
+            own = [getattr(parameter, name, None) for name in ("sharded_param", *_SHOWN_IN_ITS_PLACE)]
             modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
             for module, name in zip(modules, names, strict=True):
                 if not any(getattr(module, name, None) is one for one in own):
                     places.append((module, name))
     return places
+
+
+def moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
+    """(its FSDPParam, a sharded parameter whose memory is not what an FSDP2 module gathers from).
+
+    ``state``: its ``FSDPState``. ``FSDPParam._sharded_param_data`` is what it gathers, padded, and the parameter's
+    shard a part of it. A unit looks for it anew in ``Module._apply``, in a load and at its first forward
+    (``FSDPParamGroup._reset_sharded_params``), so memory that a parameter is given by ``torch.utils.swap_tensors``, or
+    as ``_local_tensor``, is not used. A shard of another class is asked for what is gathered itself.
+    """
+    found = []
+    for group in fsdp2_groups(state):
+        if get(group, "_reset_sharded_params"):
+            for held in group.fsdp_params[:1]:
+                get(held, "_sharded_param_data"), get(held, "sharded_param")
+            # There may be a hundred thousand, which each extraction looks at.
+            for held in group.fsdp_params:
+                local = held.sharded_param._local_tensor
+                if local.data_ptr() != held._sharded_param_data.data_ptr() and local.numel():
+                    found.append((held, held.sharded_param))
+    return [(held, parameter) for held, parameter in found if type(local_tensor(parameter)) is torch.Tensor]
+
+
+def can_follow(held: Any) -> bool:
+    """Whether an ``FSDPParam`` can gather from the memory that its parameter has now.
+
+    That is, whether the parameter is placed as it was when it was sharded (``_sharding_spec``), in the same dtype
+    (``orig_dtype``).
+    """
+    parameter, spec = get(held, "sharded_param"), get(held, "_sharding_spec")
+    is_placed = (parameter.device_mesh, parameter.placements, parameter.shape) == (
+        spec.mesh,
+        spec.placements,
+        spec.shape,
+    )
+    return is_placed and parameter.dtype == get(held, "orig_dtype") and bool(local_tensor(parameter).is_contiguous())
+
+
+def follow_moved(state: Any) -> None:
+    """Makes an FSDP2 module gather from the memory that its parameters have now: ``FSDPParam.reset_sharded_param``.
+
+    As a ``load_state_dict`` of the whole model does, for which torch calls it. It also pads and pins.
+    """
+    for held, _ in moved_parameters(state):
+        get(held, "reset_sharded_param")()
 
 
 def recast_parameters(state: Any) -> list[nn.Parameter]:
@@ -206,6 +253,12 @@ def fsdp2_unit(state: Any) -> tuple[torch.device, OffloadPolicy, bool] | None:
     for group in fsdp2_groups(state):
         return get(group, "device"), get(group, "offload_policy"), get(state, "_is_root") is not None
     return None
+
+
+def fsdp2_precision(state: Any) -> MixedPrecisionPolicy:
+    """``FSDPState._mp_policy``: no public name says with which mixed precision a module was sharded."""
+    policy: MixedPrecisionPolicy = get(state, "_mp_policy")
+    return policy
 
 
 def follow_materialized(state: Any, parameter: nn.Parameter) -> None:

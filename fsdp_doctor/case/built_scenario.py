@@ -1,0 +1,356 @@
+"""Whether a model is what the id of its scenario says: facts read from it are held against those that are asked for.
+
+The two sides share nothing with each other or with the code that builds: what is found is read from the model, the
+optimizer and the process group, what is asked for follows from the words of the id alone. Only metadata is read, so
+nothing waits for a copy in flight; no collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from typing_extensions import assert_never
+
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.reader import HeldModel
+from fsdp_doctor.matrix.axes import Model
+from fsdp_doctor.matrix.cases import Scenario
+
+UnitKind: TypeAlias = Literal["root", "decoder layer", "embedding", "adapter", "other"]
+# By dim of a mesh: whether it replicates or shards, and over how many ranks.
+Spread: TypeAlias = tuple[tuple[Literal["replicated", "sharded"], int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltFacts:
+    """What a scenario is; None of what is asked for where it does not matter, and of what is found where it is absent.
+
+    units: how many FSDP modules there are of each kind. spreads: over which ranks parameters are replicated and
+    sharded. groups: how many process groups that is.
+    policy: of the offload, ``pinned`` or ``unpinned`` where it says whether it pins.
+    casts_to, reduces_in: of the mixed precision. dtypes: of the parameters.
+    shards_on, shown_on: device types of the parameters' shards, and those that the parameters report.
+    pinned: whether the shards in host memory are pinned. moments_on: device types of the optimizer's state, without
+    its step counters. has_stepped: whether the optimizer has a state.
+    model: the class of the model. backends: by device type. ranks: how many there are.
+    """
+
+    strategy: Literal["fsdp2", "fsdp1", "fsdp1-orig", "several", "none"] | None = None
+    units: Mapping[UnitKind, int] | None = None
+    spreads: frozenset[Spread] | None = None
+    groups: int | None = None
+    policy: frozenset[Literal["none", "cpu", "pinned", "unpinned"]] | None = None
+    casts_to: frozenset[torch.dtype | None] | None = None
+    reduces_in: frozenset[torch.dtype | None] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    shards_on: frozenset[str] | None = None
+    shown_on: frozenset[str] | None = None
+    pinned: frozenset[bool] | None = None
+    moments_on: frozenset[str] | None = None
+    has_stepped: bool | None = None
+    model: str | None = None
+    is_tied: bool | None = None
+    has_adapters: bool | None = None
+    has_buffers: bool | None = None
+    has_even_vocabulary: bool | None = None
+    backends: Mapping[str, str] | None = None
+    ranks: int | None = None
+
+
+class NotAsNamed(Exception):
+    """A scenario was built otherwise than its id says: no verdict about torch."""
+
+
+def mismatches(found: BuiltFacts, asked: BuiltFacts) -> list[str]:
+    """One sentence for each fact that is asked for and was not found, which begins with the name of the fact."""
+    return [
+        f"{field.name}: {_in_words(getattr(found, field.name))} where {_in_words(wanted)} was asked for"
+        for field in dataclasses.fields(BuiltFacts)
+        if (wanted := getattr(asked, field.name)) is not None and getattr(found, field.name) != wanted
+    ]
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, *, device: str, ranks: int) -> None:
+    """Raises NotAsNamed if the model, in the state in which a path meets it, is not what the id says.
+
+    device: the type of the compute device. ranks: how many the run was asked to have. Local to a rank.
+    """
+    different = mismatches(facts_of(model, optimizer), asked_for(scenario, device=device, ranks=ranks))
+    if different:
+        raise NotAsNamed(f"{scenario.id} was built otherwise than its id says: {'; '.join(different)}")
+
+
+# What is found
+
+
+def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts:
+    """Read from a sharded model in any state, its optimizer, and the default process group."""
+    held = reader.read(model)
+    names = {name for every in held.all_names() for name in every}
+    parameters = list(_parameters(held))
+    locals_ = [private.local_tensor(parameter) for parameter in parameters]
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    moments = [private.local_tensor(value) for value in state if isinstance(value, torch.Tensor) and value.ndim]
+    plain = model.module if isinstance(model, FullyShardedDataParallel) else model
+    text = _text_config(plain)
+    on_host = [local for local in locals_ if local.device.type == "cpu" and local.numel()]
+    return BuiltFacts(
+        strategy=_strategy(held),
+        units=Counter(_unit_kinds(model)),
+        spreads=frozenset(_spreads(held)),
+        groups=len({id(group) for group in _groups(held)}),
+        policy=frozenset(_policies(held)),
+        casts_to=frozenset(param for param, _ in _precisions(held)),
+        reduces_in=frozenset(reduce for _, reduce in _precisions(held)),
+        dtypes=frozenset(parameter.dtype for parameter in parameters),
+        shards_on=frozenset(local.device.type for local in locals_),
+        shown_on=frozenset(parameter.device.type for parameter in parameters),
+        pinned=frozenset(local.is_pinned() for local in on_host),
+        moments_on=frozenset(moment.device.type for moment in moments),
+        has_stepped=bool(state),
+        model=_class_name(plain),
+        is_tied=any(len(every) > 1 for every in held.all_names()),
+        has_adapters=any(".lora_" in name for name in names),
+        has_buffers=bool(held.buffers),
+        has_even_vocabulary=text.vocab_size % 2 == 0 if text is not None else None,
+        backends=_backends(),
+        ranks=dist.get_world_size(),
+    )
+
+
+def _parameters(held: HeldModel) -> Iterator[torch.Tensor]:
+    yield from (unit.flat_parameter for unit in held.fsdp1_units)
+    yield from (parameter.tensor for parameter in held.parameters)
+
+
+def _strategy(held: HeldModel) -> Literal["fsdp2", "fsdp1", "fsdp1-orig", "several", "none"]:
+    found: set[Literal["fsdp2", "fsdp1", "fsdp1-orig"]] = {
+        "fsdp1-orig" if unit.keeps_originals else "fsdp1" for unit in held.fsdp1_units
+    }
+    found |= {"fsdp2"} if held.fsdp2_units else set()
+    if len(found) > 1:
+        return "several"
+    return found.pop() if found else "none"
+
+
+def _unit_kinds(model: nn.Module) -> Iterator[UnitKind]:
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule | FullyShardedDataParallel):
+            continue
+        inner: Any = module.module if isinstance(module, FullyShardedDataParallel) else module
+        if module is model:
+            yield "root"
+        elif ".lora_" in name:
+            yield "adapter"
+        elif isinstance(inner, nn.Embedding):
+            yield "embedding"
+        else:
+            yield "decoder layer" if _class_name(inner).endswith("DecoderLayer") else "other"
+
+
+def _spreads(held: HeldModel) -> Iterator[Spread]:
+    for parameter in held.parameters:
+        tensor = parameter.tensor
+        if isinstance(tensor, DTensor):
+            shape = tensor.device_mesh.mesh.shape
+            yield tuple(
+                ("replicated" if placement.is_replicate() else "sharded", int(size))
+                for placement, size in zip(tensor.placements, shape, strict=True)
+            )
+    for unit in held.fsdp1_units:
+        replicas = unit.replica_group
+        sharded: Spread = (("sharded", unit.group.size()),)
+        yield sharded if replicas is None else (("replicated", replicas.size()), *sharded)
+
+
+def _groups(held: HeldModel) -> Iterator[Any]:
+    for parameter in held.parameters:
+        if isinstance(parameter.tensor, DTensor):
+            yield from parameter.tensor.device_mesh.get_all_groups()
+    yield from (unit.group for unit in held.fsdp1_units)
+
+
+def _policies(held: HeldModel) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
+    for unit in held.fsdp2_units:
+        if isinstance(unit.policy, CPUOffloadPolicy):
+            yield "pinned" if unit.policy.pin_memory else "unpinned"
+        else:
+            yield "none"
+    yield from ("cpu" if unit.offloads else "none" for unit in held.fsdp1_units)
+
+
+def _precisions(held: HeldModel) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
+    for unit in held.fsdp2_units:
+        yield unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype
+    for flat_unit in held.fsdp1_units:
+        precision: Any = flat_unit.module.mixed_precision
+        yield precision.param_dtype, precision.reduce_dtype
+
+
+def _class_name(module: nn.Module) -> str:
+    """Of the model that was given to FSDP and to peft: fully_shard puts its name before that of the class."""
+    get_base_model = getattr(module, "get_base_model", None)
+    base = get_base_model() if get_base_model is not None else module
+    return type(base).__name__.removeprefix("FSDP").removeprefix("Replicate")
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if config is not None else None
+
+
+def _backends() -> dict[str, str]:
+    """The backend of the default process group by device type."""
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+
+
+def _in_words(fact: Any) -> str:
+    if isinstance(fact, frozenset):
+        return " and ".join(sorted(map(str, fact))) or "nothing"
+    return ", ".join(f"{many} {what}" for what, many in fact.items()) if isinstance(fact, Counter) else str(fact)
+
+
+# What is asked for
+
+_LAYERS = 2
+_ADAPTED_LINEARS = 7
+_CLASSES: dict[Model, str] = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3-tied": "Qwen3ForCausalLM",
+    "qwen3-buffers": "Qwen3ForCausalLM",
+    "qwen3-lora": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
+}
+
+
+def asked_for(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
+    """What the id of a scenario says of the state in which a path meets the model.
+
+    device: the type of the compute device. ranks: how many the run was asked to have. Of a model of the user's own
+    what follows from its configuration is not asked for.
+    """
+    built_in = scenario.model != "custom"
+    casts = scenario.precision == "bf16-compute"
+    return BuiltFacts(
+        strategy=scenario.strategy,
+        units=_units_asked_for(scenario) if built_in else None,
+        spreads=_spreads_asked_for(scenario, ranks),
+        groups=_groups_asked_for(scenario),
+        policy=frozenset({_policy_asked_for(scenario, device)}),
+        casts_to=frozenset({torch.bfloat16 if casts else None}),
+        reduces_in=frozenset({torch.float32 if casts else None}),
+        dtypes=frozenset({torch.bfloat16 if scenario.checkpoint == "fp32" else torch.float32}),
+        shards_on=_shards_asked_on(scenario, device),
+        shown_on=frozenset({device}) if scenario.staging == "staged" and scenario.version == 2 else None,
+        pinned=_pinned_asked_for(scenario, device),
+        moments_on=_moments_asked_on(scenario, device),
+        has_stepped=scenario.phase == "trained",
+        model=_CLASSES[scenario.model] if built_in else None,
+        is_tied=scenario.model == "qwen3-tied" if built_in else None,
+        has_adapters=scenario.model == "qwen3-lora" if built_in else None,
+        has_buffers=scenario.model == "qwen3-buffers" if built_in else None,
+        has_even_vocabulary=scenario.dims == "even" if built_in else None,
+        backends=_backends_asked_for(scenario, device),
+        ranks=ranks,
+    )
+
+
+def _units_asked_for(scenario: Scenario) -> Counter[UnitKind]:
+    units: Counter[UnitKind] = Counter({"root": 1, "decoder layer": _LAYERS})
+    if scenario.version == 2 and scenario.model != "qwen3-tied":
+        units["embedding"] = 1
+    if scenario.version == 1 and scenario.model == "qwen3-lora":
+        units["adapter"] = 2 * _ADAPTED_LINEARS * _LAYERS
+    return units
+
+
+def _spreads_asked_for(scenario: Scenario, ranks: int) -> frozenset[Spread]:
+    match scenario.sharding:
+        case "full" | "experts":
+            return frozenset({(("sharded", ranks),)})
+        case "hsdp":
+            return frozenset({(("replicated", ranks // 2), ("sharded", 2))})
+        case "size1":
+            return frozenset({(("replicated", ranks), ("sharded", 1))})
+        case "replicate":
+            return frozenset({(("replicated", ranks),)})
+        case "tp":
+            alone: Spread = (("sharded", ranks // 2),)
+            return frozenset({alone, (*alone, ("sharded", 2))})
+        case _:
+            assert_never(scenario.sharding)
+
+
+def _groups_asked_for(scenario: Scenario) -> int | None:
+    match scenario.sharding:
+        case "full" | "replicate":
+            return 1
+        case "experts":
+            return 2
+        case "hsdp" | "size1":
+            return 2 if scenario.version == 2 else 1
+        case "tp":
+            return None
+        case _:
+            assert_never(scenario.sharding)
+
+
+def _policy_asked_for(scenario: Scenario, device: str) -> Literal["none", "cpu", "pinned", "unpinned"]:
+    if not scenario.policy:
+        return "none"
+    if scenario.version == 1:
+        return "cpu"
+    # Without an accelerator there is nothing to pin memory for.
+    return "pinned" if scenario.pinning == "pinned" and device != "cpu" else "unpinned"
+
+
+def _shards_asked_on(scenario: Scenario, device: str) -> frozenset[str] | None:
+    if scenario.init == "meta":
+        return frozenset({"meta"})
+    if scenario.policy:
+        # What a model.to(device) under CPUOffloadPolicy does to the shards is torch's affair.
+        return None if scenario.version == 2 and scenario.staging == "staged" else frozenset({"cpu"})
+    return frozenset({"cpu" if scenario.param_offload and scenario.staging == "unstaged" else device})
+
+
+def _pinned_asked_for(scenario: Scenario, device: str) -> frozenset[bool] | None:
+    on = _shards_asked_on(scenario, device)
+    if device == "cpu" or on != frozenset({"cpu"}):
+        return frozenset() if on == frozenset({device}) != frozenset({"cpu"}) else None
+    if scenario.policy and scenario.version == 2:
+        return frozenset({scenario.pinning == "pinned"})
+    if scenario.policy:
+        # FSDP1 pins when it first runs.
+        return frozenset({True}) if scenario.phase == "trained" else None
+    return frozenset({False}) if scenario.transfer == "blocking" else None
+
+
+def _moments_asked_on(scenario: Scenario, device: str) -> frozenset[str]:
+    if scenario.phase == "fresh":
+        return frozenset()
+    return frozenset({"cpu" if scenario.policy or scenario.optimizer_offload else device})
+
+
+def _backends_asked_for(scenario: Scenario, device: str) -> dict[str, str] | None:
+    if device == "cpu":
+        # torch lists gloo for accelerators that are not there, too.
+        return None
+    of_device = {device: dist.get_default_backend_for_device(device)}
+    match scenario.backend:
+        case "mixed":
+            return {"cpu": "gloo"} | of_device
+        case "device-only":
+            return of_device
+        case _:
+            assert_never(scenario.backend)

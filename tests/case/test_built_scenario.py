@@ -1,0 +1,133 @@
+"""A model that is not what the id of its scenario says is noticed, each fact by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+
+import pytest
+import torch
+from program import probe, user_paths
+from support.ranks import Setting, on_ranks, this_device, this_rank, world_size
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_doctor.case.built_scenario import BuiltFacts, NotAsNamed, asked_for, check, facts_of, mismatches
+from fsdp_doctor.case.runtime import Runtime, of_present_group
+from fsdp_doctor.case.trainer import Start, Trainer
+from fsdp_doctor.fsdp import private
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.cases import Scenario
+
+_TWO = Setting("emulated", 2)
+_PLAIN = Scenario(strategy="fsdp2", offload="none", staging="unstaged")
+_UNDER_POLICY = _PLAIN.changed(offload="policy")
+# What is built, what is asked for, and the facts in which the two differ.
+_OTHERWISE: tuple[tuple[Scenario, Scenario, set[str]], ...] = (
+    (_PLAIN.changed(strategy="fsdp1"), _PLAIN.changed(strategy="fsdp1-orig"), {"strategy"}),
+    (_PLAIN.changed(strategy="fsdp1"), _PLAIN, {"strategy", "units"}),
+    (_PLAIN.changed(model="qwen3-tied"), _PLAIN, {"units", "is_tied"}),
+    (_PLAIN.changed(sharding="size1"), _PLAIN, {"spreads", "groups"}),
+    (_PLAIN, _UNDER_POLICY, {"policy", "shards_on", "moments_on", "pinned"}),
+    (_UNDER_POLICY.changed(pinning="unpinned"), _UNDER_POLICY, {"policy", "pinned"}),
+    (_PLAIN.changed(precision="fp32-compute"), _PLAIN, {"casts_to", "reduces_in"}),
+    (
+        _PLAIN.changed(strategy="fsdp1", precision="fp32-compute"),
+        _PLAIN.changed(strategy="fsdp1"),
+        {"casts_to", "reduces_in"},
+    ),
+    (_PLAIN.changed(checkpoint="fp32"), _PLAIN, {"dtypes"}),
+    (_PLAIN, _PLAIN.changed(offload="optimizer"), {"moments_on"}),
+    (_PLAIN, _PLAIN.changed(offload="param"), {"shards_on", "pinned"}),
+    (_PLAIN.changed(strategy="fsdp1"), _PLAIN.changed(strategy="fsdp1", offload="param"), {"shards_on", "pinned"}),
+    (
+        _PLAIN.changed(offload="param"),
+        _PLAIN.changed(offload="param", staging="staged"),
+        {"shards_on", "shown_on", "pinned"},
+    ),
+    (_UNDER_POLICY, _UNDER_POLICY.changed(staging="staged"), {"shown_on"}),
+    (_PLAIN, _PLAIN.changed(phase="fresh"), {"has_stepped", "moments_on"}),
+    (_PLAIN.changed(phase="fresh"), _PLAIN.changed(phase="fresh", init="meta"), {"shards_on"}),
+    (_PLAIN.changed(model="qwen2"), _PLAIN, {"model"}),
+    (_PLAIN.changed(model="qwen3-buffers"), _PLAIN, {"has_buffers"}),
+    (_PLAIN.changed(model="qwen3-lora"), _PLAIN, {"has_adapters"}),
+    (_PLAIN.changed(dims="uneven"), _PLAIN, {"has_even_vocabulary"}),
+    (_PLAIN, _PLAIN.changed(backend="device-only"), {"backends"}),
+)
+
+
+@functools.cache
+def _runtime() -> Runtime:
+    place = Place(rank=this_rank(), world_size=world_size(), local_rank=this_rank(), num_nodes=1)
+    return of_present_group(place, this_device(), pathlib.Path("/nowhere"))
+
+
+def _in_its_state(scenario: Scenario) -> Trainer:
+    trainer = Trainer(scenario, _runtime(), start=Start(weights="meta" if scenario.init == "meta" else "own"))
+    if scenario.phase == "trained":
+        trainer.step()
+        trainer.resume()
+    trainer.offload()
+    if scenario.staging == "staged":
+        trainer.stage()
+    return trainer
+
+
+def _named(trainer: Trainer, scenario: Scenario) -> set[str]:
+    asked = asked_for(scenario, device="emulated", ranks=world_size())
+    found = mismatches(facts_of(trainer.model, trainer.optimizer), asked)
+    return {sentence.partition(":")[0] for sentence in found}
+
+
+@on_ranks(_TWO)
+def test_what_is_built_otherwise_than_its_id_says_is_noticed_by_the_name_of_each_fact() -> None:
+    named = [_named(_in_its_state(built), asked) for built, asked, _ in _OTHERWISE]
+    assert named == [facts for _, _, facts in _OTHERWISE]
+
+
+@on_ranks(_TWO)
+def test_what_is_built_as_its_id_says_differs_in_nothing() -> None:
+    scenarios = dict.fromkeys(scenario for built, asked, _ in _OTHERWISE for scenario in (built, asked))
+    # The process group of this test is one for all of them.
+    named = {one.id: _named(_in_its_state(one), one) for one in scenarios if one.backend == "mixed"}
+    assert not any(named.values()), named
+
+
+@on_ranks(_TWO)
+def test_experts_on_no_mesh_of_their_own_and_another_number_of_ranks_are_noticed() -> None:
+    trainer = _in_its_state(_PLAIN.changed(model="qwen3-moe"))
+    if private.has_placements_on_meshes():
+        assert _named(trainer, _PLAIN.changed(model="qwen3-moe", sharding="experts")) == {"groups"}
+    with pytest.raises(NotAsNamed, match=r"spreads: .* ranks: 2 where 3 was asked for"):
+        check(trainer.model, trainer.optimizer, trainer.scenario, device="emulated", ranks=3)
+
+
+@on_ranks(_TWO)
+def test_a_model_of_anybodys_is_held_against_facts_that_are_asked_for_alone() -> None:
+    """As a framework's: that its key was ignored, and nothing else, is what it says."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(this_device())
+    optimizer = torch.optim.AdamW(fully_shard(model).parameters())
+    found = facts_of(model, optimizer)
+    assert mismatches(found, BuiltFacts(strategy="fsdp2", policy=frozenset({"none"}), has_stepped=False)) == []
+    (sentence,) = mismatches(found, BuiltFacts(strategy="fsdp1-orig", policy=frozenset({"none"})))
+    assert sentence.split() == ["strategy:", "fsdp2", "where", "fsdp1-orig", "was", "asked", "for"]
+
+
+def test_every_fact_can_be_asked_for_by_an_id() -> None:
+    asked = [asked_for(one, device="cuda", ranks=2) for one in (_PLAIN, _PLAIN.changed(staging="staged"))]
+    fields = [field.name for field in dataclasses.fields(BuiltFacts)]
+    assert [name for name in fields if all(getattr(one, name) is None for one in asked)] == []
+
+
+def test_an_offload_that_does_nothing_is_no_verdict_about_a_method(tmp_path: pathlib.Path) -> None:
+    run = probe(
+        tmp_path,
+        *("--strategy", "fsdp2", "--offload", "param", "--staging", "unstaged", "--direction", "out"),
+        *user_paths("misbuilt:honest"),
+        *("-k", "misbuilt"),
+        device="emulated",
+    )
+    verdict = run.result("misbuilt:honest").verdict
+    assert verdict.kind == "lost", verdict
+    assert "shards_on: emulated where cpu was asked for" in verdict.reason

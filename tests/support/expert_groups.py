@@ -1,0 +1,137 @@
+"""A model of four ranks whose experts two groups of ranks have, each half of them, in every way to shard them."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from support.extraction import Tensors
+from support.ranks import Setting, device_type, on_ranks, this_device, this_rank, world_size
+
+on_four_devices = on_ranks(Setting("emulated", 4))
+
+NUM_EXPERTS, WIDTH, HIDDEN = 8, 4, 6
+NAME = "experts.up"
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(count, WIDTH, HIDDEN))
+
+
+def moe(count: int) -> nn.Module:
+    """Its norm and its router have the same values on all ranks, its experts none."""
+    torch.manual_seed(0)
+    parts = {
+        "norm": nn.LayerNorm(WIDTH),
+        "router": nn.Linear(WIDTH, NUM_EXPERTS, bias=False),
+        "experts": Experts(count),
+    }
+    return nn.Sequential(OrderedDict(parts)).to(this_device())
+
+
+def reference() -> Tensors:
+    """All experts."""
+    generator = torch.Generator().manual_seed(3)
+    return {name: t.cpu().clone() for name, t in moe(NUM_EXPERTS).state_dict().items()} | {
+        NAME: torch.randn(NUM_EXPERTS, WIDTH, HIDDEN, generator=generator)
+    }
+
+
+def half_of(group: int) -> Tensors:
+    """With the experts of one of the two groups."""
+    every = reference()
+    return every | {NAME: every[NAME].chunk(2)[group]}
+
+
+@functools.cache
+def world() -> DeviceMesh:
+    return init_device_mesh(device_type(), (world_size(),), mesh_dim_names=("fsdp",))
+
+
+@functools.cache
+def grid(*names: str) -> DeviceMesh:
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=names)
+
+
+@functools.cache
+def mesh_apart(*groups: tuple[int, ...]) -> DeviceMesh:
+    """Of this rank's group, a slice of no other mesh."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+    own = next(ranks for ranks in groups if this_rank() in ranks)
+    return DeviceMesh.from_group(made[own], device_type(), list(own), mesh_dim_names=("efsdp",))
+
+
+def group_of(groups: tuple[tuple[int, ...], ...]) -> int:
+    """This rank's."""
+    return next(index for index, ranks in enumerate(groups) if this_rank() in ranks)
+
+
+def _with_half(group: int) -> Any:
+    model = moe(NUM_EXPERTS // 2)
+    model.load_state_dict(half_of(group))
+    return model
+
+
+def over(mesh: DeviceMesh, groups: tuple[tuple[int, ...], ...]) -> nn.Module:
+    """The experts are sharded over a mesh of this rank's group, the rest over all ranks."""
+    model = _with_half(group_of(groups))
+    fully_shard(model.experts, mesh=mesh)
+    return fully_shard(model, mesh=world())
+
+
+NEIGHBOURS, EVERY_OTHER = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+# Each with the groups of ranks. By its mesh, nothing is known of the other group's.
+ON_MESHES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[], nn.Module]]] = {
+    "neighbours": (NEIGHBOURS, lambda: over(mesh_apart(*NEIGHBOURS), NEIGHBOURS)),
+    "every other": (EVERY_OTHER, lambda: over(mesh_apart(*EVERY_OTHER), EVERY_OTHER)),
+    "rows of a mesh": (NEIGHBOURS, lambda: over(grid("ep", "efsdp")["efsdp"], NEIGHBOURS)),
+    "columns of a mesh": (EVERY_OTHER, lambda: over(grid("efsdp", "ep")["efsdp"], EVERY_OTHER)),
+    "beside tensor parallelism": (EVERY_OTHER, lambda: tensor_parallel(EVERY_OTHER, grid("efsdp", "ep")["efsdp"])),
+    "fsdp1": (EVERY_OTHER, lambda: _fsdp1()),
+}
+
+
+def plain() -> nn.Module:
+    """FSDP ignores the experts."""
+    model = _with_half(group_of(EVERY_OTHER))
+    return fully_shard(model, mesh=world(), ignored_params=set(model.experts.parameters()))
+
+
+def tensor_parallel(groups: tuple[tuple[int, ...], ...], mesh: DeviceMesh | None = None) -> nn.Module:
+    """The router over both dims of a mesh; the norm over one dim, and the experts, unless another mesh is given."""
+    model = _with_half(group_of(groups))
+    parallelize_module(model, grid("fsdp", "tp")["tp"], {"router": ColwiseParallel()})
+    if mesh is not None:
+        fully_shard(model.experts, mesh=mesh)
+    return fully_shard(model, mesh=grid("fsdp", "tp")["fsdp"])
+
+
+def _fsdp1() -> nn.Module:
+    model = _with_half(group_of(EVERY_OTHER))
+    options: dict[str, Any] = {"device_id": this_device(), "use_orig_params": True}
+    group = mesh_apart(*EVERY_OTHER).get_group()
+    model.experts = FullyShardedDataParallel(model.experts, process_group=group, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def distributed() -> nn.Module:
+    """All experts, divided over one dim of a mesh and, by FSDP, over the other."""
+    model: Any = moe(NUM_EXPERTS)
+    model.load_state_dict(reference())
+    mesh = grid("efsdp", "ep")
+    model.experts.up = nn.Parameter(distribute_tensor(model.experts.up.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(model.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: Shard(1))
+    return fully_shard(model, mesh=world())
