@@ -42,6 +42,11 @@ dist: $(INSTALLED)
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
+# The documentation as a site, in build/site. A page that is not in the navigation, and a link that leads nowhere, is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 

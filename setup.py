@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import posixpath
 import re
 import sys
 
@@ -17,21 +18,26 @@ _ROOT = pathlib.Path(__file__).resolve().parent
 _LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!#)([^):\s]+)\)")
 
 
-def repository() -> str:
-    """The address of the repository, as pyproject.toml names it."""
+def project_urls() -> dict[str, str]:
+    """The addresses of the project, which pyproject.toml names."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return str(project["urls"]["Source"])
+    return dict(project["urls"])
 
 
-def with_links_to(tree: str, markdown: str) -> str:
-    """``markdown`` with each relative link leading into the repository.
+def with_links_to(tree: str, markdown: str, page: str, published: str | None = None) -> str:
+    """``markdown`` with its relative links leading into the repository.
 
-    tree: a branch or a tag. Pictures lead to the file itself, other links to the page that GitHub has of it.
+    tree: a branch or a tag. page: the file that the links are relative to. published: a directory; links within it stay
+    as they are. Pictures lead to the file itself, other links to the page that GitHub has of it.
     """
+    repository = project_urls()["Source"]
 
     def absolute(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[3]))
+        if published is not None and target.startswith(f"{published}/"):
+            return link[0]
         kind = "raw" if link[1] else "blob"
-        return f"{link[1]}{link[2]}{repository()}/{kind}/{tree}/{link[3]})"
+        return f"{link[1]}{link[2]}{repository}/{kind}/{tree}/{target})"
 
     return _LINK.sub(absolute, markdown)
 
@@ -42,7 +48,8 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
     setup(
-        long_description=with_links_to(f"v{_version()}", (_ROOT / "README.md").read_text(encoding="utf-8")),
+        long_description=with_links_to(f"v{_version()}", readme, page="README.md"),
         long_description_content_type="text/markdown",
     )

@@ -18,7 +18,6 @@ from program import Run, run
 from support.places import ROOT, TESTS
 
 from fsdp_doctor.cli.app import app
-from fsdp_doctor.versions.installing import own_requirements
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,9 +26,7 @@ else:
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _VERSIONS = re.findall(r"Python :: (3\.\d+)", "\n".join(_PROJECT["classifiers"]))
-_NEEDED = sorted(
-    {text for text in own_requirements() if Requirement(text).name not in ("torch", "transformers")} | {"tomli"}
-)
+_NEEDED = [text for text in _PROJECT["dependencies"] if Requirement(text).name not in ("torch", "transformers")]
 _INSTALL_SECONDS = "60"
 
 

@@ -19,7 +19,6 @@ from support.wheels import index_with_torch
 
 import fsdp_doctor
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.versions.installing import own_requirements
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,6 +27,7 @@ else:
 
 pytestmark = pytest.mark.processes
 
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _EXAMPLES = ROOT / "examples" / "ci"
 _ACTION = yaml.safe_load((ROOT / "ci" / "action.yml").read_text())
 _GITHUB = yaml.safe_load((_EXAMPLES / "fsdp-matrix.yml").read_text())
@@ -120,8 +120,7 @@ def test_the_cache_has_a_key_of_its_own_for_each_selection_of_versions_that_gith
 
 
 def test_the_examples_name_this_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    repository = project["urls"]["Source"].removeprefix("https://github.com/")
+    repository = _PROJECT["urls"]["Source"].removeprefix("https://github.com/")
     steps = [step for job in _GITHUB["jobs"].values() for step in job["steps"] if step.get("name") == "Probe"]
     assert {step["uses"] for step in steps} == {f"{repository}/ci@v{fsdp_doctor.__version__}"}
     assert _GITLAB["fsdp-matrix"]["variables"]["FSDP_DOCTOR"] == f"fsdp-doctor=={fsdp_doctor.__version__}"
@@ -131,7 +130,7 @@ def test_the_action_installs_what_the_command_line_needs_without_torch() -> None
     words = _step("Install")["run"].split()
     assert words[:5] == ["python", "-m", "pip", "install", "--quiet"]
     installed = {(one.name, str(one.specifier)) for one in map(Requirement, shlex.split(" ".join(words[5:])))}
-    needed = {(one.name, str(one.specifier)) for one in map(Requirement, own_requirements())}
+    needed = {(one.name, str(one.specifier)) for one in map(Requirement, _PROJECT["dependencies"])}
     assert {one for one in needed if one[0] not in ("torch", "transformers")} <= installed
 
 
