@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # Some images set it. The tests start hundreds of interpreters, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: probe check test lint unit bench clean
+.PHONY: probe check test lint unit bench dist docs clean
 
 probe: $(INSTALLED)
 	$(BIN)/fsdp-doctor probe --format table --expect known
@@ -34,6 +34,18 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/emulated_training.py
+
+# A wheel, built from the source distribution that is built first.
+dist: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dist]'
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+# The documentation as a site, in build/site. A page that is not in the navigation, and a link that leads nowhere, is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -26,6 +26,7 @@ from fsdp_doctor.cli import (
     memory_rollout,
     merge_command,
     probe_command,
+    project_defaults,
     report_command,
     repro_command,
     standard_streams,
@@ -38,37 +39,32 @@ from fsdp_doctor.machine import launch
 
 app = typer.Typer(
     name="fsdp-doctor",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for _command in (
-    probe_command,
-    explain_command,
-    check_command,
-    repro_command,
-    bundle_command,
-    bench_command,
-    list_command,
-    report_command,
-    diff_command,
-    expect_command,
-    sweep_command,
-    merge_command,
-    fingerprint_command,
-    env_command,
-):
-    app.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
-_memory = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+# By the panel of the help in which they are listed.
+_COMMANDS = {
+    "Diagnosis": (probe_command, explain_command, check_command, repro_command, bundle_command),
+    "Memory and speed": (bench_command,),
+    "Reports and versions": (report_command, diff_command, expect_command, sweep_command, merge_command),
+    "More": (list_command, fingerprint_command, env_command),
+}
+_memory = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 for _command in (memory_measure, memory_plan, memory_rollout):
     _memory.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
-app.add_typer(_memory, name="memory", help="Measure or predict where a job's memory goes.")
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.NAME, epilog=_command.EXIT_CODES, rich_help_panel=_panel)(flattened(_command.run))
+app.add_typer(
+    _memory, name="memory", help="Measure or predict where a job's memory goes.", rich_help_panel="Memory and speed"
+)
 
 
 @app.callback(invoke_without_command=True)
 def version(
-    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    show: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
 ) -> None:
     """Find out which FSDP offload and weight-extraction combinations work here, and why the others fail."""
     if show:
@@ -101,10 +97,12 @@ def main() -> None:
 def _run() -> None:
     """Under torchrun every rank comes here; of a probe, or of memory, all but rank 0 follow what rank 0 says."""
     words = sys.argv[1:]
+    asks_for_help = bool({"-h", "--help"} & set(words))
     if launch.is_rank_zero() or words[:1] == [bench_command.NAME]:
         _refuse_old_spelling(words)
-        app()
-    elif (words[:1] == [probe_command.NAME] or words[:2] == ["memory", memory_measure.NAME]) and "--help" not in words:
+        command = typer.main.get_command(app)
+        command(prog_name="fsdp-doctor", default_map=project_defaults.of(command))
+    elif (words[:1] == [probe_command.NAME] or words[:2] == ["memory", memory_measure.NAME]) and not asks_for_help:
         from fsdp_doctor.probe.command import follow
 
         starting.check_versions()

@@ -7,7 +7,7 @@ import pathlib
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -43,6 +43,8 @@ EXIT_CODES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOptions:
+    PANEL: ClassVar[str] = "Measured"
+
     direction: Annotated[str, typer.Option(help="out: full tensors out of a sharded model; in: into one.")] = "out"
     source: Annotated[
         list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -36,6 +36,8 @@ def _values(axis: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
+    PANEL: ClassVar[str] = "Job"
+
     strategy: Annotated[list[str] | None, typer.Option(help=f"{_values('strategy')}.  [default: {_STRATEGY}]")] = None
     offload: Annotated[list[str] | None, typer.Option(help=f"{_values('offload')}.  [default: {_OFFLOAD}]")] = None
     staging: Annotated[list[str] | None, typer.Option(help=f"{_values('staging')}.  [default: {_STAGING}]")] = None
@@ -90,6 +92,8 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerOutputOptions:
+    PANEL: ClassVar[str] = "Output"
+
     format: Annotated[str, typer.Option(help=f"Of stdout: {', '.join(_FORMATS)}.")] = "table"
     json_file: Annotated[
         pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write every rank's ledgers.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -27,6 +27,8 @@ _NO_MEMORY = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class JobSizeOptions:
+    PANEL: ClassVar[str] = "Job"
+
     model: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(MODEL_SHAPES)}; or a directory with a config.json.  [default: as configured]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -26,6 +26,8 @@ EXIT_CODES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
+    PANEL: ClassVar[str] = "Trainer"
+
     model: Annotated[
         str, typer.Option(help=f"{', '.join(MODEL_SHAPES)}; or the directory of a Hugging Face configuration.")
     ] = "small"
@@ -48,6 +50,8 @@ class TrainerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
+    PANEL: ClassVar[str] = "Engine"
+
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="The share of the device's memory that the engine wants.")
     ] = 0.8

@@ -14,7 +14,8 @@ from typing_extensions import get_type_hints
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with every parameter that is a dataclass replaced by the dataclass's fields, in their order.
 
-    A field's annotation is what typer expects of a parameter: ``Annotated[type, typer.Option(...)]``.
+    A field's annotation is what typer expects of a parameter: ``Annotated[type, typer.Option(...)]``. ``PANEL`` of the
+    dataclass, if it has one, is the panel of the help in which its options are listed.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
@@ -41,6 +42,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters_of(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        (option,) = hints[field.name].__metadata__
+        option.rich_help_panel = getattr(group, "PANEL", None)
     return [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]

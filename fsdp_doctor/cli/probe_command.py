@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -44,6 +44,8 @@ class ProbeRankOptions(RankOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
+    PANEL: ClassVar[str] = "Ranks and devices"
+
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that each device has, for example 2GiB.")
     ] = None
@@ -62,6 +64,8 @@ class DeviceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
+    PANEL: ClassVar[str] = "Limits"
+
     timeout: Annotated[
         float | None,
         typer.Option(help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"),
@@ -78,6 +82,8 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
+    PANEL: ClassVar[str] = "Output"
+
     format: Annotated[
         str,
         typer.Option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, ClassVar, cast, get_args
 
 import typer
 
@@ -29,19 +29,18 @@ class Selected:
     model: pathlib.Path | None
 
 
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Selection", **more)
-
-
 def _axis(name: AxisName) -> Any:
-    return _option(f"--{name}", help=f"{', '.join(AXIS[name].values)}.")
+    meanings = AXIS[name].values
+    return typer.Option(f"--{name}", help=f"{', '.join(meanings)}.", autocompletion=lambda: list(meanings.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionOptions:
+    PANEL: ClassVar[str] = "Selection"
+
     direction: Annotated[
         str,
-        _option("--direction", help="out (extract weights), in (load them), or both."),
+        typer.Option("--direction", help="out (extract weights), in (load them), or both."),
     ] = "both"
     strategy: Annotated[list[str] | None, _axis("strategy")] = None
     offload: Annotated[list[str] | None, _axis("offload")] = None
@@ -58,45 +57,47 @@ class SelectionOptions:
     context: Annotated[list[str] | None, _axis("context")] = None
     model: Annotated[
         list[str] | None,
-        _option("--model", help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
+        typer.Option(
+            "--model", help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."
+        ),
     ] = None
     path: Annotated[
         list[str] | None,
-        _option(
+        typer.Option(
             "--path",
             help="Only this path (see `fsdp-doctor list --paths`); module:function adds a function of your own.",
         ),
     ] = None
     framework: Annotated[
         list[str] | None,
-        _option(
+        typer.Option(
             "--framework",
             help=f"Instead of the matrix, what {', '.join(FRAMEWORKS)} do themselves; all: those installed.",
         ),
     ] = None
-    case: Annotated[list[str] | None, _option("--case", metavar="ID", help="One case, by its id.")] = None
+    case: Annotated[list[str] | None, typer.Option("--case", metavar="ID", help="One case, by its id.")] = None
     expression: Annotated[
-        str, _option("-k", metavar="EXPR", help="Words in case ids, joined by and, or, not, parentheses.")
+        str, typer.Option("-k", metavar="EXPR", help="Words in case ids, joined by and, or, not, parentheses.")
     ] = ""
     level: Annotated[
         str | None,
-        _option(
+        typer.Option(
             "--level",
             help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (1,393 cases), or "
             "full (12,249 cases: every axis).",
         ),
     ] = None
-    full: Annotated[bool, _option("--full", help="The same as --level full.")] = False
+    full: Annotated[bool, typer.Option("--full", help="The same as --level full.")] = False
     fix: Annotated[
         bool,
-        _option(
+        typer.Option(
             "--fix",
             help="Also run our own paths: full_tensors, local_shards, load_full_tensors, load_optimizer_state.",
         ),
     ] = False
     last_failed: Annotated[
         pathlib.Path | None,
-        _option("--last-failed", metavar="REPORT", help="The bad cases of an earlier JSON report."),
+        typer.Option("--last-failed", metavar="REPORT", help="The bad cases of an earlier JSON report."),
     ] = None
 
     def select(self) -> Selected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NoReturn
+from typing import Annotated, ClassVar, NoReturn
 
 import typer
 
@@ -17,6 +17,8 @@ _NEEDED = {"torch": "2.6", "transformers": "4.56"}
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
+    PANEL: ClassVar[str] = "Ranks and devices"
+
     device: Annotated[
         str,
         typer.Option(

@@ -84,6 +84,8 @@ def count(device_type: str) -> int:
 def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
     """Raises CannotRun where this node has fewer devices than ranks."""
     num_devices = count(device_type)
+    if num_devices == 0:
+        raise CannotRun(f"torch sees no {device_type} on this node; give --device auto for the device that there is")
     if local_rank >= num_devices:
         raise CannotRun(
             f"there are more ranks than devices on this node: rank {rank} is number {local_rank + 1} of this node, "

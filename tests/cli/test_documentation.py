@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import re
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from typing import get_args
 
 import pytest
 import typer
+import yaml
 from support.rooms import EMULATED, ROOMS
 
+import fsdp_doctor
 from fsdp_doctor import errors
 from fsdp_doctor.cli.app import app
 from fsdp_doctor.matrix.axes import AXES
@@ -32,7 +35,7 @@ _OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|-[a-z])(?![\w-])")
 _COMMAND = re.compile(r"fsdp[-_]doctor +((?:memory +)?[a-z]+)")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 _OF_ANOTHER_PROGRAM = re.compile(r"^(?:torchrun|pip|git|make|python3?|apt|kubectl)\b")
 
 
@@ -94,12 +97,7 @@ def test_every_command_line_in_the_documentation_uses_options_that_there_are(pag
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_title)
-def test_every_link_to_a_file_and_every_file_of_ours_that_is_named_is_there(page: pathlib.Path) -> None:
-    links = [(target, anchor) for target, anchor in _LINK.findall(page.read_text()) if "://" not in target]
-    assert [target for target, _ in links if not (page.parent / target).exists()] == []
-    for target, anchor in links:
-        if anchor:
-            assert anchor in _anchors((page.parent / target).read_text()), (target, anchor)
+def test_every_file_of_ours_that_is_named_is_there(page: pathlib.Path) -> None:
     named = {
         piece.split(":")[0]
         for piece in _pieces_of_code(page)
@@ -108,10 +106,66 @@ def test_every_link_to_a_file_and_every_file_of_ours_that_is_named_is_there(page
     assert [name for name in named if not any(ROOT.glob(name.rstrip("/")))] == []
 
 
+def _all_markdown() -> list[pathlib.Path]:
+    """Of the checkout, but not what is built or installed in it."""
+    pages = (page.relative_to(ROOT) for page in ROOT.rglob("*.md"))
+    return [
+        ROOT / page for page in pages if not page.parts[0].startswith(".") and page.parts[0] not in ("build", "dist")
+    ]
+
+
+def test_every_relative_link_of_every_page_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for page in _all_markdown():
+        for target, anchor in _LINK.findall(_FENCE.sub("", page.read_text())):
+            file = page.parent / target if target else page
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file.read_text())):
+                broken.append(f"{_title(page)}: {target}#{anchor}")
+    assert broken == []
+
+
 def _anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    """As GitHub makes them of headings: the second of the same name ends in -1."""
+    seen: collections.Counter[str] = collections.Counter()
+    anchors = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
+    for heading in re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+        anchors.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return anchors
+
+
+def test_every_page_of_the_documentation_is_in_the_navigation_once() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    patterns = [*_leaves(site["nav"]), site["not_in_nav"]]
+    pages = dict.fromkeys((ROOT / "docs").rglob("*.md"), 0)
+    for pattern in patterns:
+        for page in (ROOT / "docs").glob(pattern):
+            pages[page] += 1
+    assert {_title(page): count for page, count in pages.items() if count != 1} == {}
+
+
+def _leaves(entry: object) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for inner in entry.values() if isinstance(entry, dict) else entry:  # type: ignore[attr-defined]
+            yield from _leaves(inner)
+
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    modules = {"engines": fsdp_doctor.engines.__all__, "memory": fsdp_doctor.memory.__all__}
+    public = {name for name in fsdp_doctor.__all__ if name not in ("__version__", *modules)}
+    listed = re.findall(r"^::: fsdp_doctor\.(.*)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    names = [name.split(".") for name in listed]
+    assert sorted(inner for room, inner in ((parts[0], parts[-1]) for parts in names) if room not in modules) == sorted(
+        public
+    )
+    for room, members in modules.items():
+        assert sorted(parts[-1] for parts in names if parts[0] == room) == sorted(members)
 
 
 def _first_column(page: str, header: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import sys
@@ -68,17 +69,7 @@ REFUSALS: dict[str, tuple[Callable[[pathlib.Path], dict[str, str]], str]] = {
         lambda tmp: {"CXX": compiler(tmp, "echo 'fatal error: Python.h: No such file' >&2; exit 1")},
         "python3-dev",
     ),
-    "a cache under a file": (
-        lambda tmp: {"FSDP_DOCTOR_CACHE": str(file_in(tmp) / "cache")},
-        r"cannot be kept in .*: Not a directory; set FSDP_DOCTOR_CACHE$",
-    ),
 }
-
-
-def file_in(directory: pathlib.Path) -> pathlib.Path:
-    path = directory / "file"
-    path.touch()
-    return path
 
 
 def build_with(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
@@ -121,18 +112,23 @@ def test_a_build_that_failed_leaves_nothing_behind_and_is_tried_again(
         assert [path.name for path in (tmp_path / "cache").glob("*/*")] == ["lock"]
 
 
-# What it links, after a while in which the others come, is the library that is built already: to compile it takes a
-# minute, and was done for this one.
+# What it links is the library that is built already: to compile it takes a minute, and was done for this one.
 _LINKER = """
 while [ $# -gt 0 ]; do [ "$1" = -o ] && made=$2; shift; done
-case "$made" in *.o) : > "$made" ;; *) sleep 2; cp '{library}' "$made" ;; esac
+case "$made" in *.o) : > "$made" ;; *) sleep {seconds}; cp '{library}' "$made" ;; esac
 """
+
+
+def linker(directory: pathlib.Path, seconds: int = 0) -> str:
+    """A compiler that is done in no time, or after that many seconds."""
+    return compiler(directory, _LINKER.format(library=build.library(), seconds=seconds))
 
 
 @pytest.fixture(scope="module")
 def built_at_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], list[tuple[int, str, str]]]:
     """The environment of an empty cache, and what four processes that wanted it at once said."""
-    program = compiler(tmp_path_factory.mktemp("bin"), _LINKER.format(library=build.library()))
+    # After a while, in which the others come.
+    program = linker(tmp_path_factory.mktemp("bin"), seconds=2)
     env = {"FSDP_DOCTOR_CACHE": str(tmp_path_factory.mktemp("cache")), "CXX": program}
     ends = [process.wait() for process in [python(_IMPORT, env=env) for _ in range(4)]]
     return env, [(end.code, end.stdout, end.stderr) for end in ends]
@@ -150,6 +146,72 @@ def test_a_library_that_is_built_is_used_without_a_word(built_at_once: tuple[dic
     assert run(_IMPORT, env) == (0, "5.0\n", "")
     assert len(list(cache.glob("*/_C*.so"))) == 1
     assert {path.name for path in cache.glob("*/*")} == {"lock", next(cache.glob("*/_C*.so")).name}
+
+
+def _temporary(tmp_path: pathlib.Path) -> pathlib.Path:
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    return directory
+
+
+def _under_a_file(tmp_path: pathlib.Path) -> dict[str, str]:
+    """A cache that not even root can make."""
+    (tmp_path / "file").touch()
+    return {"FSDP_DOCTOR_CACHE": str(tmp_path / "file" / "cache"), "CXX": linker(tmp_path)}
+
+
+def test_without_a_cache_that_can_be_written_the_library_is_kept_among_the_temporary_files(
+    tmp_path: pathlib.Path,
+) -> None:
+    temporary = _temporary(tmp_path)
+    env = _under_a_file(tmp_path) | {"TMPDIR": str(temporary)}
+    code, stdout, stderr = run(_IMPORT, env)
+    assert (code, stdout) == (0, "5.0\n"), stderr
+    (library,) = temporary.glob("*/*/_C*.so")
+    building, said = stderr.splitlines()
+    assert building.startswith(_BUILDING)
+    assert str(library.parent) in said
+    assert "FSDP_DOCTOR_CACHE" in said
+    assert run(_IMPORT, env) == (0, "5.0\n", "")
+
+
+def test_on_a_full_disk_the_library_is_kept_among_the_temporary_files(tmp_path: pathlib.Path) -> None:
+    temporary, cache = _temporary(tmp_path), tmp_path / "cache"
+    cache.mkdir()
+    env = {"FSDP_DOCTOR_CACHE": str(cache), "CXX": linker(tmp_path), "TMPDIR": str(temporary)}
+    # A file system of its own for these processes, too small for the library.
+    full = (
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o size=64k none "{cache}" && exec "$@"',
+    )
+    if Started(*full, "sh", "true").wait().code != 0:
+        pytest.skip("no file system can be mounted here")
+    done = Started(*full, "sh", sys.executable, "-W", "ignore", "-c", _IMPORT, env=env).wait()
+    assert (done.code, done.stdout) == (0, "5.0\n"), done.stderr
+    (library,) = temporary.glob("*/*/_C*.so")
+    assert str(library.parent) in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("a file", "File exists"), ("open to all", "other users can write to it")]
+)
+def test_without_any_place_for_the_library_both_are_named_in_one_sentence(
+    tmp_path: pathlib.Path, kind: str, reason: str
+) -> None:
+    place = _temporary(tmp_path) / f"fsdp-doctor-{os.getuid()}"
+    if kind == "a file":
+        place.touch()
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    env = _under_a_file(tmp_path) | {"TMPDIR": str(place.parent)}
+    code, stdout, stderr = run(_IMPORT, env)
+    assert (code, stderr) == (0, "")
+    assert re.fullmatch(rf"EmulationUnavailable: .*{env['FSDP_DOCTOR_CACHE']}.*: Not a directory.*{reason}.*\n", stdout)
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.9.0+cu128", "2.6.0", "1.13.1"])

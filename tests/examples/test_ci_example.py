@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shlex
 import stat
 import subprocess
@@ -16,11 +17,17 @@ from packaging.requirements import Requirement
 from support.places import ROOT
 from support.wheels import index_with_torch
 
+import fsdp_doctor
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.versions.sweeping import own_requirements
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = pytest.mark.processes
 
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _EXAMPLES = ROOT / "examples" / "ci"
 _ACTION = yaml.safe_load((ROOT / "ci" / "action.yml").read_text())
 _GITHUB = yaml.safe_load((_EXAMPLES / "fsdp-matrix.yml").read_text())
@@ -90,12 +97,41 @@ def test_with_versions_of_torch_each_has_an_environment_and_what_is_known_is_no_
     assert report.environment["packages"]["torch"] == "2.98.0"
 
 
+def _cache_key(directory: pathlib.Path, torch: str) -> str:
+    """With the digest that the step computes; what GitHub says of the machine stays as it is written."""
+    output = directory / "output"
+    output.touch()
+    named = {"TORCH": torch, "GITHUB_ACTION_PATH": str(ROOT / "ci"), "GITHUB_OUTPUT": str(output)}
+    done = _bash(_step("Name the cache")["run"], directory, **named)
+    assert done.returncode == 0, done.stderr
+    digest = output.read_text().splitlines()[-1].removeprefix("digest=")
+    key = str(_step("Keep the emulated device between runs")["with"]["key"])
+    return key.replace("${{ steps.cache.outputs.digest }}", digest)
+
+
+def test_the_cache_has_a_key_of_its_own_for_each_selection_of_versions_that_github_takes(
+    tmp_path: pathlib.Path,
+) -> None:
+    selections = ["", "2.13", "2.10,2.11,2.13,2.15"]
+    keys = [_cache_key(tmp_path, torch) for torch in [*selections, *selections]]
+    assert keys[:3] == keys[3:]
+    assert len(set(keys)) == 3
+    assert [key for key in keys if "," in key or "inputs." in key or not re.search("-[0-9a-f]{16}$", key)] == []
+
+
+def test_the_examples_name_this_version() -> None:
+    repository = _PROJECT["urls"]["Source"].removeprefix("https://github.com/")
+    steps = [step for job in _GITHUB["jobs"].values() for step in job["steps"] if step.get("name") == "Probe"]
+    assert {step["uses"] for step in steps} == {f"{repository}/ci@v{fsdp_doctor.__version__}"}
+    assert _GITLAB["fsdp-matrix"]["variables"]["FSDP_DOCTOR"] == f"fsdp-doctor=={fsdp_doctor.__version__}"
+
+
 def test_the_action_installs_what_the_command_line_needs_without_torch() -> None:
     words = _step("Install")["run"].split()
     assert words[:5] == ["python", "-m", "pip", "install", "--quiet"]
-    installed = {Requirement(text).name for text in shlex.split(" ".join(words[5:]))}
-    needed = {Requirement(text).name for text in own_requirements()} - {"torch", "transformers"}
-    assert needed <= installed
+    installed = {(one.name, str(one.specifier)) for one in map(Requirement, shlex.split(" ".join(words[5:])))}
+    needed = {(one.name, str(one.specifier)) for one in map(Requirement, _PROJECT["dependencies"])}
+    assert {one for one in needed if one[0] not in ("torch", "transformers")} <= installed
 
 
 @pytest.mark.parametrize("name", _GITHUB["jobs"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -14,15 +16,19 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from packaging.version import Version
 
+_Result = TypeVar("_Result")
+
 OLDEST_TORCH = "2.10"
 _SOURCES = pathlib.Path(__file__).parents[1] / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
+_FILE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 # Sources that need the same large headers are compiled as one: reading those headers is most of the time. The largest
 # first; a source that is not named here is compiled alone.
@@ -39,20 +45,21 @@ class EmulationUnavailable(ImportError):
 def library() -> pathlib.Path:
     """The shared library for this torch: the one that is installed, else built if it is not in the cache yet.
 
-    Any number of processes may call it at once: one builds, the others wait for it. Raises
-    EmulationUnavailable.
+    Any number of processes may call it at once: one builds, the others wait for it. Where the cache cannot be written
+    or is full, the library is kept in the directory of temporary files. Raises EmulationUnavailable.
     """
     _check_torch()
     if installed := _installed():
         return installed
     compiler = _compiler()
-    directory = cache_directory() / _key(compiler)
-    target = directory / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not target.exists():
-        with _locked(directory):
-            if not target.exists():
-                _build(compiler, target)
-    return target
+    key = _key(compiler)
+    cached = cache_directory() / key / _FILE
+    if os.path.exists(cached):
+        return cached
+    with _in_a_place(key, lambda directory: open(directory / "lock", "w")) as lock:
+        # The kernel unlocks it when this process ends, however that is.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _kept(key) or _build(compiler, key)
 
 
 # The distribution of a library that is built already, and the package in it.
@@ -81,6 +88,45 @@ def cache_directory() -> pathlib.Path:
     if own:
         return pathlib.Path(own)
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fsdp-doctor"
+
+
+def _temporary_directory() -> pathlib.Path:
+    """For a library that the cache has no room for. Raises OSError where another user could put a library there."""
+    directory = pathlib.Path(tempfile.gettempdir()) / f"fsdp-doctor-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "other users can write to it", str(directory))
+    return directory
+
+
+_PLACES = (cache_directory, _temporary_directory)
+
+
+def _in_a_place(key: str, act: Callable[[pathlib.Path], _Result]) -> _Result:
+    """What ``act`` returns for the first directory that it can use, of those where the library may be kept."""
+    reasons = []
+    for place in _PLACES:
+        named = "the directory of temporary files"
+        try:
+            directory = place() / key
+            named = str(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            return act(directory)
+        except OSError as error:
+            reasons.append(f"{named}: {error.strerror or error}")
+    raise EmulationUnavailable(
+        f"the emulated accelerator cannot be kept in {', nor in '.join(reasons)}; set FSDP_DOCTOR_CACHE"
+    )
+
+
+def _kept(key: str) -> pathlib.Path | None:
+    for place in _PLACES:
+        with contextlib.suppress(OSError):
+            file = place() / key / _FILE
+            if file.exists():
+                return file
+    return None
 
 
 def _check_torch() -> None:
@@ -132,40 +178,49 @@ def _key(compiler: list[str]) -> str:
     return f"emulated-torch{torch.__version__}-{digest.hexdigest()[:16]}"
 
 
-@contextlib.contextmanager
-def _locked(directory: pathlib.Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel lets go of it when the process ends, however that is."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / "lock", "w")
-    except OSError as error:
-        raise EmulationUnavailable(
-            f"the emulated accelerator cannot be kept in {directory}: {error.strerror}; set FSDP_DOCTOR_CACHE"
-        ) from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _build(compiler: list[str], target: pathlib.Path) -> None:
+def _build(compiler: list[str], key: str) -> pathlib.Path:
     print(  # noqa: T201, half a minute without a word would look like a hang
         f"building the emulated accelerator for torch {torch.__version__}, once", file=sys.stderr, flush=True
     )
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = [_source(unit, pathlib.Path(scratch)) for unit in _units()]
-        objects = [source.with_suffix(".o") for source in sources]
-        commands = [
-            [*compiler, *_flags(), "-c", str(source), "-o", str(made)]
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
-        libraries = pathlib.Path(torch.__file__).parent / "lib"
-        linked = pathlib.Path(scratch) / target.name
-        named = [f"-l{name}" for name in _LIBRARIES]
-        _run([*compiler, "-shared", *map(str, objects), "-o", str(linked), f"-L{libraries}", *named])
-        # In one step, so that nobody ever finds half of it.
-        linked.rename(target)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            file = _in_a_place(key, functools.partial(_keep, _compile(compiler, pathlib.Path(scratch))))
+    except OSError as error:
+        reason = error.strerror or error
+        raise EmulationUnavailable(
+            f"the emulated accelerator could not be built among the temporary files: {reason}; set TMPDIR"
+        ) from None
+    if cache_directory() not in file.parents:
+        print(  # noqa: T201, with the temporary files it will be gone, and the next build takes as long
+            f"{cache_directory()} cannot be written or is full, so the emulated accelerator is kept in {file.parent}; "
+            "set FSDP_DOCTOR_CACHE to another directory",
+            file=sys.stderr,
+            flush=True,
+        )
+    return file
+
+
+def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
+    """Makes the library in ``scratch``. Raises OSError where there is no room, EmulationUnavailable."""
+    sources = [_source(unit, scratch) for unit in _units()]
+    objects = [source.with_suffix(".o") for source in sources]
+    commands = [
+        [*compiler, *_flags(), "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(_run, commands))
+    libraries = pathlib.Path(torch.__file__).parent / "lib"
+    linked = scratch / _FILE
+    named = [f"-l{name}" for name in _LIBRARIES]
+    _run([*compiler, "-shared", *map(str, objects), "-o", str(linked), f"-L{libraries}", *named])
+    return linked
+
+
+def _keep(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+    """Copies the library into ``directory``, in which no process ever sees a part of it. Raises OSError."""
+    with tempfile.TemporaryDirectory(dir=directory) as beside:
+        return pathlib.Path(shutil.copy(linked, beside)).rename(directory / _FILE)
 
 
 def _units() -> list[tuple[str, ...]]:

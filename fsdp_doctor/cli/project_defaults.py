@@ -1,0 +1,64 @@
+"""Defaults of options that a project sets: ``[tool.fsdp-doctor.COMMAND]`` in its pyproject.toml."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+import sys
+from typing import Any
+
+from fsdp_doctor.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def of(program: Any) -> dict[str, Any]:
+    """The defaults of ``program``, a click group, as click's ``default_map`` takes them.
+
+    They are read from the pyproject.toml in this directory or the nearest one above it. A key is an option without its
+    dashes. Raises UsageError for a file that is not TOML, and for a command or an option that does not exist.
+    """
+    here = pathlib.Path.cwd()
+    file = next((file for place in (here, *here.parents) if (file := place / "pyproject.toml").is_file()), None)
+    if file is None:
+        return {}
+    try:
+        tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from None
+    return _of_group(program, tools.get("fsdp-doctor", {}), f"{file}: [tool.fsdp-doctor")
+
+
+def _of_group(group: Any, table: Any, where: str) -> dict[str, Any]:
+    """where: the header of the table without its closing bracket, for a message."""
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}] is not a table")
+    defaults: dict[str, Any] = {}
+    for name, value in table.items():
+        command = _one_of(group.commands, name, f"{where}] names the command")
+        inner = _of_group if hasattr(command, "commands") else _of_command
+        defaults[name] = inner(command, value, f"{where}.{name}")
+    return defaults
+
+
+def _of_command(command: Any, table: Any, where: str) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}] is not a table")
+    options = {name.lstrip("-"): option for option in command.params for name in option.opts if name.startswith("-")}
+    defaults: dict[str, Any] = {}
+    for name, value in table.items():
+        option = _one_of(options, name, f"{where}] sets the option")
+        defaults[option.name] = [value] if option.multiple and not isinstance(value, list) else value
+    return defaults
+
+
+def _one_of(known: dict[str, Any], name: str, where: str) -> Any:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"{where} {name}, which does not exist; {f'did you mean {close[0]}?' if close else 'remove it'}"
+        )
+    return known[name]

@@ -1,0 +1,113 @@
+"""What the command line says of itself: help, version, completion; and the defaults that a project gives options."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+import typer
+from support.inside import doctor
+
+import fsdp_doctor
+from fsdp_doctor.cli.app import app
+from fsdp_doctor.matrix.axes import AXES
+
+_COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+_WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_the_help_prints_every_word_that_is_written_for_it(command: str) -> None:
+    """No markup: brackets and stars that stand in a text are printed."""
+    texts = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    done = doctor(command, "-h", env=_WIDE)
+    assert done.code == 0, done.stderr
+    printed = " ".join(re.sub(r"[│`]", "", done.stdout).split())
+    options = [parameter.help for parameter in texts.params if parameter.help]
+    assert [text for text in options if " ".join(text.replace("`", "").split()) not in printed] == []
+
+
+@pytest.mark.parametrize("arguments", [(), *((command,) for command in _COMMANDS)])
+def test_the_short_option_for_help_is_the_long_one(arguments: tuple[str, ...]) -> None:
+    short, long = (doctor(*arguments, option) for option in ("-h", "--help"))
+    assert (short.code, short.stdout) == (0, long.stdout)
+
+
+def test_the_commands_and_the_options_of_probe_are_listed_in_panels() -> None:
+    panels = [re.findall(r"╭─ (.*?) ─", doctor(*words, "-h").stdout) for words in ((), ("probe",))]
+    assert [len(of) > 3 for of in panels] == [True, True]
+
+
+def test_the_version_has_a_short_option() -> None:
+    assert doctor("-V").stdout == doctor("--version").stdout == f"fsdp-doctor {fsdp_doctor.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["fsdp-doctor", "pro"], ["probe"]),
+        *(
+            (["fsdp-doctor", "probe", f"--{axis.name}", next(iter(axis.values))[0]], list(axis.values))
+            for axis in AXES
+            if axis.name != "model"
+        ),
+    ],
+)
+def test_a_shell_completes_commands_and_values_of_axes(line: list[str], words: list[str]) -> None:
+    completion = {
+        "_FSDP_DOCTOR_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(line),
+        "COMP_CWORD": str(len(line) - 1),
+    }
+    done = doctor(env=completion)
+    assert done.code == 0, done.stderr
+    assert done.stdout.split() == [word for word in words if word.startswith(line[-1])]
+
+
+def _listed(tmp_path: pathlib.Path, settings: str, *arguments: str) -> set[str]:
+    (tmp_path / "pyproject.toml").write_text(settings)
+    below = tmp_path / "below"
+    below.mkdir(exist_ok=True)
+    done = doctor("list", *arguments, cwd=below)
+    assert done.code == 0, done.stderr
+    return {row["strategy"] for row in json.loads(done.stdout)}
+
+
+def test_a_project_sets_defaults_of_options_and_the_command_line_overrides_them(tmp_path: pathlib.Path) -> None:
+    settings = '[tool.fsdp-doctor.list]\nlevel = "quick"\nstrategy = "fsdp1"\njson = true\n'
+    assert _listed(tmp_path, settings) == {"fsdp1"}
+    assert _listed(tmp_path, settings, "--strategy", "fsdp2") == {"fsdp2"}
+    several = settings.replace('"fsdp1"', '["fsdp1", "fsdp2"]')
+    assert _listed(tmp_path, several) == {"fsdp1", "fsdp2"}
+
+
+def test_a_default_has_the_name_that_the_option_has_on_the_command_line(tmp_path: pathlib.Path) -> None:
+    """``--json`` of ``probe`` is a file, and so not the parameter of this name."""
+    (tmp_path / "pyproject.toml").write_text('[tool.fsdp-doctor.probe]\njson = "no/such/directory/report.json"\n')
+    done = doctor("probe", "--device", "cpu", cwd=tmp_path)
+    assert (done.code, "no/such/directory/report.json" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ("[tool.fsdp-doctor.list]\nlevl = 'quick'\n", "level"),
+        ("[tool.fsdp-doctor.lst]\nlevel = 'quick'\n", "list"),
+        ("[tool.fsdp-doctor]\nlist = 'quick'\n", "list"),
+        ("[tool]\nfsdp-doctor = 3\n", "fsdp-doctor"),
+        ("[tool.fsdp-doctor.list]\nlevel = \n", "pyproject.toml"),
+        ("[tool.fsdp-doctor.probe]\nnproc = 'many'\n", "nproc"),
+    ],
+)
+def test_a_setting_of_a_project_that_cannot_be_is_a_usage_error_that_names_it(
+    tmp_path: pathlib.Path, settings: str, word: str
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(settings)
+    done = doctor("probe", "--device", "cpu", cwd=tmp_path)
+    assert (done.code, word in done.stderr) == (2, True), done.stderr
+
+
+def test_the_settings_of_other_tools_are_none_of_ours(tmp_path: pathlib.Path) -> None:
+    assert _listed(tmp_path, "[tool.ruff]\nline-length = 120\n", "--json", "--strategy", "fsdp2") == {"fsdp2"}
