@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_doctor.check import CheckResult, cases
-from fsdp_doctor.check.config_findings import ConfigFinding, ConfigFindingKind
+from fsdp_doctor.check.findings import ConfigFinding, FindingKind
 from fsdp_doctor.check.use import VERSIONS_BETWEEN, Use
 from fsdp_doctor.known import catalogue
 
 _WIDTH = 120
-_HEADINGS: dict[ConfigFindingKind, str] = {
+_HEADINGS: dict[FindingKind, str] = {
     "conflict": "Conflicts",
     "known": "Known failures",
     "unknown": "Not understood",

@@ -32,9 +32,7 @@ _KEYS: Mapping[str, _MachineKeys] = {
     "NeMo-RL": _MachineKeys(gpus=("cluster.gpus_per_node",), nodes=("cluster.num_nodes",)),
     "prime-rl": _MachineKeys(gpus=("deployment.gpus_per_node",), nodes=("deployment.num_train_nodes",)),
     "AReaL": _MachineKeys(gpus=("cluster.n_gpus_per_node",), nodes=("cluster.n_nodes",)),
-    "Lightning": _MachineKeys(
-        gpus=("lightning.devices", "trainer.devices"), nodes=("lightning.num_nodes", "trainer.num_nodes"), words=True
-    ),
+    "Lightning": _MachineKeys(gpus=("trainer.devices",), nodes=("trainer.num_nodes",), words=True),
     "axolotl": _MachineKeys(gpus=("nproc_per_node",), nodes=("num_machines", "nnodes"), ranks=("num_processes",)),
     "accelerate": _MachineKeys(nodes=("num_machines",), ranks=("num_processes",)),
 }

@@ -134,19 +134,12 @@ _TITAN = Sizes(
     checkpointing=("activation_checkpoint.mode",),
     checkpointing_default=True,
 )
-_TUNE = Sizes(
-    sequences=("batch_size",),
-    default_sequences=2,
-    lengths=(("tokenizer.max_seq_len", "dataset.max_seq_len"),),
-    checkpointing=("enable_activation_checkpointing",),
-)
 _OF_FRAMEWORK: Mapping[str, Sizes] = {
     "SkyRL": _SKYRL,
     "NeMo-RL": _NEMO,
     "AReaL": _AREAL,
     "prime-rl": _PRIME,
     "torchtitan": _TITAN,
-    "torchtune": _TUNE,
 }
 ENGINES: Mapping[str, EngineSizes] = {
     "verl": EngineSizes(

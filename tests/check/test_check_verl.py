@@ -18,18 +18,18 @@ def no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_issue_5995_is_staged_before_v0_8_and_not_since() -> None:
-    before = checked("verl_issue.md", version="0.7.1")
+    before = checked("verl_policy.sh", version="0.7.1")
     assert ids(use_of(before, "actor")) == ["fsdp2/policy/staged/state_dict.to.full_tensor"]
     known = [one for one in of_kind(before, "known") if "verl-project/verl#5995" in presentation.as_text(before)]
     assert known
     assert before.exit_code == 1
-    since = checked("verl_issue.md", version="0.9.0")
+    since = checked("verl_policy.sh", version="0.9.0")
     assert ids(use_of(since, "actor")) == ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]
     assert since.exit_code == 0
 
 
 def test_without_a_version_both_are_said() -> None:
-    uses = [use for use in checked("verl_issue.md").uses if use.role == "actor"]
+    uses = [use for use in checked("verl_policy.sh").uses if use.role == "actor"]
     assert [(use.versions.split(",")[0], ids(use)) for use in uses] == [
         ("v0.6 and v0.7", ["fsdp2/policy/staged/state_dict.to.full_tensor"]),
         ("v0.8; v0.9.0; after v0.9.0", ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]),
