@@ -108,7 +108,7 @@ def known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFindi
     findings: dict[str, ConfigFinding] = {}
     for use in uses:
         for case in use.cases:
-            for entry in catalogue.of_case(case, context):
+            for entry in catalogue.expected_failures(case, context):
                 finding = findings.get(entry.id) or known(entry.id)
                 findings[entry.id] = dataclasses.replace(
                     finding,

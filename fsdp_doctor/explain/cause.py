@@ -19,7 +19,7 @@ from fsdp_doctor.explain.watchdog import CollectiveReader
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.clues import LogClues
-from fsdp_doctor.known.grading import Evidence, Grade, Match, matches
+from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
 
 Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"]
 
@@ -115,7 +115,7 @@ class _Logs:
             traceback="\n".join(first.frames),
             script=first.script,
             indirect=first.quoted,
-            log=self.clues.found,
+            log=self.clues.shown,
             torch=self.clues.torch,
         )
 
@@ -142,7 +142,7 @@ def _explanation(logs: _Logs) -> Explanation:
     summary, hang = logs.summary, logs.hang
     causes = [group for group in ordered if not group.consequence]
     for group in causes:
-        group.matches = tuple(matches(logs.evidence(group))) if group.signed else ()
+        group.matches = tuple(match_evidence(logs.evidence(group))) if group.signed else ()
     named = [group for group in causes if summary is not None and summary.is_one_of(group.sources)]
     # sorted() keeps the order of what is equally likely.
     likeliest = sorted(named or causes, key=lambda group: group.doubt)
@@ -199,10 +199,10 @@ def _of_hang(logs: _Logs, hang: Hang) -> list[Match]:
             message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",
             traceback="\n".join(stacks),
             indirect=not apart,
-            log=logs.clues.found,
+            log=logs.clues.shown,
             torch=logs.clues.torch,
         )
-        if found := matches(evidence):
+        if found := match_evidence(evidence):
             return found
     return []
 

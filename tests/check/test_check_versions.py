@@ -6,12 +6,11 @@ import importlib.metadata
 import json
 
 import pytest
-from packaging.specifiers import SpecifierSet
 from support.checked import FSDP2, checked, entry, flag, of_kind, said
 
 from fsdp_doctor.check import check, presentation
 from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.failures import KnownFailure, Trigger
+from fsdp_doctor.known.failures import KnownFailure, RankRange, Trigger
 
 
 def _with_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -74,10 +73,8 @@ def test_what_is_foretold_is_so_for_the_configured_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, expected: str
 ) -> None:
     one = entry("on one GPU")
-    alone = KnownFailure(**{**vars(one), "triggers": (Trigger({}, shard_group=SpecifierSet("==1")),)})
-    many = KnownFailure(
-        **{**vars(one), "id": "on several", "triggers": (Trigger({}, shard_group=SpecifierSet(">=2")),)}
-    )
+    alone = KnownFailure(**{**vars(one), "triggers": (Trigger({}, shard_group=RankRange(max=1)),)})
+    many = KnownFailure(**{**vars(one), "id": "on several", "triggers": (Trigger({}, shard_group=RankRange(min=2)),)})
     monkeypatch.setattr(catalogue, "known_failures", lambda: (alone, many))
     result = checked(FSDP2, f"trainer.n_gpus_per_node={ranks}", version="0.9.0")
     assert [finding.entry for finding in of_kind(result, "known")] == [expected]
