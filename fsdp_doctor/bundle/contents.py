@@ -12,7 +12,7 @@ from fsdp_doctor.bundle.command_run import CommandRun
 from fsdp_doctor.bundle.log_excerpt import excerpt
 from fsdp_doctor.check import CheckResult, presentation
 from fsdp_doctor.explain import Explanation, explain, text
-from fsdp_doctor.explain.flight_recorder import dump_in
+from fsdp_doctor.explain.flight_recorder import read_dump
 from fsdp_doctor.machine.environment import EnvironmentFacts, lines_of
 from fsdp_doctor.report.document import Report
 
@@ -77,7 +77,7 @@ def _command_text(run: CommandRun) -> str:
 
 def _texts_of(logs: Sequence[pathlib.Path]) -> list[pathlib.Path]:
     """Without dumps of the flight recorder, which `explain` reads and people do not."""
-    return [log for log in logs if dump_in(log, 0) is None]
+    return [log for log in logs if read_dump(log, 0) is None]
 
 
 def case_texts(chosen: ChosenCase) -> dict[str, str]:

@@ -180,7 +180,7 @@ class KnownFailure:
         return shows and self.shows_on(context.torch) and self.shows_with(context.packages)
 
     def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether a case that it is expected in must show it: there is no race, and path and model are not the user's."""
+        """Whether a case that it is expected in must show it: no race, and no path or model of the user."""
         is_raced = self.race and context.non_blocking_copies == "at any time"
         is_users = isinstance(case, Case) and (is_user_path(case.path) or case.scenario.model == "custom")
         return not is_raced and not is_users

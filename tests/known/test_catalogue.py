@@ -1,4 +1,4 @@
-"""The catalogue: an entry is complete, is found by the message as reported, and is expected in the case that it names."""
+"""The catalogue: entries are complete, match the messages as reported, and are expected in the cases that they name."""
 
 from __future__ import annotations
 
