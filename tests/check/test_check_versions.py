@@ -54,11 +54,11 @@ def test_the_version_is_asked_for_only_where_it_decides() -> None:
 def test_a_known_failure_names_the_versions_that_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = (entry("first", offload=("policy*",), staging=("staged",)),)
     monkeypatch.setattr(catalogue, "known_failures", lambda: entries)
-    (found,) = of_kind(checked(FSDP2, flag("offload_policy")), "known")
-    assert found.holds_for == ("actor, v0.6 and v0.7, use_legacy_worker_impl=disable",)
+    (finding,) = of_kind(checked(FSDP2, flag("offload_policy")), "known")
+    assert finding.holds_for == ("actor, v0.6 and v0.7, use_legacy_worker_impl=disable",)
 
 
-def test_a_failure_of_another_torch_is_not_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_another_torch_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = entry("first", offload=("policy*",))
     old = KnownFailure(**{**vars(plain), "torch": "<2.9"})
     monkeypatch.setattr(catalogue, "known_failures", lambda: (old,))
@@ -69,7 +69,7 @@ def test_a_failure_of_another_torch_is_not_foretold(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, "on one GPU"), (2, "on several"), (64, "on several")])
-def test_what_is_foretold_is_so_for_the_configured_number_of_ranks(
+def test_the_expected_failures_are_those_of_the_configured_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, expected: str
 ) -> None:
     one = entry("on one GPU")
@@ -81,9 +81,9 @@ def test_what_is_foretold_is_so_for_the_configured_number_of_ranks(
     assert result.world_size == ranks
 
 
-def test_uneven_shards_are_foretold_where_the_ranks_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uneven_shards_are_expected_where_the_ranks_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     uneven = KnownFailure(**{**vars(entry("uneven")), "triggers": (Trigger({}, shards=("uneven",)),)})
     monkeypatch.setattr(catalogue, "known_failures", lambda: (uneven,))
     asked = [FSDP2, "actor_rollout_ref.model.lora_rank=8"]
-    found = {ranks: of_kind(checked(*asked, version="0.9.0", world=ranks), "known") for ranks in (2, 3, 8, 12)}
-    assert {ranks: bool(findings) for ranks, findings in found.items()} == {2: False, 3: True, 8: False, 12: True}
+    by_ranks = {ranks: of_kind(checked(*asked, version="0.9.0", world=ranks), "known") for ranks in (2, 3, 8, 12)}
+    assert {ranks: bool(findings) for ranks, findings in by_ranks.items()} == {2: False, 3: True, 8: False, 12: True}
