@@ -17,16 +17,16 @@ from fsdp_doctor.check.findings import (
     ConfigFinding,
     ConfiguredRun,
     FindingKind,
-    known_failures,
-    missing_backends,
+    find_known_failures,
+    find_missing_backends,
+    find_replaced_values,
+    find_unknown_keys,
     note,
-    replaced_values,
     unknown,
-    unknown_keys,
 )
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.framework import CheckedVersion, Framework, Given, checked_version
-from fsdp_doctor.check.launch_commands import NOT_READ, launched_ranks
+from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
@@ -103,9 +103,9 @@ def check(
         uses, ranks = [Use(role="model", why_not=CANNOT_BE_DETERMINED)], world_size
         findings = [unknown(str(error))]
     if framework.cpu_collectives:
-        findings += missing_backends(uses)
+        findings += find_missing_backends(uses)
     run = ConfiguredRun(torch=str(torch.version or ""), world_size=ranks or _DEFAULT_RANKS)
-    findings += [*known_failures(uses, run), *replaced_values(settings), *_not_read(settings)]
+    findings += [*find_known_failures(uses, run), *find_replaced_values(settings), *_find_not_read(settings)]
     if version.version is None and len({use.role for use in uses}) < len(uses):
         findings.append(note(f"what this amounts to depends on the version of {version.of}: give --framework-version"))
     return CheckResult(
@@ -157,7 +157,7 @@ def _recognize(settings: Settings, arguments: Sequence[str]) -> Framework:
 def _read_world_size(framework: Framework, settings: Settings, findings: list[ConfigFinding]) -> int | None:
     """None where nothing says it, or it cannot be read, which is a finding: all else can still be read."""
     try:
-        ranks = framework.world_size(settings) or launched_ranks(settings)
+        ranks = framework.world_size(settings) or count_launched_ranks(settings)
     except Unreadable as error:
         findings.append(unknown(str(error)))
         return None
@@ -171,7 +171,7 @@ def _read_models(
     uses: list[Use] = []
     models: dict[Role, ConfiguredModel] = {}
     for role, sections in framework.models(settings, given).items():
-        strange = [row for section in sections for row in unknown_keys(settings, section, framework.keys)]
+        strange = [row for section in sections for row in find_unknown_keys(settings, section, framework.keys)]
         try:
             reading = framework.read(role, settings, given)
             with_model, of_model = apply_model(merge_equal(reading.uses), reading.model)
@@ -185,10 +185,10 @@ def _read_models(
     return uses, models
 
 
-def _not_read(settings: Settings) -> list[ConfigFinding]:
+def _find_not_read(settings: Settings) -> list[ConfigFinding]:
     """Findings on named files that are not here, and on further launch commands."""
     missing = "this names a file that cannot be read here, so what it sets is not known; give it beside"
-    findings = [unknown(missing, row) for row in reading.missing_files(settings)]
+    findings = [unknown(missing, row) for row in reading.find_missing_files(settings)]
     if others := settings.first(NOT_READ):
         findings.append(note("of several commands that look like the training the last is read", others))
     return findings

@@ -81,7 +81,7 @@ def known(entry: str, *settings: Setting | None) -> ConfigFinding:
     return dataclasses.replace(finding, entry=entry)
 
 
-def unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) -> list[ConfigFinding]:
+def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) -> list[ConfigFinding]:
     """The keys of a section that are not in ``known_keys``; a known key may have anything below it."""
     names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.below(section)}
     strange = {name: row for name, row in names.items() if name not in known_keys}
@@ -94,7 +94,7 @@ def unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) ->
     return findings
 
 
-def replaced_values(settings: Settings) -> list[ConfigFinding]:
+def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
     """One note on the settings to which one file gives two values."""
     pairs = list(settings.replaced.values())
     shown = [row for pair in pairs[:_MAX_REPLACED] for row in (pair.earlier, pair.later)]
@@ -103,7 +103,7 @@ def replaced_values(settings: Settings) -> list[ConfigFinding]:
     return [note(sentence, *shown)] if pairs else []
 
 
-def known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFinding]:
+def find_known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFinding]:
     """One finding for each entry of the catalogue that a case of the uses triggers in such a run."""
     findings: dict[str, ConfigFinding] = {}
     for use in uses:
@@ -118,7 +118,7 @@ def known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFindi
     return list(findings.values())
 
 
-def missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
+def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
     """FSDP2 under a policy leaves its shards on the CPU, which the accelerator's backend cannot gather or reduce."""
     lacking: dict[str, list[Use]] = {}
     for use in uses:

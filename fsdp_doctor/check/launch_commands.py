@@ -84,7 +84,7 @@ _VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?:\[@\])?(?::?[-=](?P<default>[^
 _QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
 
 
-def script_settings(text: str, name: str) -> Iterator[Setting]:
+def read_script(text: str, name: str) -> Iterator[Setting]:
     """The settings of a script's launch command, then its overrides ``a.b=value``.
 
     Of several commands, the one that names FSDP is read, then one that has a launcher; of several alike, the last.
@@ -94,7 +94,7 @@ def script_settings(text: str, name: str) -> Iterator[Setting]:
     return itertools.chain(_choose_command(script), script.overrides())
 
 
-def launched_ranks(settings: Settings) -> int | None:
+def count_launched_ranks(settings: Settings) -> int | None:
     """The number of ranks that the command starts; None where it does not say. Raises Unreadable."""
     if processes := settings.number(f"{SECTION}.num_processes"):
         return processes

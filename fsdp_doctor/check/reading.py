@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.check import config_files
 from fsdp_doctor.check.config_files import parse_scalar, read_text
-from fsdp_doctor.check.launch_commands import SECTION, script_settings
+from fsdp_doctor.check.launch_commands import SECTION, read_script
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.errors import UsageError
 
@@ -64,7 +64,7 @@ def follow(row: Setting) -> Settings | None:
     return None
 
 
-def missing_files(settings: Settings) -> Iterator[Setting]:
+def find_missing_files(settings: Settings) -> Iterator[Setting]:
     """The settings that name a configuration file which cannot be read here."""
     return (row for row in _naming(settings) if _follow_if_readable(row) is None)
 
@@ -84,7 +84,7 @@ def _read_file(argument: str) -> list[Setting]:
             "fsdp_doctor.examine(model) in it, or give its settings as overrides like a.b=value"
         )
     name, text = read_text(argument)
-    return config_files.parse(text, name, script_settings)
+    return config_files.parse(text, name, read_script)
 
 
 def _with_named_files(settings: Settings) -> Settings:

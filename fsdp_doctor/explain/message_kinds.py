@@ -60,7 +60,7 @@ def name_foreign_kind(message: str) -> str:
 
 
 def name_consequence(message: str) -> str:
-    """What has happened elsewhere, if an exception only follows from that; else empty."""
+    """The failure elsewhere that an exception only follows from; empty where it does not."""
     return _first_kind(_CONSEQUENCES, message)
 
 

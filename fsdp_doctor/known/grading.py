@@ -16,7 +16,7 @@ _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a log shows of one failure.
+    """The evidence of one failure in a log.
 
     message: ``Type: message``. traceback: its frames. script: the file, not torch's, whose own line raised it; empty
     where none is known to have. indirect: the message stands somewhere else than where it was raised, as in prose.

@@ -8,13 +8,13 @@ import pytest
 from support.checked import of_kind
 
 from fsdp_doctor.check import check
-from fsdp_doctor.check.launch_commands import launched_ranks, script_settings
+from fsdp_doctor.check.launch_commands import count_launched_ranks, read_script
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.errors import UsageError
 
 
 def _read(text: str) -> dict[str, object]:
-    return {row.key: row.value for row in script_settings(text, "run.sh")}
+    return {row.key: row.value for row in read_script(text, "run.sh")}
 
 
 def test_the_flags_of_the_launcher_and_of_the_script_are_separate() -> None:
@@ -47,7 +47,7 @@ def test_launchers_are_found_wherever_they_stand(command: str, program: str, scr
 
 
 def test_a_line_goes_on_after_a_backslash_and_keeps_its_number() -> None:
-    rows = list(script_settings("\n\ntorchrun \\\n  --nproc_per_node 2 \\\n  train.py --fsdp x\n", "run.sh"))
+    rows = list(read_script("\n\ntorchrun \\\n  --nproc_per_node 2 \\\n  train.py --fsdp x\n", "run.sh"))
     assert {row.where for row in rows} == {"run.sh:3"}
     assert {row.key: row.value for row in rows}["fsdp"] == "x"
 
@@ -98,10 +98,10 @@ def test_a_variable_that_branches_assign_differently_is_unknown(used: str) -> No
     ],
 )
 def test_the_ranks_that_a_command_starts(command: str, ranks: int | None) -> None:
-    assert launched_ranks(Settings.of(script_settings(command, "run.sh"))) == ranks
+    assert count_launched_ranks(Settings.of(read_script(command, "run.sh"))) == ranks
 
 
 def test_variables_that_contain_one_another_are_refused_before_they_grow() -> None:
     text = "A0=0123456789\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60))
     with pytest.raises(UsageError, match=r"run\.sh"):
-        list(script_settings(text, "run.sh"))
+        list(read_script(text, "run.sh"))

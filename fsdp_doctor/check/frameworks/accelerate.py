@@ -18,10 +18,10 @@ from fsdp_doctor.check.frameworks.framework import (
     Given,
     ModelReading,
     VersionRange,
-    known_keys,
+    get_if_true,
+    load_known_keys,
     matching,
     not_under_fsdp,
-    setting_if_true,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, Plugin, keys
 from fsdp_doctor.check.launch_commands import PROGRAM
@@ -59,7 +59,7 @@ class Accelerate(Framework):
     name = "accelerate"
     read_in = "1.6.0 to 1.15.0"
     distributions = ("accelerate",)
-    keys = fsdp_section.with_prefix(known_keys("plugin"))
+    keys = fsdp_section.with_prefix(load_known_keys("plugin"))
 
     def recognizes(self, settings: Settings) -> bool:
         has_section = any(row.key.startswith(f"{SECTION}.fsdp_") for row in settings.below(SECTION))
@@ -108,9 +108,9 @@ class Accelerate(Framework):
                 path=settings.first("model_name_or_path", "model"), ranks=_shard_group(settings, given.world_size)
             ),
             findings=[
-                *fsdp_section.version_conflicts(settings, {"": version}),
-                *_refused_settings(settings),
-                *_trainer_flags(settings),
+                *fsdp_section.find_version_conflicts(settings, {"": version}),
+                *_find_refused_settings(settings),
+                *_find_trainer_flags(settings),
             ],
         )
 
@@ -129,7 +129,7 @@ def _read_config_file(settings: Settings) -> Settings:
 def _read_use(settings: Settings, versions: _Versions) -> Use:
     version = fsdp_section.fsdp_version(settings, default=1)
     offload = OffloadChoice(
-        policy=setting_if_true(settings, *keys("offload_params")),
+        policy=get_if_true(settings, *keys("offload_params")),
         default=settings.first(*keys("offload_params")) or "fsdp_offload_params=false is the default",
     )
     saves_whole = settings.word(*keys("state_dict_type")).upper() == "FULL_STATE_DICT"
@@ -166,14 +166,14 @@ def _shard_group(settings: Settings, world_size: int | None) -> int | None:
     return by_sharding[_sharding(settings).value]
 
 
-def _refused_settings(settings: Settings) -> Iterator[ConfigFinding]:
+def _find_refused_settings(settings: Settings) -> Iterator[ConfigFinding]:
     """Settings of a file that ``accelerate launch`` refuses before it starts anything; a flag is text, and passes."""
     engine = settings.first("distributed_type")
     for row in settings:
         misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)
         if engine is not None and row.file == engine.file and misplaced:
             yield conflict(
-                f"accelerate refuses a file with a key that it does not know; {row.key} belongs into fsdp_config", row
+                f"accelerate refuses a file with a key that it does not know; move {row.key} into fsdp_config", row
             )
     synchronizes = settings.first(*keys("sync_module_states"))
     loads = settings.first(*keys("cpu_ram_efficient_loading"))
@@ -190,8 +190,8 @@ def _is_in_file(row: Setting) -> bool:
     return pathlib.Path(row.file).suffix.lower() in (".yaml", ".yml", ".json")
 
 
-def _trainer_flags(settings: Settings) -> list[ConfigFinding]:
+def _find_trainer_flags(settings: Settings) -> list[ConfigFinding]:
     """TrainingArguments puts its own values over the environment that ``accelerate launch`` made."""
     row = settings.first("fsdp")
-    sentence = "the script's own fsdp goes over what accelerate launch says; leave one of them out"
+    sentence = "the script sets fsdp too, which overrides the settings of accelerate launch; leave one of them out"
     return [note(sentence, row)] if row is not None and row.value else []

@@ -16,7 +16,7 @@ from fsdp_doctor.check.frameworks.framework import (
     Given,
     KeyTable,
     ModelReading,
-    known_keys,
+    load_known_keys,
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
@@ -35,7 +35,7 @@ class Areal(Framework):
     read_in = "v0.3.3 to v1.0.4"
     distributions = ("areal",)
     cpu_collectives = False
-    keys = known_keys("areal")
+    keys = load_known_keys("areal")
 
     def recognizes(self, settings: Settings) -> bool:
         trained = any(f"{role}.backend" in settings or settings.below(f"{role}.fsdp") for role in _ROLES)

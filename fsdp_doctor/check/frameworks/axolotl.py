@@ -16,10 +16,10 @@ from fsdp_doctor.check.frameworks.framework import (
     Given,
     ModelReading,
     VersionRange,
-    known_keys,
+    get_if_true,
+    load_known_keys,
     matching,
     not_under_fsdp,
-    setting_if_true,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, FsdpVersion, Plugin, keys
 from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT
@@ -59,7 +59,7 @@ class Axolotl(Framework):
     name = "axolotl"
     read_in = "v0.4.0 to v0.18.0"
     distributions = ("axolotl",)
-    keys = fsdp_section.with_prefix((*known_keys("plugin"), "final_state_dict_type", "cpu_offload_pin_memory"))
+    keys = fsdp_section.with_prefix((*load_known_keys("plugin"), "final_state_dict_type", "cpu_offload_pin_memory"))
 
     def recognizes(self, settings: Settings) -> bool:
         return (
@@ -87,7 +87,7 @@ class Axolotl(Framework):
         return ModelReading(
             uses=[_read_use(settings, options, versions) for versions in ranges],
             model=ConfiguredModel(path=settings.first("base_model"), ranks=given.world_size),
-            findings=fsdp_section.version_conflicts(settings, fsdp_versions),
+            findings=fsdp_section.find_version_conflicts(settings, fsdp_versions),
         )
 
 
@@ -101,7 +101,7 @@ def _read_options(settings: Settings) -> list[str]:
 def _read_use(settings: Settings, options: list[str], versions: _Versions) -> Use:
     version = versions.fsdp_version(settings)
     offload = OffloadChoice(
-        policy=setting_if_true(settings, *keys("offload_params"))
+        policy=get_if_true(settings, *keys("offload_params"))
         or (settings.first("fsdp") if "offload" in options else None),
         default=settings.first(*keys("offload_params")) or "offload_params=false is the default",
     )

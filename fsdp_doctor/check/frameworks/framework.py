@@ -62,7 +62,7 @@ VersionRangeT = TypeVar("VersionRangeT", bound=VersionRange)
 
 @dataclass(frozen=True)
 class Given:
-    """What is known beside the settings. framework_version: None for all. world_size: None where nothing says it."""
+    """The facts beside the settings. framework_version: None for all. world_size: None where nothing says it."""
 
     framework_version: Version | None = None
     world_size: int | None = None
@@ -91,8 +91,8 @@ class KeyTable:
         if settings.flag(*self.policy):
             return OffloadChoice(policy=policy)
         return OffloadChoice(
-            param=setting_if_true(settings, *self.param_offload),
-            optimizer=setting_if_true(settings, *self.optimizer_offload),
+            param=get_if_true(settings, *self.param_offload),
+            optimizer=get_if_true(settings, *self.optimizer_offload),
             default=str(policy or default),
         )
 
@@ -181,7 +181,7 @@ def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> Mo
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
 
-def setting_if_true(settings: Settings, *keys: str) -> Setting | None:
+def get_if_true(settings: Settings, *keys: str) -> Setting | None:
     """The setting of the first of ``keys`` that is set, if it is true."""
     return settings.first(*keys) if settings.flag(*keys) else None
 
@@ -191,7 +191,7 @@ def names_gloo(backend: str) -> bool:
     return "gloo" in [part.rpartition(":")[2].strip() for part in backend.split(",")]
 
 
-def other_parallelisms(settings: Settings, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
+def find_other_parallelisms(settings: Settings, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
     """A note on the degrees of other parallelisms that are more than 1."""
     rows = [settings.first(f"{section}.{degree}") for degree in degrees]
     others = [row for row in rows if row and (settings.number(row.key) or 1) > 1]
@@ -199,7 +199,7 @@ def other_parallelisms(settings: Settings, section: str, degrees: Sequence[str])
     return [note(sentence, *others)] if others else []
 
 
-def known_keys(name: str) -> Keys:
+def load_known_keys(name: str) -> Keys:
     """The keys that ``keys.toml`` lists under a name."""
     return tuple(_key_lists()[name].split())
 

@@ -103,7 +103,7 @@ def state_dict_type(settings: Settings, default: str = "") -> str:
 
 
 def _extraction_points(scenario: Scenario, plugin: Plugin) -> Iterator[ExtractionPoint]:
-    """What Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights read, and load_state loads; unstaged."""
+    """The reads of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights, and the loads of load_state."""
     version = plugin.version
     saved = version, plugin.state_dict_type or _DEFAULT_STATE_DICT_TYPE[version]
     yield extraction("whole model (get_state_dict)", scenario, _WHOLE[version])
@@ -115,7 +115,7 @@ def _extraction_points(scenario: Scenario, plugin: Plugin) -> Iterator[Extractio
         yield loading("resume (load_state)", scenario, path)
 
 
-def version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
+def find_version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
     """Keys of the other version of FSDP, each with the versions of the framework for which it is the other one.
 
     fsdp_versions: the version of FSDP by the versions of the framework, which are empty where all do the same.
@@ -126,11 +126,11 @@ def version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersio
             holds_for=tuple(f"model, {label}" for label, same in fsdp_versions.items() if same == version and label),
         )
         for version in dict.fromkeys(fsdp_versions.values())
-        for finding in _keys_of_other_version(settings, version)
+        for finding in _find_keys_of_other_version(settings, version)
     ]
 
 
-def _keys_of_other_version(settings: Settings, version: FsdpVersion) -> Iterator[ConfigFinding]:
+def _find_keys_of_other_version(settings: Settings, version: FsdpVersion) -> Iterator[ConfigFinding]:
     """As FullyShardedDataParallelPlugin.__post_init__ treats them."""
     reshard = settings.first(*keys("reshard_after_forward"))
     if version == 1:

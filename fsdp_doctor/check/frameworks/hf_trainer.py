@@ -20,11 +20,11 @@ from fsdp_doctor.check.frameworks.framework import (
     Given,
     ModelReading,
     VersionRange,
-    known_keys,
+    get_if_true,
+    load_known_keys,
     matching,
     names_gloo,
     not_under_fsdp,
-    setting_if_true,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, FsdpVersion, Plugin, keys
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
@@ -65,7 +65,7 @@ class HfTrainer(Framework):
     name = "Hugging Face Trainer or TRL"
     read_in = "4.46 to 5.23"
     distributions = ("transformers",)
-    keys = fsdp_section.with_prefix(known_keys("trainer"))
+    keys = fsdp_section.with_prefix(load_known_keys("trainer"))
 
     def recognizes(self, settings: Settings) -> bool:
         has_section = SECTION in settings or bool(settings.below(SECTION))
@@ -102,7 +102,7 @@ class HfTrainer(Framework):
                 path=settings.first("model_name_or_path", "model_id", "model"), ranks=given.world_size
             ),
             findings=[
-                *fsdp_section.version_conflicts(settings, fsdp_versions),
+                *fsdp_section.find_version_conflicts(settings, fsdp_versions),
                 *_conflicts(settings, options, ranges),
             ],
         )
@@ -133,7 +133,7 @@ def _read_use(settings: Settings, options: tuple[str, ...], versions: _Versions)
     fsdp, backend = settings.first("fsdp"), settings.first("ddp_backend")
     policy = fsdp if "offload" in options else None
     if versions.reads_cpu_offload:
-        policy = setting_if_true(settings, *keys("cpu_offload")) or policy
+        policy = get_if_true(settings, *keys("cpu_offload")) or policy
     sharding: Sharding = "full"
     if version == 1:
         sharding = next((_SHARDING[word] for word in options if word in _SHARDING), "full")
@@ -161,10 +161,10 @@ def _conflicts(settings: Settings, options: tuple[str, ...], ranges: Sequence[_V
     version = settings.first(*keys("version"))
     if version and any(not versions.reads_version for versions in ranges):
         yield finding("transformers before 5.0 ignores the version in fsdp_config and always uses FSDP1", version)
-    offload = setting_if_true(settings, *keys("cpu_offload")) if "offload" not in options else None
+    offload = get_if_true(settings, *keys("cpu_offload")) if "offload" not in options else None
     if offload and any(not versions.reads_cpu_offload for versions in ranges):
         yield finding("transformers before 5.10 ignores cpu_offload; put `offload` into fsdp there", offload)
-    ignored = setting_if_true(settings, *keys("offload_params"))
+    ignored = get_if_true(settings, *keys("offload_params"))
     if ignored and "offload" not in options and not offload:
         yield conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored)
     refused = ", ".join(word for word in options if word in _SHARDING)

@@ -15,10 +15,10 @@ from fsdp_doctor.check.frameworks.framework import (
     Given,
     ModelReading,
     VersionRange,
+    get_if_true,
     matching,
     names_gloo,
     not_under_fsdp,
-    setting_if_true,
 )
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, OffloadChoice, Role, Use, extraction, use_of
@@ -86,7 +86,7 @@ def _read_use(settings: Settings, strategy: Setting, name_offloads: bool, versio
     is_flat = not settings.flag(*_keys("use_orig_params"), default=versions.use_orig_params)
     cpu_offload = settings.first(*_keys("cpu_offload"))
     offload = OffloadChoice(
-        policy=strategy if name_offloads and cpu_offload is None else setting_if_true(settings, *_keys("cpu_offload")),
+        policy=strategy if name_offloads and cpu_offload is None else get_if_true(settings, *_keys("cpu_offload")),
         default=cpu_offload or "cpu_offload=None is the default",
     )
     path = settings.word(*_keys("state_dict_type"), default="full")

@@ -16,9 +16,9 @@ from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
     ModelReading,
-    known_keys,
+    get_if_true,
+    load_known_keys,
     not_under_fsdp,
-    setting_if_true,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, Plugin, keys
 from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT
@@ -36,7 +36,7 @@ class MsSwift(Framework):
     name = "ms-swift"
     read_in = "v3.12.0 to v4.5.2"
     distributions = ("ms-swift",)
-    keys = fsdp_section.with_prefix((*known_keys("plugin"), "activation_cpu_offload"))
+    keys = fsdp_section.with_prefix((*load_known_keys("plugin"), "activation_cpu_offload"))
 
     def recognizes(self, settings: Settings) -> bool:
         program, script = settings.text(PROGRAM), settings.text(SCRIPT)
@@ -70,7 +70,7 @@ class MsSwift(Framework):
             version=version,
             version_why=settings.first(*keys("version")) or "FSDP2 is ms-swift's default",
             offload=OffloadChoice(
-                policy=setting_if_true(settings, *keys("cpu_offload")) or by_option, default=cpu or options
+                policy=get_if_true(settings, *keys("cpu_offload")) or by_option, default=cpu or options
             ),
             backend=Chosen("device-only", "the Trainer makes its process group with NCCL alone"),
             model=Chosen("qwen3-lora" if not tuner or str(tuner.value) in _LORA else "qwen3", tuner or "the default"),
@@ -80,7 +80,7 @@ class MsSwift(Framework):
         return ModelReading(
             uses=[fsdp_section.use_of_section(settings, plugin, "")],
             model=ConfiguredModel(path=settings.first("model"), ranks=given.world_size),
-            findings=fsdp_section.version_conflicts(settings, {"": version}),
+            findings=fsdp_section.find_version_conflicts(settings, {"": version}),
         )
 
 

@@ -16,10 +16,10 @@ from fsdp_doctor.check.frameworks.framework import (
     KeyTable,
     ModelReading,
     VersionRange,
-    known_keys,
+    find_other_parallelisms,
+    load_known_keys,
     matching,
     not_under_fsdp,
-    other_parallelisms,
 )
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, Use, extraction, use_of
@@ -45,7 +45,7 @@ class NemoRl(Framework):
     name = "NeMo-RL"
     read_in = "v0.2.1 to v0.7.0"
     distributions = ("nemo-rl",)
-    keys = known_keys("nemo_rl")
+    keys = load_known_keys("nemo_rl")
 
     def recognizes(self, settings: Settings) -> bool:
         return bool(settings.below(_DTENSOR) or settings.below("policy.megatron_cfg")) or (
@@ -84,7 +84,7 @@ class NemoRl(Framework):
         return ModelReading(
             uses=[_read_use(settings, versions) for versions in matching(_VERSIONS, given.framework_version)],
             model=_TABLE.configured_model(settings, given.world_size),
-            findings=other_parallelisms(settings, _DTENSOR, _DEGREES),
+            findings=find_other_parallelisms(settings, _DTENSOR, _DEGREES),
         )
 
 

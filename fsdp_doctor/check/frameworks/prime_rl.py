@@ -18,8 +18,8 @@ from fsdp_doctor.check.frameworks.framework import (
     KeyTable,
     ModelReading,
     VersionRange,
+    get_if_true,
     matching,
-    setting_if_true,
 )
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
 from fsdp_doctor.check.settings import Settings
@@ -80,7 +80,7 @@ class PrimeRl(Framework):
 def _read_use(settings: Settings, versions: _Versions, given: Given) -> Use:
     offload = _TABLE.offload(settings, "prime-rl's default")
     if not offload.policy and not offload.optimizer:
-        optimizer = setting_if_true(settings, *_keys("full_offload"))
+        optimizer = get_if_true(settings, *_keys("full_offload"))
         is_unset = settings.first(*_TABLE.optimizer_offload) is None
         default = "optim_cpu_offload=true is the default since v0.7" if versions.optimizer and is_unset else None
         offload = dataclasses.replace(offload, optimizer=optimizer or default)
@@ -108,5 +108,5 @@ def _extraction_points(settings: Settings, scenario: Scenario) -> Iterator[Extra
 
 
 def _conflicts(settings: Settings) -> list[ConfigFinding]:
-    both = setting_if_true(settings, *_TABLE.policy), setting_if_true(settings, *_TABLE.optimizer_offload)
+    both = get_if_true(settings, *_TABLE.policy), get_if_true(settings, *_TABLE.optimizer_offload)
     return [conflict("prime-rl rejects fsdp_cpu_offload together with optim_cpu_offload", *both)] if all(both) else []

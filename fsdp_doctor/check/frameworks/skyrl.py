@@ -16,10 +16,10 @@ from fsdp_doctor.check.frameworks.framework import (
     KeyTable,
     ModelReading,
     VersionRange,
-    known_keys,
+    get_if_true,
+    load_known_keys,
     matching,
     not_under_fsdp,
-    setting_if_true,
 )
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, Use, extraction, use_of
@@ -62,7 +62,7 @@ class SkyRl(Framework):
     name = "SkyRL"
     read_in = "skyrl_train 0.1.0 to skyrl 0.3.0"
     distributions = ("skyrl",)
-    keys = known_keys("skyrl")
+    keys = load_known_keys("skyrl")
 
     def recognizes(self, settings: Settings) -> bool:
         return bool(settings.below("trainer.policy") or settings.below("trainer.placement"))
@@ -86,7 +86,7 @@ class SkyRl(Framework):
         if row is not None and str(row.value) not in ("fsdp", "fsdp2"):
             return not_under_fsdp(role, row)
         uses = [_read_use(settings, role, versions, given) for versions in matching(_VERSIONS, given.framework_version)]
-        policy = setting_if_true(settings, *table.policy)
+        policy = get_if_true(settings, *table.policy)
         is_fsdp1 = any(use.scenario is not None and use.scenario.version == 1 for use in uses)
         sentence = f"{role}: SkyRL does not read cpu_offload for a model that FSDP1 trains"
         return ModelReading(

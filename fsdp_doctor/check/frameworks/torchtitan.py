@@ -12,9 +12,9 @@ from fsdp_doctor.check.frameworks.framework import (
     Given,
     KeyTable,
     ModelReading,
-    known_keys,
+    find_other_parallelisms,
+    load_known_keys,
     not_under_fsdp,
-    other_parallelisms,
 )
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading, use_of
@@ -32,7 +32,7 @@ class Torchtitan(Framework):
     name = "torchtitan"
     read_in = "v0.2.2"
     distributions = ("torchtitan",)
-    keys = known_keys("torchtitan")
+    keys = load_known_keys("torchtitan")
 
     def recognizes(self, settings: Settings) -> bool:
         return _OFFLOAD in settings or bool(settings.below(_SECTION) and settings.below("training"))
@@ -63,7 +63,7 @@ class Torchtitan(Framework):
             },
             _checkpoints if settings.flag("checkpoint.enable", "checkpoint.enable_checkpoint") else lambda scenario: (),
         )
-        return ModelReading(uses=(use,), findings=other_parallelisms(settings, _SECTION, _DEGREES))
+        return ModelReading(uses=(use,), findings=find_other_parallelisms(settings, _SECTION, _DEGREES))
 
     def findings(self, settings: Settings) -> list[ConfigFinding]:
         """An offload under a name that torchtitan does not know."""

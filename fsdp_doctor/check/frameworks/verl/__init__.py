@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import ConfigFinding, note
-from fsdp_doctor.check.frameworks.framework import Framework, Given, ModelReading, known_keys, not_under_fsdp
+from fsdp_doctor.check.frameworks.framework import Framework, Given, ModelReading, load_known_keys, not_under_fsdp
 from fsdp_doctor.check.frameworks.verl import conflicts, models
 from fsdp_doctor.check.frameworks.verl.models import CRITIC, REF, SFT, VerlModel, VerlVersions, built_models
 from fsdp_doctor.check.launch_commands import SCRIPT
@@ -29,7 +29,7 @@ class Verl(Framework):
     name = "verl"
     read_in = "v0.2 to v0.9.0"
     distributions = ("verl",)
-    keys = known_keys("verl")
+    keys = load_known_keys("verl")
 
     def recognizes(self, settings: Settings) -> bool:
         return models.is_ppo(settings) or models.is_sft(settings)
@@ -63,24 +63,24 @@ class Verl(Framework):
             strategy = "fsdp1"
         if strategy is None:
             why = model.strategy_setting(settings)
-            return not_under_fsdp(role, why, *conflicts.of_offloads(model, strategy, settings))
+            return not_under_fsdp(role, why, *conflicts.find_offload_conflicts(model, strategy, settings))
         if not ranges:
             raise Unreadable("that version of verl does not know what these settings ask for")
         return ModelReading(
             uses=[_read_use(model, strategy, versions, settings, given) for versions in ranges],
             model=model.table.configured_model(settings, given.world_size),
             findings=[
-                *conflicts.of_offloads(model, strategy, settings),
-                *conflicts.loaded_twice(model, settings, ranges),
-                *conflicts.offload_frees_nothing(model, strategy, settings, given.world_size),
-                *conflicts.inner_strategy_not_set(model, settings, ranges),
+                *conflicts.find_offload_conflicts(model, strategy, settings),
+                *conflicts.find_double_load(model, settings, ranges),
+                *conflicts.find_useless_offload(model, strategy, settings, given.world_size),
+                *conflicts.find_ignored_strategy(model, settings, ranges),
             ],
         )
 
     def findings(self, settings: Settings) -> list[ConfigFinding]:
-        findings = [*conflicts.misplaced_offloads(settings), *_other_package(settings)]
+        findings = [*conflicts.find_misplaced_offloads(settings), *_find_other_package(settings)]
         if models.is_ppo(settings) and not models.other_engine(settings):
-            findings += _models_not_built(settings)
+            findings += _find_models_not_built(settings)
         if settings.first("defaults"):
             findings.append(note("Hydra's `defaults` are not followed; verl's own defaults are assumed"))
         return findings
@@ -98,7 +98,9 @@ def _read_use(model: VerlModel, strategy: Strategy, versions: VerlVersions, sett
         "backend": _choose_backend(model, versions),
         "transfer": _choose_transfer(strategy, offload, versions),
     }
-    return use_of(model.role, versions.label, chosen, lambda scenario: _points(model, versions, settings, scenario))
+    return use_of(
+        model.role, versions.label, chosen, lambda scenario: _extraction_points(model, versions, settings, scenario)
+    )
 
 
 def _choose_strategy(model: VerlModel, strategy: Strategy, versions: VerlVersions, settings: Settings) -> Chosen:
@@ -138,10 +140,10 @@ def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlV
     return Chosen("nonblocking", _NONBLOCKING) if moves_so and not offload.policy else Chosen("blocking")
 
 
-def _points(
+def _extraction_points(
     model: VerlModel, versions: VerlVersions, settings: Settings, scenario: Scenario
 ) -> Iterator[ExtractionPoint]:
-    """What verl reads from a model or loads into it: the weights sync, and checkpoints."""
+    """The places where verl reads a model or loads it: the weights sync, and checkpoints."""
     if model.synced:
         staged = _sync_is_staged(versions, scenario)
         path = _sync_path(versions, settings, scenario, staged)
@@ -196,7 +198,7 @@ def _checkpoints(
     yield loading("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
 
 
-def _other_package(settings: Settings) -> Iterator[ConfigFinding]:
+def _find_other_package(settings: Settings) -> Iterator[ConfigFinding]:
     """A package with verl's settings that is not verl's may be a copy of it, with workers of its own."""
     script = settings.text(SCRIPT)
     module = re.fullmatch(r"(\w+)(?:\.\w+)+", script)
@@ -205,7 +207,7 @@ def _other_package(settings: Settings) -> Iterator[ConfigFinding]:
         yield note(sentence, settings.first(SCRIPT))
 
 
-def _models_not_built(settings: Settings) -> Iterator[ConfigFinding]:
+def _find_models_not_built(settings: Settings) -> Iterator[ConfigFinding]:
     """A note on each model that has settings and is not built."""
     adapter = REF.adapter(settings)
     if adapter and models.asks_for_reference(settings):

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.check.findings import ConfigFinding, conflict, known, note, unknown
-from fsdp_doctor.check.frameworks.framework import setting_if_true
+from fsdp_doctor.check.frameworks.framework import get_if_true
 from fsdp_doctor.check.frameworks.verl.models import MODELS, VerlModel, VerlVersions, names_engine
 from fsdp_doctor.check.settings import Setting, Settings
 from fsdp_doctor.matrix.axes import Strategy
@@ -19,7 +19,7 @@ _DTYPES = {"fp16": "float16", "16": "float16", "bf16": "bfloat16", "fp32": "floa
 _ROOTS = ("actor_rollout_ref", "critic", "engine")
 
 
-def of_offloads(model: VerlModel, strategy: Strategy | None, settings: Settings) -> Iterator[ConfigFinding]:
+def find_offload_conflicts(model: VerlModel, strategy: Strategy | None, settings: Settings) -> Iterator[ConfigFinding]:
     """Conflicts between the strategy and the offloads. strategy: None for an engine other than FSDP1 and FSDP2."""
     policy = model.policy_setting(settings)
     if model.old_sft:
@@ -52,7 +52,7 @@ def of_offloads(model: VerlModel, strategy: Strategy | None, settings: Settings)
         yield note(sentence, settings.first(*model.keys("use_orig_params")))
 
 
-def inner_strategy_not_set(
+def find_ignored_strategy(
     model: VerlModel, settings: Settings, versions: Sequence[VerlVersions]
 ) -> Iterator[ConfigFinding]:
     """The strategy in the model's section is ``fsdp`` by default, and until PR 5885 the engine followed no other."""
@@ -66,7 +66,7 @@ def inner_strategy_not_set(
         yield note(sentence, outer)
 
 
-def loaded_twice(model: VerlModel, settings: Settings, versions: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
+def find_double_load(model: VerlModel, settings: Settings, versions: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
     """A worker that only generates has the FSDP model beside the engine's own weights (issue 4229)."""
     legacy = tuple(f"{model.role}, {item.label}" for item in versions if not item.engine)
     rows = settings.below("async_training")
@@ -85,11 +85,11 @@ def loaded_twice(model: VerlModel, settings: Settings, versions: Sequence[VerlVe
     yield dataclasses.replace(finding, holds_for=legacy)
 
 
-def offload_frees_nothing(
+def find_useless_offload(
     model: VerlModel, strategy: Strategy | None, settings: Settings, world_size: int | None
 ) -> Iterator[ConfigFinding]:
     """An offload of FSDP1 parameters that are not sharded, in the dtype of the computation (by default float32)."""
-    moved = setting_if_true(settings, *model.keys("param_offload"))
+    moved = get_if_true(settings, *model.keys("param_offload"))
     if strategy != "fsdp1" or moved is None or model.forward_only or model.old_sft:
         return
     if model.table.configured_model(settings, world_size).ranks != 1 or settings.flag(*model.keys("use_orig_params")):
@@ -101,7 +101,7 @@ def offload_frees_nothing(
         yield known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
 
 
-def misplaced_offloads(settings: Settings) -> Iterator[ConfigFinding]:
+def find_misplaced_offloads(settings: Settings) -> Iterator[ConfigFinding]:
     """Offloads in a section where verl's FSDP does not read them."""
     sections = [section for model in MODELS for section in model.sections]
     for row in settings:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from fsdp_doctor.check.frameworks.framework import Keys, KeyTable, VersionRange, matching, setting_if_true
+from fsdp_doctor.check.frameworks.framework import Keys, KeyTable, VersionRange, get_if_true, matching
 from fsdp_doctor.check.launch_commands import SCRIPT
 from fsdp_doctor.check.settings import Setting, Settings
 from fsdp_doctor.check.use import Role
@@ -87,7 +87,7 @@ class VerlModel:
 
     def manual_offloads(self, settings: Settings) -> dict[str, Setting]:
         """By name, the manual offloads that are on."""
-        rows = {name: setting_if_true(settings, *self.keys(name)) for name in ("param_offload", "optimizer_offload")}
+        rows = {name: get_if_true(settings, *self.keys(name)) for name in ("param_offload", "optimizer_offload")}
         return {name: row for name, row in rows.items() if row}
 
     def adapter(self, settings: Settings) -> Setting | None:
