@@ -16,7 +16,7 @@ from fsdp_doctor.check import CheckResult, cases, presentation
 from fsdp_doctor.errors import FsdpDoctorError, UsageError
 from fsdp_doctor.explain import Explanation, explain, text
 from fsdp_doctor.explain.exceptions import Raised
-from fsdp_doctor.explain.flight_recorder import dump_in
+from fsdp_doctor.explain.flight_recorder import read_dump
 from fsdp_doctor.explain.log_input import LogInput
 from fsdp_doctor.machine.environment import EnvironmentFacts, lines_of
 from fsdp_doctor.matrix.cases import AnyCase, Case
@@ -78,7 +78,7 @@ def texts(evidence: FailureEvidence) -> dict[str, str]:
     if evidence.explanation is not None:
         files["explain.txt"] = text.as_text(evidence.explanation, _WIDTH)
         # Without dumps of the flight recorder, which `explain` reads and people do not.
-        logs = [log for log in evidence.logs if dump_in(log, 0) is None]
+        logs = [log for log in evidence.logs if read_dump(log, 0) is None]
         for number, log in enumerate(logs, start=1):
             files["log.txt" if number == 1 else f"log-{number}.txt"] = excerpt(log, evidence.explanation)
     if evidence.configuration is not None:

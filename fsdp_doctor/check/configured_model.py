@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fsdp_doctor.check.config_findings import ConfigFinding, note
-from fsdp_doctor.check.local_model import LocalModel, local_model
+from fsdp_doctor.check.findings import ConfigFinding, note
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.check.use import Use
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, Model
+
+_LARGEST_CONFIG = 1 << 20
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts"),
+    "num_local_experts",
+)
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_BUILT_IN: dict[str, Model] = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3-moe",
+    "qwen3_5": "qwen3.5",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,34 +35,74 @@ class ConfiguredModel:
     ranks: int | None = None
 
 
-def with_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
-    """The uses with the type and the dimensions of the model, and what follows; what is not known is said once."""
+@dataclass(frozen=True, kw_only=True)
+class _LocalModel:
+    """A model's config.json. sizes: of the dimensions that FSDP2 shards. built_in: the matrix's model of that type."""
+
+    sizes: Mapping[str, int]
+    model_type: str
+    built_in: Model | None
+
+
+def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
+    """The uses with the type and the dimensions of the model, and the findings that follow from them."""
     scenarios = [use.scenario for use in uses if use.scenario is not None]
     if not scenarios:
         return tuple(uses), []
-    local = local_model(str(model.path.value)) if model.path else None
+    local = _read_local_model(model.path)
     if local is None or model.ranks is None:
-        return tuple(uses), [_dims_not_known(model)] if any(map(_races_where_uneven, uses)) else []
-    found: list[ConfigFinding] = []
+        return tuple(uses), [_unknown_dims(model)] if any(map(_races_where_uneven, uses)) else []
+    findings = []
     if local.built_in is None:
         sentence = f"the probe has no model of type {local.model_type!r} and uses {scenarios[0].model} in its place"
-        found.append(note(sentence, model.path))
-    sizes = ", ".join(f"{name}={size}" for name, size in local.uneven(model.ranks).items())
+        findings.append(note(sentence, model.path))
+    sizes = ", ".join(f"{name}={size}" for name, size in local.sizes.items() if size % model.ranks)
     where = f"config.json of {model.path}" + (f": {sizes} over {model.ranks} ranks" if sizes else "")
     changed = tuple(use.changed(_changes(use, local, uneven=bool(sizes)), where) for use in uses)
     racing = [use for use in changed if sizes and _races_where_uneven(use)]
     if racing:
-        found.append(_race(racing, sizes, model.ranks))
-    return changed, found
+        findings.append(_race(racing, sizes, model.ranks))
+    return changed, findings
 
 
-def _changes(use: Use, local: LocalModel, *, uneven: bool) -> dict[AxisName, str]:
+def _read_local_model(path: Setting | None) -> _LocalModel | None:
+    """None where the path is not a local directory with a configuration in Hugging Face's format."""
+    try:
+        file = pathlib.Path(str(path.value) if path else "").expanduser() / "config.json"
+        if path is None or not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
+            return None
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # pathlib raises the last for the home of an unknown user.
+        return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    model_type = str(config.get("model_type", ""))
+    built_in = _BUILT_IN.get(model_type)
+    if built_in == "qwen3" and text.get("tie_word_embeddings"):
+        built_in = "qwen3-tied"
+    return _LocalModel(sizes=_read_sizes(text), model_type=model_type, built_in=built_in)
+
+
+def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    values = {name: value for name, value in config.items() if type(value) is int and value > 0}
+    sizes = {name: values[name] for name in _SIZES if name in values}
+    heads = values.get("num_attention_heads", 0)
+    head_dim = values.get("head_dim") or (values.get("hidden_size", 0) // heads if heads else 0)
+    for name in _HEADS:
+        if count := values.get(name, 0) * head_dim:
+            sizes[f"{name} * head_dim"] = count
+    return sizes
+
+
+def _changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisName, str]:
     changes: dict[AxisName, str] = {}
     if use.scenario is None:
         return changes
     if uneven:
         changes["dims"] = "uneven"
-    # An adapter's model stays what it is: the matrix has one model with LoRA.
+    # A model with an adapter stays qwen3-lora: the matrix has no other with LoRA.
     if local.built_in is not None and local.built_in != "qwen3" and use.scenario.model == "qwen3":
         changes["model"] = local.built_in
     return changes
@@ -76,7 +131,7 @@ def _race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
     return ConfigFinding(kind="conflict", sentence=sentence, settings=settings, cases=ids, holds_for=titles)
 
 
-def _dims_not_known(model: ConfiguredModel) -> ConfigFinding:
+def _unknown_dims(model: ConfiguredModel) -> ConfigFinding:
     if model.ranks is None:
         missing = "the configuration does not say how many ranks there are; give --world-size"
     elif model.path is None:

@@ -1,24 +1,30 @@
-"""Commands that start a training, in a text: the launcher, what it starts, and the flags of both, as settings.
+"""Launch commands of shell scripts as settings: the launcher, its flags, the script, and the script's flags.
 
 ``torchrun --nproc_per_node 8 train.py --fsdp full_shard`` becomes ``launch.program=torchrun``,
 ``launch.nproc_per_node=8``, ``launch.script=train.py`` and ``fsdp=full_shard``. Dashes in a flag become underscores.
+Variables and arrays that the script assigns are expanded, and so is the default of ``${NAME:-default}``. Nothing is
+run: a variable that is not assigned, or is assigned two values, stays as it is written, and is unknown.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_doctor.check.settings import Setting
-from fsdp_doctor.check.shell_text import ShellText
-from fsdp_doctor.check.yaml_text import scalar
+from fsdp_doctor.check.config_files import parse_scalar
+from fsdp_doctor.check.settings import Setting, Settings
+from fsdp_doctor.errors import UsageError
 
 SECTION = "launch"
 ENVIRONMENT = "env"
+PROGRAM = f"{SECTION}.program"
+SCRIPT = f"{SECTION}.script"
 # The lines of other commands that look as much like the training as the one that is read.
 NOT_READ = f"{SECTION}.not_read"
-# The words that a launcher is called by, and its name among settings.
+
+# The words of a launcher, and its name among the settings.
 _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("torchrun",): "torchrun",
     ("-m", "torch.distributed.run"): "torchrun",
@@ -26,131 +32,241 @@ _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("accelerate", "launch"): "accelerate",
     ("-m", "accelerate.commands.launch"): "accelerate",
     ("deepspeed",): "deepspeed",
-    ("tune", "run"): "tune",
 }
-# Programs that start the processes themselves; their first word is what they are to do.
+# Programs that start the processes themselves; their first word is a subcommand.
 _PROGRAMS = ("swift", "megatron", "axolotl", "llamafactory-cli", "trl")
-_NAMES = ("python", "torchrun", "accelerate", "deepspeed", "tune run", *_PROGRAMS)
+_NAMES = ("python", "torchrun", "accelerate", "deepspeed", *_PROGRAMS)
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
-_SCRIPT = re.compile(r".+\.py")
 _SWITCHES = frozenset(
     (
         *("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu", "tpu", "cpu", "quiet", "same_network", "debug"),
         *("standalone", "no_python", "use_env", "no_local_rank"),
     )
 )
-_TOKEN = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\;|&]|(?<=[<>])&)+|[;|&]+")
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_RANKS_OF_A_NODE = (
+    *(f"{SECTION}.{name}" for name in ("nproc_per_node", "num_gpus", "gpus_per_node")),
+    f"{ENVIRONMENT}.NPROC_PER_NODE",
+)
+_NODES = (f"{SECTION}.nnodes", f"{SECTION}.num_nodes", f"{ENVIRONMENT}.NNODES")
+_MAX_COMMAND = 100_000
+_MAX_COMMANDS = 200
+_MAX_VALUE = 20_000
+_MAX_EXPANDED = 4 << 20
+
+_WORD = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\;|&]|(?<=[<>])&)+|[;|&]+")
+_QUOTING = re.compile(r"'([^']*)'|\"([^\"]*)\"|\\(.)")
+_QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
+_ASSIGNED_WORD = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]{0,199})(?:=(.*))?", re.DOTALL)
 _OVERRIDE_WORD = re.compile(r"[~+]{0,2}[\w@/.]{1,200}=")
+_CONFIG_FILE = re.compile(r"[^=]+\.(?:ya?ml|json|toml)")
 _END = re.compile(r"[;|&]+|`+")
-_LONGEST_COMMAND = 100_000
-_MOST_COMMANDS = 200
+_COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
+# A blank after the backslash would end the line in a shell; scripts that were copied often have one.
+_CONTINUED = re.compile(r"\\[ \t]*$")
+
+# The number of repetitions bounds the memory of the search.
+_VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|\$\{[^}\n]{0,500}\}|\$(?!\{)|[^\s'\"`$]){0,20000}"
+_OVERRIDE = re.compile(
+    r"(?<![\w.$/=:-])(?:--)?(?P<quote>['\"])?(?:\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})="
+    rf"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n]){{0,20000}}|{_VALUE}))"
+)
+_DELETION = re.compile(r"(?<!\S)['\"]?~(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})")
+_ARRAY = re.compile(r"^[ \t]*(?P<name>[A-Za-z_]\w*)=\((?P<value>[^()]{0,20000})\)[ \t]*$", re.MULTILINE)
+# `: "${NAME:=value}"` assigns a value where the variable has none.
+_DEFAULTED = re.compile(
+    r"^[ \t]*:[ \t]+\"?\$\{(?P<name>[A-Za-z_]\w*):?=(?P<value>[^{}\n]*)\}\"?[ \t]*(?:#.*)?$", re.MULTILINE
+)
+_ASSIGNMENT = re.compile(
+    rf"^[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_]\w*)=(?!\()(?P<value>{_VALUE})[ \t]*(?:[#;].*)?$", re.MULTILINE
+)
+_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)(?:\[@\])?(?::?[-=](?P<default>[^{}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
+_QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
+
+
+def read_script(text: str, name: str) -> Iterator[Setting]:
+    """The settings of a script's launch command, then its overrides ``a.b=value``.
+
+    Of several commands, the one that names FSDP is read, then one that has a launcher; of several alike, the last.
+    Raises UsageError where variables that contain one another would become too long.
+    """
+    script = _Script(_COMMENT.sub("", text), name)
+    return itertools.chain(_choose_command(script), script.overrides())
+
+
+def count_launched_ranks(settings: Settings) -> int | None:
+    """The number of ranks that the command starts; None where it does not say. Raises Unreadable."""
+    if processes := settings.number(f"{SECTION}.num_processes"):
+        return processes
+    per_node, nodes = settings.text(*_RANKS_OF_A_NODE), settings.text(*_NODES)
+    if per_node in ("", "cpu") or "$" in per_node or ":" in nodes or "$" in nodes:
+        return None
+    ranks = _visible_devices(settings) if per_node in ("gpu", "auto") else settings.number(*_RANKS_OF_A_NODE)
+    return ranks * (settings.number(*_NODES) or 1) if ranks else None
+
+
+def _visible_devices(settings: Settings) -> int | None:
+    devices = settings.text(f"{ENVIRONMENT}.CUDA_VISIBLE_DEVICES")
+    return None if not devices or "$" in devices else sum(bool(name.strip()) for name in devices.split(","))
 
 
 @dataclass
-class LaunchCommand:
-    """One command: ``rows`` are its settings."""
+class _Script:
+    """A shell script without its comments. name: of its file.
+
+    variables: those that the script assigns one value. unknown: those that it assigns different values, as in two
+    branches.
+    """
+
+    text: str
+    name: str
+    variables: dict[str, str] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    _expanded: int = 0
+
+    def __post_init__(self) -> None:
+        values: dict[str, set[str]] = {}
+        for pattern in (_ARRAY, _DEFAULTED, _ASSIGNMENT):
+            for match in pattern.finditer(self.text):
+                written = match["value"] if pattern is _ARRAY else _unquote(match["value"])
+                value = self.expand(written.replace("\n", " "))
+                values.setdefault(match["name"], set()).add(value)
+                self.variables[match["name"]] = value
+        self.unknown = {name for name, different in values.items() if len(different) > 1}
+
+    def expand(self, text: str) -> str:
+        """``text`` with the values of its known variables; an unknown one stays as it is written."""
+
+        def value_of(match: re.Match[str]) -> str:
+            name = match["braced"] or match["bare"]
+            default = match[0] if match["default"] is None else match["default"]
+            value = match[0] if name in self.unknown else self.variables.get(name, default)
+            self._expanded += len(value)
+            if self._expanded > _MAX_EXPANDED:
+                raise self._too_long()
+            return value
+
+        expanded = _VARIABLE.sub(value_of, _QUOTED_ARRAY.sub(r"\1", text))
+        if len(expanded) > max(_MAX_VALUE, len(text)):
+            raise self._too_long()
+        return expanded
+
+    def overrides(self) -> Iterator[Setting]:
+        """Every ``a.b=value`` of the script that no ``~a.b`` removes, in their order."""
+        deleted = {match["key"] for match in _DELETION.finditer(self.text)}
+        line, seen = 1, 0
+        for match in _OVERRIDE.finditer(self.text):
+            value = match["value"] if match["quote"] else _unquote(match["value"].rstrip("\\,;.)"))
+            line, seen = line + self.text.count("\n", seen, match.start()), match.start()
+            if match["key"] not in deleted:
+                yield Setting(match["key"], parse_scalar(self.expand(value)), f"{self.name}:{line}")
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Each line with its number; a line that a backslash continues is one with the next."""
+        parts: list[str] = []
+        for number, line in enumerate(self.text.split("\n"), 1):
+            if _CONTINUED.search(line[-100:]):
+                parts.append(line.rstrip()[:-1])
+                continue
+            yield number - len(parts), "".join([*parts, line])
+            parts = []
+        if parts:
+            yield self.text.count("\n") + 2 - len(parts), "".join(parts)
+
+    def _too_long(self) -> UsageError:
+        return UsageError(f"{self.name}: its variables, which contain one another, become too long")
+
+
+@dataclass
+class _Command:
+    """One launch command. rows: its settings."""
 
     line: int
+    where: str
     program: str = ""
     rows: list[Setting] = field(default_factory=list)
 
-    @property
-    def rank(self) -> tuple[bool, bool]:
-        """Which of several commands is the training: one that names FSDP, then one that has a launcher."""
-        return self.names_fsdp, self.program not in ("", "python")
+    def add(self, key: str, value: object) -> None:
+        self.rows.append(Setting(key, value, self.where))
 
     @property
     def names_fsdp(self) -> bool:
         return any("fsdp" in row.key.lower() for row in self.rows)
 
-    def differs_from(self, other: LaunchCommand) -> bool:
-        """Whether it says something else of FSDP, or of the ranks."""
-        return self._deciding() != other._deciding()
+    @property
+    def priority(self) -> tuple[bool, bool]:
+        return self.names_fsdp, self.program != "python"
 
-    def _deciding(self) -> dict[str, str]:
+    @property
+    def deciding(self) -> dict[str, str]:
+        """The settings that say something of FSDP or of the number of ranks."""
         return {row.key: str(row.value) for row in self.rows if "fsdp" in row.key or row.key.startswith(f"{SECTION}.n")}
 
 
-def launch_settings(shell: ShellText) -> list[Setting]:
-    """The settings of the command that starts the training: of several that look alike the last."""
-    found = commands(shell)
-    best = max((command.rank for command in found), default=None)
-    chosen = [command for command in found if command.rank == best]
-    if not chosen:
-        return []
-    *others, taken = chosen
-    differing = [command.line for command in others if command.differs_from(taken)]
-    if not differing or not taken.names_fsdp:
-        return taken.rows
-    return [*taken.rows, Setting(NOT_READ, f"line {', '.join(map(str, differing))}", shell.name)]
+def _choose_command(script: _Script) -> list[Setting]:
+    commands = _read_commands(script)
+    best = max((command.priority for command in commands), default=None)
+    *others, chosen = [command for command in commands if command.priority == best] or [_Command(0, "")]
+    differing = [str(command.line) for command in others if command.deciding != chosen.deciding]
+    if differing and chosen.names_fsdp:
+        chosen.rows.append(Setting(NOT_READ, f"line {', '.join(differing)}", script.name))
+    return chosen.rows
 
 
-def commands(shell: ShellText) -> list[LaunchCommand]:
-    found: list[LaunchCommand] = []
-    for line, text in shell.lines():
-        if len(text) > _LONGEST_COMMAND:
+def _read_commands(script: _Script) -> list[_Command]:
+    commands: list[_Command] = []
+    for line, text in script.lines():
+        if len(text) > _MAX_COMMAND or not any(name in (expanded := script.expand(text)) for name in _NAMES):
             continue
-        written_out = shell.substituted(text)
-        if not any(word in written_out for word in _NAMES):
-            continue
-        words = _words(written_out)
-        while words and len(found) < _MOST_COMMANDS:
+        words = [_QUOTING.sub(lambda m: m[1] or m[2] or m[3] or "", match[0]) for match in _WORD.finditer(expanded)]
+        while words and len(commands) < _MAX_COMMANDS:
             end = next((at for at, word in enumerate(words) if _END.fullmatch(word)), len(words))
-            if command := _command(words[:end], f"{shell.name}:{line}", line):
-                found.append(command)
+            if command := _read_command(words[:end], f"{script.name}:{line}", line):
+                commands.append(command)
             words = words[end + 1 :]
-    return found
+    return commands
 
 
-def _words(text: str) -> list[str]:
-    return [_plain(match[0]) for match in _TOKEN.finditer(text)]
-
-
-def _plain(word: str) -> str:
-    return re.sub(r"'([^']*)'|\"([^\"]*)\"|\\(.)", lambda match: match[1] or match[2] or match[3] or "", word)
-
-
-def _command(words: Sequence[str], where: str, line: int) -> LaunchCommand | None:
-    """None for one that starts nothing which could be a training."""
-    command = LaunchCommand(line)
+def _read_command(words: Sequence[str], where: str, line: int) -> _Command | None:
+    """None for a command that cannot be the launch of a training."""
+    command = _Command(line, where)
     at = 0
-    # `VARIABLE=value` before it, and `env`, `nohup`, `srun --x`, `uv run` and the like.
-    while at < len(words):
-        if assigned := _ASSIGNED.fullmatch(words[at]):
-            command.rows.append(Setting(f"{ENVIRONMENT}.{assigned[1]}", assigned[2], where))
-        length, program = _launcher(words, at)
-        if program:
-            command.program = program
-            at += length
-            break
-        at += 1
+    # `VARIABLE=value`, `env`, `nohup`, `srun --x`, `uv run` and the like may stand before the launcher.
+    while at < len(words) and not command.program:
+        if assigned := _ASSIGNED_WORD.fullmatch(words[at]):
+            command.add(f"{ENVIRONMENT}.{assigned[1]}", assigned[2])
+        length, command.program = _match_launcher(words, at)
+        at += length
     if not command.program:
         return None
-    command.rows.append(Setting(f"{SECTION}.program", command.program, where))
+    command.add(PROGRAM, command.program)
     if command.program not in ("python", *_PROGRAMS):
-        at = _read_launcher_flags(words, at, command, where)
-    _read_script(words, at, command, where)
+        at = _read_launcher_flags(words, at, command)
+    rest = list(words[at:])
+    while rest[:1] in (["-m"], ["--module"], ["-u"]):
+        rest.pop(0)
+    if rest and not rest[0].startswith("-"):
+        command.add(SCRIPT, rest.pop(0))
+    _read_script_flags(rest, command)
     return command
 
 
-def _launcher(words: Sequence[str], at: int) -> tuple[int, str]:
-    """How many words the launcher at that place has, and its name; 0 where there is none."""
+def _match_launcher(words: Sequence[str], at: int) -> tuple[int, str]:
+    """How many words the launcher at that place takes, and its name; 1 and no name where there is none."""
     word = words[at].strip("$`(")
     if _PYTHON.fullmatch(word):
-        after = tuple(words[at + 1 : at + 3])
-        name = _LAUNCHERS.get(after)
+        name = _LAUNCHERS.get(tuple(words[at + 1 : at + 3]))
         return (3, name) if name else (1, "python")
     base = word.rpartition("/")[2]
     for names, program in _LAUNCHERS.items():
         if (base, *words[at + 1 : at + len(names)]) == names:
             return len(names), program
-    return (1, base) if base in _PROGRAMS and at + 1 < len(words) and not words[at + 1].startswith("-") else (0, "")
+    has_subcommand = at + 1 < len(words) and not words[at + 1].startswith("-")
+    return 1, base if base in _PROGRAMS and has_subcommand else ""
 
 
-def _read_launcher_flags(words: Sequence[str], at: int, command: LaunchCommand, where: str) -> int:
-    """Reads up to what is launched; returns where that stands."""
+def _read_launcher_flags(words: Sequence[str], at: int, command: _Command) -> int:
+    """Reads the flags before the script; returns the position of the script."""
     while at < len(words):
         match = _FLAG.fullmatch(words[at])
         if match is not None and match[1] in ("m", "module") and at + 1 < len(words) and words[at + 1][:1] == "-":
@@ -161,50 +277,38 @@ def _read_launcher_flags(words: Sequence[str], at: int, command: LaunchCommand, 
         name, value = match[1].replace("-", "_"), match[2]
         at += 1
         following = words[at] if at < len(words) else ""
-        takes_value = value is None and name not in _SWITCHES and bool(following) and not _is_script(following)
-        if takes_value and not _FLAG.fullmatch(following):
+        is_script = following == "-m" or following.endswith(".py")
+        if value is None and name not in _SWITCHES and following and not is_script and not _FLAG.fullmatch(following):
             value = following
             at += 1
         # As text: YAML takes 1:2 for a number of base 60.
-        command.rows.append(Setting(f"{SECTION}.{name}", True if value is None else value, where))
+        command.add(f"{SECTION}.{name}", True if value is None else value)
     return at
 
 
-def _is_script(word: str) -> bool:
-    return bool(_SCRIPT.fullmatch(word)) or word == "-m"
-
-
-def _read_script(words: Sequence[str], at: int, command: LaunchCommand, where: str) -> None:
-    rest = list(words[at:])
-    while rest[:1] in (["-m"], ["--module"], ["-u"]):
-        rest = rest[1:]
-    if rest and not rest[0].startswith("-"):
-        command.rows.append(Setting(f"{SECTION}.script", rest.pop(0), where))
-    command.rows += _flags(rest, where)
-
-
-def _flags(words: Sequence[str], where: str) -> Iterator[Setting]:
-    """``--flag value...``, ``--flag=value`` and ``--flag``; a word that is none's is the configuration's file."""
+def _read_script_flags(words: Sequence[str], command: _Command) -> None:
+    """Reads ``--flag value...``, ``--flag=value``, ``--flag``, ``key=value``, and the name of a configuration file."""
     at = 0
     while at < len(words):
-        match = _FLAG.fullmatch(words[at])
+        word = words[at]
         at += 1
+        match = _FLAG.fullmatch(word)
         if match is None:
-            assigned = _ASSIGNED.fullmatch(words[at - 1].lstrip("+"))
-            if re.fullmatch(r"[^=]+\.(?:ya?ml|json|toml)", words[at - 1]):
-                yield Setting(f"{SECTION}.config", words[at - 1], where)
-            elif assigned:
-                yield Setting(assigned[1], scalar(assigned[2]), where)
+            if _CONFIG_FILE.fullmatch(word):
+                command.add(f"{SECTION}.config", word)
+            elif assigned := _ASSIGNED_WORD.fullmatch(word.lstrip("+")):
+                command.add(assigned[1], parse_scalar(assigned[2]))
             continue
-        values = [match[2]] if match[2] is not None else []
-        while (
-            match[2] is None
-            and at < len(words)
-            and not _FLAG.fullmatch(words[at])
-            and not _OVERRIDE_WORD.match(words[at])
-        ):
+        values = [] if match[2] is None else [match[2]]
+        while match[2] is None and at < len(words):
+            if _FLAG.fullmatch(words[at]) or _OVERRIDE_WORD.match(words[at]):
+                break
             values.append(words[at])
             at += 1
         key = match[1].replace("-", "_")
         if not key.startswith((f"{SECTION}.", f"{ENVIRONMENT}.")):
-            yield Setting(key, scalar(" ".join(values)) if values else True, where)
+            command.add(key, parse_scalar(" ".join(values)) if values else True)
+
+
+def _unquote(text: str) -> str:
+    return _QUOTED.sub(lambda match: match[1] if match[1] is not None else match[2], text)

@@ -1,95 +1,108 @@
-"""CONFIG arguments to settings: files, ``-`` for the standard input, and overrides of one setting.
+"""CONFIG arguments as settings: files, the files that these name, ``-`` for standard input, and overrides.
 
-A file is YAML, JSON, TOML or Python by its suffix. Any other file, and the standard input, is a text with commands and
-overrides ``a.b.c=value`` anywhere in it, as a shell script or a bug report, or one of the formats without its suffix.
-No interpolation, shell variable or Hydra default list is expanded beyond what the text itself says.
+A file is YAML, JSON or TOML by its suffix. Any other file, and the standard input, is a shell script, or one of these
+formats without its suffix. A Python script is refused: only running it would show what it configures.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Sequence
 
-from fsdp_doctor.check.config_formats import OF_SUFFIX
-from fsdp_doctor.check.config_input import text_of
-from fsdp_doctor.check.pasted_text import settings_of_text
-from fsdp_doctor.check.python_calls import python_settings
+from fsdp_doctor.check import config_files
+from fsdp_doctor.check.config_files import parse_scalar, read_text
+from fsdp_doctor.check.launch_commands import SECTION, read_script
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.yaml_text import scalar
 from fsdp_doctor.errors import UsageError
 
-COMMAND_LINE = "command line"
-_MOST_SETTINGS = 20_000
-
 _ARGUMENT = re.compile(r"(?P<sign>~|\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){0,31})(?:=(?P<value>.*))?", re.DOTALL)
+# `--config FILE`, `train FILE`, and the file that a YAML of NeMo-RL changes. `--config_file` is accelerate's.
+_NAMING = ("config", f"{SECTION}.config", "defaults")
+_MAX_FOLLOWED = 5
+_FILE = re.compile(r"[^\n]+\.(?:ya?ml|json|toml)", re.IGNORECASE)
 
 
 def read(arguments: Sequence[str]) -> Settings:
-    """The settings of all arguments together: a later file replaces an earlier one, overrides replace files.
+    """The settings of all arguments and of the files that they name.
 
+    A later file replaces an earlier one, what names a file goes before that file, and overrides go before files.
     Raises UsageError for what cannot be read, with the file and, where it is known, the line.
     """
-    matches = [_override(argument) for argument in arguments]
-    files = [argument for argument, match in zip(arguments, matches, strict=True) if match is None]
-    found = Settings.of(row for file in files for row in _rows(file))
-    given = [match for match in matches if match is not None]
-    for match in given:
+    overrides = [match for match in map(_match_override, arguments) if match is not None]
+    settings = Settings.of(
+        row for argument in arguments if _match_override(argument) is None for row in _read_file(argument)
+    )
+    for match in overrides:
         if match["sign"] != "~":
-            found.put(Setting(match["key"], scalar(match["value"]), COMMAND_LINE))
-    for match in given:
+            settings.put(Setting(match["key"], parse_scalar(match["value"]), "command line"))
+    for match in overrides:
         if match["sign"] == "~":
-            found.without(match["key"])
-    if not list(found):
+            settings.remove(match["key"])
+    if not list(settings):
         names = ", ".join(arguments)
         raise UsageError(
-            f"no settings found in {names}: expected YAML, JSON, TOML, a command that starts a training, a Python "
-            "script that configures one, or overrides like a.b=value"
+            f"no settings found in {names}: expected YAML, JSON, TOML, a shell script that starts a training, or "
+            "overrides like a.b=value"
         )
-    return found
+    return _with_named_files(settings)
 
 
-def followed(row: Setting) -> Settings | None:
-    """The settings of the file that a setting names: as the command would find it, or from the folder of its own file.
+def follow(row: Setting) -> Settings | None:
+    """The settings of the file that a setting names, relative to the working directory or to the setting's own file.
 
-    None where there is none. Raises Unreadable where it cannot be read.
+    None where there is no such file. Raises Unreadable where it cannot be read.
     """
-    named = str(row.value)
-    for path in (named, os.path.join(os.path.dirname(row.file), named)):
+    name = str(row.value)
+    for path in (name, os.path.join(os.path.dirname(row.file), name)):
         path = os.path.expanduser(path)
         if os.path.isfile(path):
             try:
-                return read([path])
+                return Settings.of(_read_file(path))
             except UsageError as error:
                 raise Unreadable(f"{row}: {error}") from None
     return None
 
 
-def _override(argument: str) -> re.Match[str] | None:
-    """The parts of ``a.b=value`` or ``~a.b``; None for anything else, and for a file that has such a name."""
+def find_missing_files(settings: Settings) -> Iterator[Setting]:
+    """The settings that name a configuration file which cannot be read here."""
+    return (row for row in _naming(settings) if _follow_if_readable(row) is None)
+
+
+def _match_override(argument: str) -> re.Match[str] | None:
+    """The parts of ``a.b=value`` or ``~a.b``; None for anything else, and for an existing file of that name."""
     match = _ARGUMENT.fullmatch(argument)
     if match is None or os.path.exists(argument):
         return None
     return match if match["value"] is not None or match["sign"] == "~" else None
 
 
-def _rows(argument: str) -> list[Setting]:
-    name, text = text_of(argument)
+def _read_file(argument: str) -> list[Setting]:
+    if argument.endswith(".py"):
+        raise UsageError(
+            f"{argument} is a Python script, and only running it shows what it configures: call "
+            "fsdp_doctor.examine(model) in it, or give its settings as overrides like a.b=value"
+        )
+    name, text = read_text(argument)
+    return config_files.parse(text, name, read_script)
+
+
+def _with_named_files(settings: Settings) -> Settings:
+    names = _naming(settings)
+    for _ in range(_MAX_FOLLOWED):
+        if names and (named := _follow_if_readable(names.pop(0))) is not None:
+            settings = Settings.joined(named, settings)
+            names += _naming(named)
+    return settings
+
+
+def _naming(settings: Settings) -> list[Setting]:
+    rows = [settings.rows[key] for key in _NAMING if key in settings]
+    return [row for row in rows if isinstance(row.value, str) and _FILE.fullmatch(row.value)]
+
+
+def _follow_if_readable(row: Setting) -> Settings | None:
     try:
-        rows = list(itertools.islice(_settings_of(text, name), _MOST_SETTINGS + 1))
-    except RecursionError:
-        raise UsageError(f"cannot read {name}: it is nested too deeply") from None
-    if len(rows) > _MOST_SETTINGS:
-        raise UsageError(f"{name} has more than {_MOST_SETTINGS:,} settings")
-    return rows
-
-
-def _settings_of(text: str, name: str) -> Iterator[Setting]:
-    suffix = pathlib.Path(name).suffix.lower()
-    if suffix == ".py":
-        return iter(python_settings(text, name))
-    if suffix in OF_SUFFIX:
-        return OF_SUFFIX[suffix](text, name)
-    return settings_of_text(text, name, _MOST_SETTINGS + 1)
+        return follow(row)
+    except Unreadable:
+        return None

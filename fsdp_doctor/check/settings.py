@@ -1,4 +1,4 @@
-"""One flat view of a training configuration: dotted keys, their values, and where each was written."""
+"""The settings of a training configuration: dotted keys, their values, and where each was written."""
 
 from __future__ import annotations
 
@@ -9,33 +9,20 @@ from typing import Any
 
 from fsdp_doctor.errors import UsageError
 
-_WHOLE_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*))?\}")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*))?\}")
 _TRUE = frozenset(("true", "yes", "on", "y", "t", "1"))
 _FALSE = frozenset(("false", "no", "off", "n", "f", "0"))
 _LONGEST_SHOWN = 160
 _LARGEST_NUMBER = 1_000_000_000
 
 
-def _names(value: Any) -> list[Any] | None:
-    """The devices of a list, or of a text such as ``0,1`` or ``0,``; None for what is neither."""
-    if isinstance(value, list):
-        return value
-    parts = [part.strip() for part in str(value).split(",")]
-    named = [part for part in parts if part]
-    return named if len(parts) > 1 and all(map(str.isdecimal, named)) else None
-
-
 class Unreadable(Exception):
-    """A setting that decides something has a value which cannot be read; the message says which, for the user."""
-
-
-class Expression(str):
-    """The source of a value that only running the program would give, as in Python."""
+    """A setting that decides something has a value that cannot be read; the message names it for the user."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf: ``where`` is ``file:line``, a file, or the command line."""
+    """One leaf of a configuration. where: ``file:line``, a file, or the command line."""
 
     key: str
     value: Any
@@ -47,6 +34,11 @@ class Setting:
         return f"{self.key}={shown} ({self.where})"
 
     @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition(".")[2]
+
+    @property
     def file(self) -> str:
         """``where`` without its line."""
         name, _, line = self.where.rpartition(":")
@@ -55,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Two values of one key in one file, of which the later counts."""
+    """Two values that one file gives to one key; the later one counts."""
 
     earlier: Setting
     later: Setting
@@ -63,14 +55,14 @@ class Replaced:
 
 @dataclass
 class Settings:
-    """Settings by key, of which a later one replaces an earlier one. A value ``${a.b}`` stands for that of ``a.b``.
+    """Settings by key; a later one replaces an earlier one. A value ``${a.b}`` stands for the value of ``a.b``.
 
-    replaced: the keys that one file sets twice, to different values.
+    replaced: the keys to which one file gives two different values.
     """
 
     rows: dict[str, Setting] = field(default_factory=dict)
     replaced: dict[str, Replaced] = field(default_factory=dict)
-    # By each prefix of a key, the keys below it, in their order.
+    # For each prefix of a key, the keys below it, in their order.
     _below: dict[str, dict[str, None]] = field(default_factory=dict)
 
     @classmethod
@@ -82,12 +74,14 @@ class Settings:
 
     @classmethod
     def joined(cls, *parts: Settings | Iterable[Setting]) -> Settings:
-        """Of several parts, of which a later one replaces an earlier one; what one file sets twice stays known."""
-        found = cls.of(row for part in parts for row in part)
+        """Several parts as one; a later part replaces an earlier one, and ``replaced`` is kept."""
+        settings = cls.of(row for part in parts for row in part)
         for part in parts:
-            twice = part.replaced.items() if isinstance(part, Settings) else ()
-            found.replaced |= {key: one for key, one in twice if found.rows.get(key) == one.later}
-        return found
+            if isinstance(part, Settings):
+                for key, pair in part.replaced.items():
+                    if settings.rows.get(key) == pair.later:
+                        settings.replaced[key] = pair
+        return settings
 
     def __contains__(self, key: str) -> bool:
         return key in self.rows
@@ -100,15 +94,19 @@ class Settings:
         return [self.rows[key] for key in self._below.get(prefix, ())]
 
     def first(self, *keys: str) -> Setting | None:
-        """The setting of the first of ``keys`` that is there and not null, with references followed."""
+        """The setting of the first of ``keys`` that is set and not null, with references followed."""
         for key in keys:
-            row = self.rows.get(key)
-            if row is not None and (found := self._followed(row)).value is not None:
-                return found
+            if key in self.rows and (row := self._follow(self.rows[key])).value is not None:
+                return row
         return None
 
+    def text(self, *keys: str) -> str:
+        """The value of the first of ``keys`` that is set, as it is written; empty where none is."""
+        row = self.first(*keys)
+        return "" if row is None else str(row.value)
+
     def flag(self, *keys: str, default: bool = False) -> bool:
-        """A truth value, as frameworks write it. Raises Unreadable for any other value."""
+        """A truth value, in any of the spellings of frameworks. Raises Unreadable for any other value."""
         row = self.first(*keys)
         if row is None:
             return default
@@ -127,39 +125,38 @@ class Settings:
         except ValueError:
             raise Unreadable(f"{row} is not a whole number") from None
         if abs(number) > _LARGEST_NUMBER:
-            raise Unreadable(f"{row} is not a number of any use here")
+            raise Unreadable(f"{row} is larger than any number that is meaningful here")
         return number
 
     def count(self, *keys: str) -> int | None:
-        """A whole number of devices, or how many are named, as ``[0, 1]`` or ``0,1``.
+        """A number of devices, or the length of a list of them, as ``[0, 1]`` or ``0,1``.
 
-        None for -1, which is all there are, for any other word, and for a value that only running would give.
+        None for -1, which means all devices, and for any other word.
         """
         row = self.first(*keys)
         if row is None:
             return None
-        named = _names(row.value)
-        if named is not None:
-            return len(named)
+        if isinstance(row.value, list):
+            return len(row.value)
         text = str(row.value).strip()
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if "," in text and names and all(map(str.isdecimal, names)):
+            return len(names)
         return self.number(row.key) if text != "-1" and text.removeprefix("-").isdecimal() else None
 
     def word(self, *keys: str, default: str = "") -> str:
-        """A text. Raises Unreadable for a reference that leads nowhere, and for what only running would give."""
+        """A text. Raises Unreadable for a reference to a value that is not in the configuration."""
         row = self.first(*keys)
         if row is None:
             return default
-        text = str(row.value)
-        if "${" in text or isinstance(row.value, Expression):
+        if "${" in str(row.value):
             raise Unreadable(f"{row} refers to a value that is not in the configuration")
-        return text
+        return str(row.value)
 
     def put(self, row: Setting) -> None:
-        """Adds a setting. A value replaces what was below its key, and what stood above it as one value."""
+        """Adds a setting. It replaces the settings below its key, and a single value of a key above it."""
         above = [row.key[:at] for at, letter in enumerate(row.key) if letter == "."]
-        for key in above:
-            self._drop(key)
-        for key in list(self._below.get(row.key, ())):
+        for key in [*above, *self._below.get(row.key, ())]:
             self._drop(key)
         earlier = self.rows.get(row.key)
         if earlier is not None and earlier.value != row.value and earlier.file == row.file:
@@ -168,10 +165,10 @@ class Settings:
             self._below.setdefault(key, {})[row.key] = None
         self.rows[row.key] = row
 
-    def without(self, key: str) -> None:
-        """Removes a key, with all below it: Hydra's ``~key``."""
-        for known in [key, *self._below.get(key, ())]:
-            self._drop(known)
+    def remove(self, key: str) -> None:
+        """Removes a key and all settings below it, as Hydra's ``~key`` does."""
+        for name in [key, *self._below.get(key, ())]:
+            self._drop(name)
 
     def _drop(self, key: str) -> None:
         if self.rows.pop(key, None) is not None:
@@ -179,10 +176,10 @@ class Settings:
                 if letter == ".":
                     self._below[key[:at]].pop(key, None)
 
-    def _followed(self, row: Setting) -> Setting:
+    def _follow(self, row: Setting) -> Setting:
         seen = {row.key}
         value = row.value
-        while isinstance(value, str) and (match := _WHOLE_REFERENCE.fullmatch(value.strip())):
+        while isinstance(value, str) and (match := _REFERENCE.fullmatch(value.strip())):
             key, default = match[1], match[2]
             if key in seen:
                 raise UsageError(f"{row} refers to itself")

@@ -1,4 +1,4 @@
-"""What a configuration amounts to: the uses of FSDP in it, and what is extracted or loaded where."""
+"""The models of a training run as scenarios of the matrix, and what is extracted from each or loaded into it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from fsdp_doctor.matrix.axes import AxisName
 from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
 
 CANNOT_BE_DETERMINED = "cannot be determined"
-
 VERSIONS_BETWEEN = "; "
 
 Role: TypeAlias = Literal["model", "actor", "ref", "critic"]
+# A setting that decides something, or words where no setting does.
+Because: TypeAlias = Setting | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionPoint:
-    """A place where a framework takes the weights out, or loads them, as the case of the matrix that it is."""
+    """A place where a framework extracts the weights, or loads them, as a case of the matrix."""
 
     purpose: str
     case: Case
@@ -28,7 +29,7 @@ class ExtractionPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why an axis has its value: a setting, or what the framework does where none says otherwise."""
+    """Why an axis has its value: a setting, or the framework's default."""
 
     axis: AxisName
     value: str
@@ -40,11 +41,11 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One model of the training run, under one range of the framework's versions.
+    """One model of the run, under one range of versions of the framework.
 
-    role: what the model is for. versions: of the framework, empty where all that are known do the same.
-    scenario: without staging, which is a matter of each extraction; None where the model is not under FSDP,
-        or it cannot be determined, and ``why_not`` says so.
+    role: what the model is for. versions: of the framework, empty where all known ones do the same. scenario:
+    unstaged, since staging belongs to each extraction; None where the model is not under FSDP or cannot be determined,
+    and then ``why_not`` says which.
     """
 
     role: Role
@@ -66,25 +67,44 @@ class Use:
         """This use with other values on some axes, in its scenario and in its cases, for one reason."""
         if self.scenario is None or not values:
             return self
-        reasons = [Reason(axis=axis, value=value, because=because) for axis, value in values.items()]
-        extractions = [
-            ExtractionPoint(purpose=point.purpose, case=Case(_changed(point.case.scenario, values), point.case.path))
-            for point in self.extractions
-        ]
+        by_name = {str(axis): value for axis, value in values.items()}
         return dataclasses.replace(
             self,
-            scenario=_changed(self.scenario, values),
-            reasons=(*self.reasons, *reasons),
-            extractions=tuple(extractions),
+            scenario=self.scenario.changed(**by_name),
+            reasons=(*self.reasons, *(Reason(axis=a, value=v, because=because) for a, v in values.items())),
+            extractions=tuple(
+                dataclasses.replace(point, case=Case(point.case.scenario.changed(**by_name), point.case.path))
+                for point in self.extractions
+            ),
         )
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The value of an axis, and what chose it: a setting, or words. Without a reason it is not worth a line."""
+    """The value of an axis, and what chose it; without a reason it is not shown."""
 
     value: str
-    because: Setting | str | None = None
+    because: Because = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadChoice:
+    """The offloads of a model: for each the setting, or the words, that turn it on; None where it is off.
+
+    default: why all are off, where they are.
+    """
+
+    policy: Because = None
+    param: Because = None
+    optimizer: Because = None
+    default: Because = None
+
+    @property
+    def chosen(self) -> Chosen:
+        kinds = {"policy": self.policy, "param": self.param, "optimizer": self.optimizer}
+        on = {kind: because for kind, because in kinds.items() if because is not None}
+        because = "; ".join(dict.fromkeys(map(str, on.values())))
+        return Chosen("+".join(on), because) if on else Chosen("none", self.default)
 
 
 def use_of(
@@ -93,14 +113,10 @@ def use_of(
     chosen: Mapping[AxisName, Chosen],
     extractions: Callable[[Scenario], Iterable[ExtractionPoint]],
 ) -> Use:
-    """A use where each axis has the value that was chosen, and else its default; unstaged."""
-    values: dict[AxisName, str] = {"offload": "none", "staging": "unstaged"}
-    scenario = scenario_of(
-        {str(axis): value for axis, value in values.items()} | {a: c.value for a, c in chosen.items()}
-    )
-    reasons = [
-        Reason(axis=axis, value=one.value, because=str(one.because)) for axis, one in chosen.items() if one.because
-    ]
+    """A use in which each axis has the value that was chosen, or else its default."""
+    values = {"offload": "none", "staging": "unstaged"} | {str(axis): choice.value for axis, choice in chosen.items()}
+    scenario = scenario_of(values)
+    reasons = (Reason(axis=axis, value=c.value, because=str(c.because)) for axis, c in chosen.items() if c.because)
     return Use(
         role=role,
         versions=versions,
@@ -111,26 +127,22 @@ def use_of(
 
 
 def extraction(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
-    """What a path takes out of the model of that scenario, for a purpose in words."""
+    """The extraction of a model in that scenario by a path."""
     return ExtractionPoint(
         purpose=purpose, case=Case(scenario.changed(staging="staged" if staged else "unstaged"), path)
     )
 
 
 def loading(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
-    """What a path loads into the model of that scenario, before its first step."""
+    """The load by a path into a model in that scenario, before its first step."""
     return extraction(purpose, scenario.changed(phase="fresh"), path, staged=staged)
 
 
-def merged(uses: Sequence[Use]) -> tuple[Use, ...]:
-    """The uses of one role; those that differ in nothing but the versions become one."""
-    found: dict[Use, list[str]] = {}
+def merge_equal(uses: Sequence[Use]) -> tuple[Use, ...]:
+    """The uses of one role, where those that differ only in their versions are one."""
+    versions: dict[Use, list[str]] = {}
     for use in uses:
-        found.setdefault(dataclasses.replace(use, versions=""), []).append(use.versions)
-    if len(found) == 1:
-        return tuple(found)
-    return tuple(dataclasses.replace(use, versions=VERSIONS_BETWEEN.join(versions)) for use, versions in found.items())
-
-
-def _changed(scenario: Scenario, values: Mapping[AxisName, str]) -> Scenario:
-    return scenario.changed(**{str(axis): value for axis, value in values.items()})
+        versions.setdefault(dataclasses.replace(use, versions=""), []).append(use.versions)
+    if len(versions) == 1:
+        return tuple(versions)
+    return tuple(dataclasses.replace(use, versions=VERSIONS_BETWEEN.join(of)) for use, of in versions.items())

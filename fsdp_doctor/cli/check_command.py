@@ -24,7 +24,7 @@ def run(
     config: Annotated[
         list[str],
         typer.Argument(
-            help="YAML, JSON, TOML, a Python script, a pasted command, - for standard input, or an override a.b=value."
+            help="YAML, JSON, TOML, a shell script that starts it, - for standard input, or an override a.b=value."
         ),
     ],
     framework_version: Annotated[
@@ -63,8 +63,8 @@ def run(
     if not probe:
         raise SystemExit(result.exit_code)
     sys.stdout.flush()
-    named = [word for case in cases(result) for word in ("--case", case.id)]
-    if not named:
+    options = [word for case in cases(result) for word in ("--case", case.id)]
+    if not options:
         raise CannotRun("the configuration does not amount to any case that the probe can run")
     starting.check_versions()
-    starting.start_ranks(RankOptions(nproc=world_size), ["probe", *named])
+    starting.start_ranks(RankOptions(nproc=world_size), ["probe", *options])

@@ -31,7 +31,7 @@ def run(
 ) -> None:
     """Find the root cause in the log of a job, and its remedy.
 
-    Prints what the catalogue of known failures has on it: cause, remedy, references, a case that reproduces it.
+    Prints its entry in the catalogue of known failures: cause, remedy, references, a case that reproduces it.
     """
     if (all_ or entry is not None) and logs:
         raise UsageError("--entry and --list print the catalogue and read no file; use them without a FILE")
@@ -52,25 +52,25 @@ def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
 
     chosen = catalogue.known_failures() if entry is None else (catalogue.known_failure(entry),)
     if as_json:
-        print(json.dumps([entry_text.entry_as_dict(one) for one in chosen], indent=1))
+        print(json.dumps([entry_text.entry_as_dict(known) for known in chosen], indent=1))
     elif entry is not None:
         print("\n".join(entry_text.entry_lines(chosen[0], width)))
     else:
-        print("\n".join(f"{one.id}\t{one.verdict}\t{one.evidence}\t{one.title}" for one in chosen))
+        print("\n".join(f"{known.id}\t{known.verdict}\t{known.evidence}\t{known.title}" for known in chosen))
 
 
 def _explain(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
-    from fsdp_doctor.explain import explain, explanation_json, text
+    from fsdp_doctor.explain import explain, text
 
     for log in logs:
-        _say_what_is_waited_for(log)
-    found = explain(logs)
-    sys.stdout.write(explanation_json.as_json(found) + "\n" if as_json else text.as_text(found, width))
-    raise SystemExit(EXIT_OK if found.entry is not None else EXIT_BAD_VERDICT)
+        _announce_wait(log)
+    explanation = explain(logs)
+    sys.stdout.write(text.as_json(explanation) + "\n" if as_json else text.as_text(explanation, width))
+    raise SystemExit(EXIT_OK if explanation.entry is not None else EXIT_BAD_VERDICT)
 
 
-def _say_what_is_waited_for(log: pathlib.Path | None) -> None:
-    """Where nothing may come for long: a terminal, a named pipe."""
+def _announce_wait(log: pathlib.Path | None) -> None:
+    """Says what a command waits for that may wait long: a terminal, a named pipe."""
     if log is None and sys.stdin is not None and sys.stdin.isatty():
         print("fsdp-doctor: waiting for a log on standard input; Ctrl-D ends it", file=sys.stderr)
     elif log is not None and log.is_fifo():

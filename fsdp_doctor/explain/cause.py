@@ -1,51 +1,103 @@
-"""Which of the exceptions in a log is the cause, which only followed from it, and how sure the catalogue is of it."""
+"""Which of the exceptions in a log is the cause, which only followed from it, and what the catalogue knows of it."""
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.explain import foreign
-from fsdp_doctor.explain.collectives import Hang, hang_of
-from fsdp_doctor.explain.exception_groups import Group, Groups
-from fsdp_doctor.explain.exceptions import Raised, Reader
-from fsdp_doctor.explain.flight_recorder import Dump, dump_in, parting
+from fsdp_doctor.explain import message_kinds
+from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
+from fsdp_doctor.explain.flight_recorder import Dump, ranks_where_dumps_differ, read_dump
+from fsdp_doctor.explain.hangs import Hang, make_hang
 from fsdp_doctor.explain.log_input import LogInput
-from fsdp_doctor.explain.torchrun_summary import FirstFailure, SummaryReader
-from fsdp_doctor.explain.watchdog import CollectiveReader
-from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.catalogue import KnownFailure
+from fsdp_doctor.explain.rank_messages import FirstFailure, SummaryReader, WatchdogReader
+from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import LogClues
-from fsdp_doctor.known.grading import Evidence, Grade, Match, matches
+from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
+from fsdp_doctor.verdict.classification import fold
 
 Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"]
+
+# Messages of the kernel, Slurm and Ray about a process that they killed for lack of host memory.
+_KILLED_FOR_MEMORY = re.compile(
+    r"invoked oom-killer|\boom-kill:constraint|\boom_kill events?\b|[Oo]ut of memory: Killed process \d"
+    r"|\bOOM[ -]?Killed|node running low on memory"
+)
+_HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory")
+_DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
+_MAX_GROUPS = 2_000
+_MAX_SOURCES = 4_096
+
+
+@dataclass
+class Group:
+    """Exceptions with the same message, of any rank.
+
+    signed: whether an entry of the catalogue has its message. matches: the entries that it may be, once the whole log
+    is read. consequence: what it follows from, or empty where it does not follow from a failure
+    elsewhere. sources: the ranks or processes that raised it.
+    """
+
+    first: Raised
+    signed: bool
+    consequence: str
+    matches: tuple[Match, ...] = ()
+    sources: set[str] = field(default_factory=set)
+    count: int = 0
+
+    def add(self, raised: Raised) -> None:
+        self.count += 1
+        if len(self.sources) < _MAX_SOURCES:
+            self.sources.add(raised.source)
+        if raised is self.first:
+            return
+        other = raised
+        if _is_earlier(raised, self.first) or (self.first.quoted and not raised.quoted):
+            self.first, other = raised, self.first
+        # If one traceback shows that it was raised elsewhere, a script only raised it again.
+        if other.frames and not other.script:
+            self.first.script = ""
+        # Of the same failure, the longest traceback says most.
+        if len(other.frames) > len(self.first.frames):
+            self.first.frames = other.frames
+
+    @property
+    def doubt(self) -> tuple[bool, ...]:
+        """Why another one may rather be the cause: programs log what they handle, and handle what they raise."""
+        first = self.first
+        is_bare = not first.frames
+        is_unknown = not any(match.grade != "possible" for match in self.matches)
+        return first.cut, first.quoted, first.logged and is_bare, first.follows, is_unknown, first.swallowed, is_bare
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a log says.
+    """The answer to a log.
 
     showing: what there is in it: a failure; a hang; only consequences of a failure elsewhere; only tracebacks that were
     cut off; or none of these.
     cause: the exception that the others followed from; None where there is none in the log.
     matches: the entries of the catalogue that it may be, the surest first.
-    ours: whether the failure names FSDP, a DTensor or a sharded checkpoint. foreign: where it does not, what failed,
-    as a noun; empty where its message does not say. near: where it does and nothing matches, the entries most like it.
-    hang: where the ranks stood, if collectives did not end.
+    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. foreign: where it does not, what
+    failed, as a noun; empty where its message does not say. near: where it does and nothing matches, the entries most
+    like it.
+    hang: where the ranks were, if collectives did not end.
     consequences: how many exceptions followed from the cause, by the name of the consequence.
     others: the exceptions that are neither the cause nor a consequence, in order.
-    summary: what torchrun said. dropped: the number of exceptions that were too many to keep. truncated: files that
-    were not read to their end. dumps: how many of the files were a flight recorder's.
-    killed_for_memory: where the log says that a process was killed for want of host memory; empty where it does not.
+    summary: torchrun's. dropped: the number of exceptions that were too many to keep. truncated: files that were not
+    read to their end. dumps: how many of the files were dumps of a flight recorder.
+    killed_for_memory: where the log says that a process was killed for lack of host memory; empty where it does not.
     """
 
     showing: Showing
     cause: Group | None = None
     matches: tuple[Match, ...] = ()
-    ours: bool = False
+    about_fsdp: bool = False
     foreign: str = ""
     near: tuple[KnownFailure, ...] = ()
     hang: Hang | None = None
@@ -59,7 +111,7 @@ class Explanation:
 
     @property
     def grade(self) -> Grade | None:
-        """Of the surest match; None where nothing matches."""
+        """The grade of the surest match; None where nothing matches."""
         return self.matches[0].grade if self.matches else None
 
     @property
@@ -68,112 +120,139 @@ class Explanation:
         return self.matches[0].entry if self.grade == "known" else None
 
 
-# What the kernel, Slurm and Ray say of a process that they killed for want of host memory.
-_KILLED_FOR_MEMORY = re.compile(
-    r"invoked oom-killer|\boom-kill:constraint|\boom_kill events?\b|[Oo]ut of memory: Killed process \d"
-    r"|\bOOM[ -]?Killed|node running low on memory"
-)
-_HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory")
+def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
+    """Reads the files, ``None`` being standard input, each once: logs, or dumps of torch's flight recorder.
+
+    Raises UsageError for one that is neither. Several files are those of several ranks: then time stamps, where all
+    have them, decide what came first.
+    """
+    logs = _Logs()
+    for path in files:
+        logs.read(path)
+    return logs.explanation()
 
 
 class _Logs:
-    """What has been read of all files."""
+    """The facts in all files that were read. There is a limit to groups that have no entry and no traceback."""
 
     def __init__(self) -> None:
-        self.groups = Groups()
-        self.clues = LogClues()
-        self.collectives = CollectiveReader()
-        self.summary: FirstFailure | None = None
-        self.dumps: list[Dump] = []
-        self.truncated: list[str] = []
-        self.killed_for_memory = ""
+        self._groups: dict[str, Group] = {}
+        self._dropped = 0
+        self._clues = LogClues()
+        self._watchdog = WatchdogReader()
+        self._summary: FirstFailure | None = None
+        self._dumps: list[Dump] = []
+        self._truncated: list[str] = []
+        self._killed_for_memory = ""
 
     def read(self, path: pathlib.Path | None) -> None:
-        if path is not None and (dump := dump_in(path, len(self.dumps))) is not None:
-            self.dumps.append(dump)
+        if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
+            self._dumps.append(dump)
             return
         log = LogInput(path)
-        reader, summaries, number = Reader(log.name), SummaryReader(), 0
+        reader, summaries, number = ExceptionReader(log.name), SummaryReader(), 0
         for text, lines in log.chunks():
-            if not self.killed_for_memory and any(hint in text for hint in _HINTS_OF_KILLERS):
-                told = (at for at, line in enumerate(lines, number + 1) if _KILLED_FOR_MEMORY.search(line))
-                self.killed_for_memory = next((f"{log.name}, line {at}" for at in told), "")
+            if not self._killed_for_memory and any(hint in text for hint in _HINTS_OF_KILLERS):
+                numbers = (at for at, line in enumerate(lines, number + 1) if _KILLED_FOR_MEMORY.search(line))
+                self._killed_for_memory = next((f"{log.name}, line {at}" for at in numbers), "")
             number += len(lines)
-            self.groups.add(reader.read(text, lines))
+            self._add(reader.read(text, lines))
             summaries.read(text, lines)
-            self.collectives.read(text, lines)
-            self.clues.read(text)
-        self.groups.add(reader.end())
-        self.summary = self.summary or summaries.found
+            self._watchdog.read(text, lines)
+            self._clues.read(text)
+        self._add(reader.end())
+        self._summary = self._summary or summaries.first
         if log.truncated:
-            self.truncated.append(log.name)
+            self._truncated.append(log.name)
 
-    def evidence(self, group: Group) -> Evidence:
+    def _add(self, exceptions: Iterable[Raised]) -> None:
+        for raised in exceptions:
+            key = _group_key(raised.text)
+            if key not in self._groups:
+                signed = has_signature(raised.text)
+                limit = _MAX_GROUPS * (2 if signed or raised.frames else 1)
+                if len(self._groups) >= limit:
+                    self._dropped += 1
+                    continue
+                self._groups[key] = Group(raised, signed, message_kinds.name_consequence(raised.text))
+            self._groups[key].add(raised)
+
+    def explanation(self) -> Explanation:
+        groups = _ordered(list(self._groups.values()))
+        hang = self._hang()
+        causes = [group for group in groups if not group.consequence]
+        for group in causes:
+            group.matches = tuple(match_evidence(self._evidence(group))) if group.signed else ()
+        first_failed = [group for group in causes if self._summary and self._summary.is_one_of(group.sources)]
+        # sorted() keeps the order of groups that are equally likely.
+        likeliest = sorted(first_failed or causes, key=lambda group: group.doubt)
+        # A traceback that was cut off says less than what followed from it.
+        whole = [group for group in likeliest if not group.first.cut]
+        cause = next(iter([*whole, *(group for group in groups if group.consequence), *likeliest]), None)
+        showing = _decide_showing(cause, hang)
+        is_failure = cause is not None and showing == "failure"
+        matches = cause.matches if cause is not None and is_failure else ()
+        if showing == "hang" and hang is not None:
+            matches = tuple(self._match_hang(hang))
+        about_fsdp = cause is not None and self._is_about_fsdp(cause)
+        text = cause.first.text if cause is not None and is_failure else ""
+        return Explanation(
+            showing=showing,
+            cause=cause,
+            matches=matches,
+            about_fsdp=about_fsdp,
+            foreign=message_kinds.name_foreign_kind(text) if is_failure and not about_fsdp else "",
+            near=tuple(catalogue.nearest(text)) if is_failure and about_fsdp and not matches else (),
+            hang=hang,
+            consequences=_count_consequences(groups, cause),
+            others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
+            summary=self._summary,
+            dropped=self._dropped,
+            truncated=tuple(self._truncated),
+            dumps=len(self._dumps),
+            killed_for_memory=self._killed_for_memory,
+        )
+
+    def _evidence(self, group: Group) -> Evidence:
         first = group.first
         return Evidence(
             message=first.text,
             traceback="\n".join(first.frames),
             script=first.script,
             indirect=first.quoted,
-            log=self.clues.found,
-            torch=self.clues.torch,
+            log=self._clues.shown,
+            torch=self._clues.torch,
         )
 
-    @property
-    def hang(self) -> Hang | None:
-        """Of the dumps, where there are any: they say more than the watchdog."""
-        return hang_of(parting(self.dumps)) or self.collectives.hang() if self.dumps else self.collectives.hang()
+    def _hang(self) -> Hang | None:
+        """The hang that the dumps show, which say more than the watchdog, or else the watchdog's."""
+        from_dumps = make_hang(ranks_where_dumps_differ(self._dumps)) if self._dumps else None
+        return from_dumps or self._watchdog.hang()
+
+    def _is_about_fsdp(self, cause: Group) -> bool:
+        under_fsdp = self._evidence(cause).shows("fsdp")
+        if any(match.grade != "possible" or under_fsdp for match in cause.matches):
+            return True
+        return message_kinds.names_fsdp(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
+
+    def _match_hang(self, hang: Hang) -> list[Match]:
+        """The entries that it may be; known only where some ranks gather a model while others are elsewhere."""
+        stacks = ["\n".join(waiting.frames) for waiting in hang.waiting]
+        is_apart = hang.differs and len(set(map(message_kinds.gathers, stacks))) > 1
+        for operation in sorted({waiting.op for waiting in hang.waiting}):
+            evidence = Evidence(
+                message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",
+                traceback="\n".join(stacks),
+                indirect=not is_apart,
+                log=self._clues.shown,
+                torch=self._clues.torch,
+            )
+            if matches := match_evidence(evidence):
+                return matches
+        return []
 
 
-def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
-    """Reads the files, ``None`` being standard input, each once: logs, or dumps of torch's flight recorder.
-
-    Raises UsageError for one that is neither. Several files are those of several ranks: then time stamps, where all
-    have them, say what came first.
-    """
-    logs = _Logs()
-    for path in files:
-        logs.read(path)
-    return _explanation(logs)
-
-
-def _explanation(logs: _Logs) -> Explanation:
-    ordered = logs.groups.ordered()
-    summary, hang = logs.summary, logs.hang
-    causes = [group for group in ordered if not group.consequence]
-    for group in causes:
-        group.matches = tuple(matches(logs.evidence(group))) if group.signed else ()
-    named = [group for group in causes if summary is not None and summary.is_one_of(group.sources)]
-    # sorted() keeps the order of what is equally likely.
-    likeliest = sorted(named or causes, key=lambda group: group.doubt)
-    # A traceback that was cut off says less than what followed from it.
-    whole = [group for group in likeliest if not group.first.cut]
-    cause = next(iter([*whole, *(group for group in ordered if group.consequence), *likeliest]), None)
-    showing = _showing(cause, hang)
-    found = cause.matches if cause is not None and showing == "failure" else ()
-    if showing == "hang" and hang is not None:
-        found = tuple(_of_hang(logs, hang))
-    ours = cause is not None and _is_ours(logs, cause)
-    unknown = cause is not None and showing == "failure" and not found
-    return Explanation(
-        showing=showing,
-        cause=cause,
-        matches=found,
-        ours=ours,
-        foreign=foreign.kind_of(cause.first.text) if cause is not None and showing == "failure" and not ours else "",
-        near=tuple(catalogue.nearest(cause.first.text)) if cause is not None and unknown and ours else (),
-        hang=hang,
-        consequences=_counted(ordered, cause),
-        others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
-        summary=summary,
-        dropped=logs.groups.dropped,
-        truncated=tuple(logs.truncated),
-        dumps=len(logs.dumps),
-        killed_for_memory=logs.killed_for_memory,
-    )
-
-
-def _showing(cause: Group | None, hang: Hang | None) -> Showing:
+def _decide_showing(cause: Group | None, hang: Hang | None) -> Showing:
     if cause is not None and not cause.consequence and not cause.first.cut:
         return "failure"
     if hang is not None:
@@ -183,33 +262,34 @@ def _showing(cause: Group | None, hang: Hang | None) -> Showing:
     return "consequences" if cause.consequence else "cut"
 
 
-def _is_ours(logs: _Logs, cause: Group) -> bool:
-    under_fsdp = logs.evidence(cause).shows("fsdp")
-    if any(match.grade != "possible" or under_fsdp for match in cause.matches):
-        return True
-    return foreign.names_our_field(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
-
-
-def _of_hang(logs: _Logs, hang: Hang) -> list[Match]:
-    """The entries that it may be; known only where some ranks gather a model while others are elsewhere."""
-    stacks = ["\n".join(one.frames) for one in hang.waiting]
-    apart = hang.differs and len(set(map(foreign.gathers, stacks))) > 1
-    for operation in sorted({one.op for one in hang.waiting}):
-        evidence = Evidence(
-            message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",
-            traceback="\n".join(stacks),
-            indirect=not apart,
-            log=logs.clues.found,
-            torch=logs.clues.torch,
-        )
-        if found := matches(evidence):
-            return found
-    return []
-
-
-def _counted(groups: list[Group], cause: Group | None) -> dict[str, int]:
+def _count_consequences(groups: list[Group], cause: Group | None) -> dict[str, int]:
     counts: dict[str, int] = {}
     for group in groups:
         if group.consequence and group is not cause:
             counts[group.consequence] = counts.get(group.consequence, 0) + group.count
     return counts
+
+
+@functools.lru_cache(maxsize=4096)
+def _group_key(text: str) -> str:
+    """The first line, without what differs between ranks and attempts."""
+    return _DIGITS.sub("#", fold(signatures.one_line(text.split("\n", 1)[0])))
+
+
+def _is_earlier(raised: Raised, other: Raised) -> bool:
+    """By line within a file, else by time. Exceptions arrive in the order in which their tracebacks end."""
+    if raised.file == other.file:
+        return raised.line < other.line
+    return raised.time is not None and other.time is not None and raised.time < other.time
+
+
+def _ordered(groups: list[Group]) -> list[Group]:
+    """By time where all have one; else in the order of the files and of their lines."""
+    files = {name: index for index, name in enumerate(dict.fromkeys(group.first.file for group in groups))}
+    all_timed = all(group.first.time is not None for group in groups)
+
+    def key(group: Group) -> tuple[float, int, int]:
+        first = group.first
+        return (first.time or 0.0) if all_timed else 0.0, files[first.file], first.line
+
+    return sorted(groups, key=key)

@@ -13,24 +13,24 @@ _PAGE = "docs/compat/index.html"
 
 
 def entry_lines(entry: KnownFailure, width: int) -> list[str]:
-    """The entry, whole."""
+    """The lines of the whole entry, of at most ``width`` columns."""
     lines = [f"{entry.id}: {entry.title}", ""]
-    lines += wrapped(f"Cause: {entry.cause}", width)
-    lines += wrapped(f"Remedy: {entry.remedy}", width)
+    lines += wrap(f"Cause: {entry.cause}", width)
+    lines += wrap(f"Remedy: {entry.remedy}", width)
     if entry.code:
         lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
     if entry.check:
-        lines += wrapped(f"How to see it: {entry.check}", width)
+        lines += wrap(f"How to see it: {entry.check}", width)
     if entry.needs:
-        lines += wrapped(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
+        lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     if entry.torch:
         lines += [f"torch: {entry.torch}"]
     if entry.measured:
-        lines += wrapped(f"Measured with torch, by device: {'; '.join(entry.measured)}", width)
+        lines += wrap(f"Measured with torch, by device: {'; '.join(entry.measured)}", width)
     if entry.frameworks:
-        lines += wrapped(f"Seen in: {', '.join(entry.frameworks)}", width)
-    lines += wrapped(f"References: {', '.join(entry.references)}", width)
-    lines += [_reproduction(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
+        lines += wrap(f"Seen in: {', '.join(entry.frameworks)}", width)
+    lines += wrap(f"References: {', '.join(entry.references)}", width)
+    lines += [_reproduction_line(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
     return lines
 
 
@@ -54,12 +54,12 @@ def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
     }
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)
 
 
-def _reproduction(entry: KnownFailure) -> str:
-    """The command that reproduces it, or that there is none."""
+def _reproduction_line(entry: KnownFailure) -> str:
+    """The command that reproduces it, or a sentence that there is none."""
     command = _command(entry)
     return (
         f"Reproduce: {command}"

@@ -1,4 +1,4 @@
-"""The exceptions in a log: tracebacks taken out of interleaved ranks, and those that lost their form on the way."""
+"""The exceptions in a log: tracebacks of interleaved ranks, as Python, IPython or rich write them, whole or damaged."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import dataclasses
 import keyword
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.frames import begins_box, frame_in, frames_in_box, inner, is_boxed, raising_file
-from fsdp_doctor.explain.log_lines import Line, lines_in, parsed, time_of
+from fsdp_doctor.explain.log_input import Line, lines_in, parse_line, parse_time
 from fsdp_doctor.known.catalogue import anchors, has_signature
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
 _RAY_BEGIN = re.compile(r"RayTaskError(?:\(\w{1,200}\))?: .{0,400}\bray::")
 _HANDLING = "During handling of the above exception"
-# What no handler is for: whatever fails while it is handled has failed because of it.
-_MENDED_BY_NONE = re.compile(r"OutOfMemoryError|out of memory|CUDA error|device-side assert|No space left on device")
+# Errors that no handler recovers from: what fails while one is handled failed because of it.
+_FATAL_ERROR = re.compile(r"OutOfMemoryError|out of memory|CUDA error|device-side assert|No space left on device")
 _CHAINED = (_HANDLING, "The above exception was the direct cause")
 _SUFFIX = r"(?:Error|Exception|Interrupt|Exit|Failure|Failed|Died|Timeout|Killed|Aborted)"
 _NAME = rf"[A-Za-z_][\w.]{{0,200}}?(?:{_SUFFIX}|Warning|Iteration)\w{{0,40}}"
@@ -26,21 +25,21 @@ _COLON = r"(?:: |\uff1a ?)"
 _RAISED = re.compile(
     rf"(?P<type>{_NAME})(?:\((?P<inner>[\w.]{{1,200}})\))?(?:{_COLON}(?P<message>.*)|:?\s{{0,20}}$)", re.ASCII
 )
-# After frames any name may be an exception's.
+# After frames any name may be that of an exception.
 _ANY = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,200})(?P<inner>)(?:: (?P<message>.*)|$)", re.ASCII)
-# Within a line: not in the quotes of a program's source, but in those of JSON.
+# Within a line: not in the quotes of source code, but in those of JSON.
 _INSIDE = re.compile(
     rf"(?<![A-Za-z0-9_.'/\"])(?:(?<=: )\")?(?P<type>[A-Za-z_][\w.]{{0,200}}?{_SUFFIX}\w{{0,40}})"
     rf"(?:\((?P<inner>[\w.]{{1,200}})\))?{_COLON}(?P<message>\S.*)",
     re.ASCII,
 )
-# A line of a program, which may have a message in it and raises nothing by standing in a log.
+# A line of source code, which may contain a message and raises nothing.
 _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
-# What Ray, c10d and torchrun say of a process that is gone, in no exception's form.
+# Messages of Ray, c10d and torchrun about a process that is gone, which have not the form of an exception.
 _LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d")
-# What the interpreter itself says; the stack that follows has the innermost frame first.
+# The interpreter's own message; the stack that follows has the innermost frame first.
 _FATAL = re.compile(r"Fatal Python error: \S")
-# What C++ says of an exception that nothing caught; its message is in the next line.
+# The message of C++ about an exception that nothing caught; the exception's own is in the next line.
 _TERMINATED = re.compile(r"terminate called after throwing an instance of '(?:\w{1,80}::){0,8}(?P<type>\w{1,80})'")
 # A label that stood before a traceback, as of a container.
 _LABEL = re.compile(r"(?:[\w./-]{1,100} {0,20}\| ?|\[[^\]\n]{1,100}\] ?|[\w./-]{1,100}: ?)$")
@@ -51,35 +50,55 @@ _OTHER = re.compile(
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b")
 _GROUP = re.compile(r"^\s{0,400}[|+][ |+-]{0,400}")
 _REPEATED = re.compile(r" \[repeated \d{1,9}x across cluster\].*$")
-_MOST_FRAMES = 40
-_MOST_MESSAGE_LINES = 12
-_MOST_MESSAGE_CHARACTERS = 4_000
-# Of a line after the first: what comes after thousands of names may say more than they do.
-_MOST_OF_A_LINE = 1_000
-_MOST_BOX_LINES = 2_000
-# A traceback that was cut off ends after so many lines of its source; one whose source writes nothing more, after so
-# many lines of the log, which is looked at every so many lines.
-_MOST_OWN_LINES = 400
-_MOST_LINES = 50_000
+_MAX_FRAMES = 40
+_MAX_MESSAGE_LINES = 12
+_MAX_MESSAGE_CHARACTERS = 4_000
+# Of each line after the first: a line may list thousands of names.
+_MAX_OF_A_LINE = 1_000
+_MAX_BOX_LINES = 2_000
+# A traceback that was cut off ends after so many lines of its source, or after so many lines of the log, which is
+# checked every so many lines.
+_MAX_OWN_LINES = 400
+_MAX_LINES = 50_000
 _SWEEP_EVERY = 512
-_MOST_SOURCES = 16_384
-_MOST_LABELS = 256
-# How many lines with a time are remembered; the time stands near the beginning of a line.
+_MAX_SOURCES = 16_384
+_MAX_LABELS = 256
+# How many lines with a time are remembered; the time is near the beginning of a line.
 _REMEMBERED = 64
 _CLOCK = re.compile(r"\d\d:\d\d:\d\d")
 _CLOCK_END = 160
 
+_MAX_FRAME = 400
+_PYTHON = re.compile(r'\s{0,400}File "[^"\n]{1,1000}", line \d{1,9}')
+_IPYTHON = re.compile(r"\s{0,40}File (?P<file>[^\s\"]{1,400}):(?P<line>\d{1,9}), in (?P<function>[\w.<>]{1,200})\(")
+# In rich's box: a path that was broken at the width of the box, and numbered lines of source.
+_RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.{0,200})")
+_RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
+_RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
+_BOX = "│╭╰┃"
+_FILE = re.compile(r'File "(?P<file>[^"]+)"')
+_RAISES = re.compile(r"raise\s+\S|assert\b")
+# Files of torch, installed or as source, of Python itself, and names that are no file.
+_TORCH_OR_PYTHON = re.compile(
+    r"(?:^|/)(?:torch|fsdp_doctor)/|^<|(?:^|/)(?:lib(?:64)?/python\d[\d.]*|python[\d.]+/lib)/"
+)
+_PACKAGE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?!torch/)")
+_LITERAL = re.compile(r"""["']([^"'\n]{1,400})""")
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+# So many equal characters in a row are no coincidence.
+_MIN_EQUAL = 16
+
 
 @dataclass(kw_only=True)
 class Raised:
-    """One exception as a log has it.
+    """One exception in a log.
 
-    file, line: where it stands. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
-    frames: its traceback's, outermost first, as far as they were kept. script: the file, not torch's, whose own line
-    raised it; empty where none is known to have. logged: it stands in a record below an error's
-    level. swallowed: another exception came while it was being handled. follows: it came itself while one was being
-    handled that no handler mends. quoted: a message that nothing raised, in prose.
-    cut: a traceback that ends before its exception, whose message says no more than that.
+    file, line: its place. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
+    frames: of its traceback, outermost first, as far as they were kept. script: the file, not torch's, whose own line
+    raised it; empty where none is known to have. logged: it is in a record below the level of an error.
+    swallowed: another exception came while it was being handled. follows: it came while one was being handled that no
+    handler recovers from. quoted: a message in prose, which nothing raised here.
+    cut: a traceback that ends before its exception; its message says only that.
     """
 
     file: str
@@ -103,15 +122,15 @@ class Raised:
 
 @dataclass
 class _Open:
-    """A traceback of one source that is still being read. lines: of this source since it began. box: what rich drew.
+    """A traceback of one source that is still being read.
 
-    source: the last frame's own line; None until it was read.
-    fatal: it is the interpreter's stack, innermost frame first.
+    source: the last frame's line of code; None until it was read. lines: of this source since it began. box: the
+    content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
     """
 
     began: Line
     time: float | None
-    frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
+    frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
     raised: Raised | None = None
     source: str | None = None
     lines: int = 0
@@ -120,14 +139,14 @@ class _Open:
     fatal: bool = False
 
     def end_box(self) -> None:
-        self.frames.extend(frames_in_box(self.box))
+        self.frames.extend(_frames_in_box(self.box))
         self.box.clear()
 
 
-class Reader:
-    """Finds the exceptions of one file. Feed it the chunks in order, then ask for what is left.
+class ExceptionReader:
+    """Finds the exceptions of one file. Feed it the chunks in order, then call ``end``.
 
-    Most lines of a log are nobody's exception: they cost a few substring searches and nothing else.
+    Most lines of a log belong to no exception: they cost a few substring searches and nothing else.
     """
 
     def __init__(self, file: str) -> None:
@@ -159,7 +178,7 @@ class Reader:
                 or (boxed and "│" in raw)
             ):
                 for line in lines_in(self._number, raw):
-                    yield from self._look(self._labelled(line), present)
+                    yield from self._read_line(self._without_label(line), present)
             if _CLOCK.search(raw, 0, _CLOCK_END):
                 self._recent.append((self._number, raw))
 
@@ -167,25 +186,25 @@ class Reader:
         for source in list(self._open):
             yield from self._close(source)
 
-    def _labelled(self, line: Line) -> Line:
-        """Takes off a label that stood before a traceback, as of a container: it is the source, whatever it means."""
+    def _without_label(self, line: Line) -> Line:
+        """The line without the label of a container that was before a traceback; the label becomes its source."""
         if self._labels and line.text.startswith(self._labels):
             label = next(label for label in self._labels if line.text.startswith(label))
             source = " ".join(filter(None, (line.source, label.strip(" |:[]"))))
             return dataclasses.replace(line, source=source, text=line.text[len(label) :])
         return line
 
-    def _look(self, line: Line, present: list[str]) -> Iterator[Raised]:
+    def _read_line(self, line: Line, present: list[str]) -> Iterator[Raised]:
         if self._number % _SWEEP_EVERY == 0:
-            yield from self._give_up_on_old()
+            yield from self._close_old()
         if line.source in self._open and line.text.lstrip().startswith(("|", "+-")):
             line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
-        if is_boxed(line.text):
-            yield from self._boxed(line)
+        if _is_boxed(line.text):
+            yield from self._read_boxed(line)
         elif _BEGIN in line.text:
             yield from self._begin(line)
         elif _RAY_BEGIN.search(line.text):
-            # The traceback before it is the driver's, and goes on with this one.
+            # The traceback before it belongs to the driver, and goes on with this one.
             if (opened := self._open.get(line.source)) is not None and opened.raised is None:
                 del self._open[line.source]
             yield from self._close(line.source)
@@ -194,121 +213,121 @@ class Reader:
             yield from self._close(line.source)
             if line.text.startswith(_HANDLING) and line.source in self._last:
                 last = self._last[line.source]
-                last.swallowed = _MENDED_BY_NONE.search(last.text) is None
+                last.swallowed = _FATAL_ERROR.search(last.text) is None
                 if not last.swallowed:
                     self._following.add(line.source)
         elif line.source in self._open:
             yield from self._continue(self._open[line.source], line, present)
         else:
-            yield from self._alone(line, present)
+            yield from self._read_alone(line, present)
 
     def _begin(self, line: Line) -> Iterator[Raised]:
         before, _, after = line.text.partition(_BEGIN)
-        if _LABEL.match(before) and "Exception Group" not in before and len(self._labels) < _MOST_LABELS:
+        if _LABEL.match(before) and "Exception Group" not in before and len(self._labels) < _MAX_LABELS:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
-            line = self._labelled(line)
+            line = self._without_label(line)
         yield from self._close(line.source)
         opened = self._open[line.source] = _Open(line, self._time(line))
         after = after.lstrip(": ")
-        if inside := list(_INSIDE.finditer(after)):
+        if matches := list(_INSIDE.finditer(after)):
             # A whole traceback that lost its line breaks.
-            before = after[: inside[-1].start()].strip()
-            opened.raised = self._raised(line, inside[-1], [before[:_MOST_MESSAGE_CHARACTERS]], opened.time)
+            before = after[: matches[-1].start()].strip()
+            opened.raised = self._parse_raised(line, matches[-1], [before[:_MAX_MESSAGE_CHARACTERS]], opened.time)
 
-    def _boxed(self, line: Line) -> Iterator[Raised]:
-        """A line of a box, which is a traceback's if it says so in its lid, its frames or its marker."""
+    def _read_boxed(self, line: Line) -> Iterator[Raised]:
+        """Reads a line of a box, which is a traceback if its lid, its frames or its marker show that."""
         opened = self._open.get(line.source)
         lid = line.text.lstrip().startswith("╭")
-        if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and begins_box(line.text)):
+        if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and _begins_box(line.text)):
             yield from self._close(line.source)
             opened = self._open[line.source] = _Open(line, self._time(line))
         if opened is None or lid:
             return
         if line.text.lstrip().startswith("╰"):
             opened.end_box()
-        elif len(opened.box) < _MOST_BOX_LINES:
-            opened.box.append(inner(line.text))
+        elif len(opened.box) < _MAX_BOX_LINES:
+            opened.box.append(_box_content(line.text))
 
     def _continue(self, opened: _Open, line: Line, present: list[str]) -> Iterator[Raised]:
         opened.lines += 1
         if opened.raised is None:
             self._frame_or_end(opened, line)
-            if opened.raised is None and opened.lines > _MOST_OWN_LINES:
+            if opened.raised is None and opened.lines > _MAX_OWN_LINES:
                 yield from self._close(line.source)
             return
-        if opened.fatal and (frame := frame_in(line.text)) is not None and len(opened.raised.frames) < _MOST_FRAMES:
+        if opened.fatal and (frame := _parse_frame(line.text)) is not None and len(opened.raised.frames) < _MAX_FRAMES:
             opened.raised.frames.insert(0, frame)
             return
         if opened.fatal and (not line.text.strip() or "most recent call first" in line.text):
             return
         opened.message_lines += 1
-        other = _OTHER.match(line.text) or frame_in(line.text) is not None or _INSIDE.match(line.text)
-        if opened.message_lines > _MOST_MESSAGE_LINES or other:
+        other = _OTHER.match(line.text) or _parse_frame(line.text) is not None or _INSIDE.match(line.text)
+        if opened.message_lines > _MAX_MESSAGE_LINES or other:
             yield from self._close(line.source)
-            yield from self._alone(line, present)
+            yield from self._read_alone(line, present)
             return
-        message = f"{opened.raised.message}\n{line.text[:_MOST_OF_A_LINE]}"
-        opened.raised.message = _REPEATED.sub("", message)[:_MOST_MESSAGE_CHARACTERS]
+        message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
+        opened.raised.message = _REPEATED.sub("", message)[:_MAX_MESSAGE_CHARACTERS]
 
     def _frame_or_end(self, opened: _Open, line: Line) -> None:
         if opened.box:
             opened.end_box()
-        if (frame := frame_in(line.text)) is not None:
+        if (frame := _parse_frame(line.text)) is not None:
             opened.frames.append(_REPEATED.sub("", frame))
             opened.source = None
             return
         text = _REPEATED.sub("", line.text)
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
-        if match is None and opened.frames and (named := _ANY.match(text)) and not keyword.iskeyword(named["type"]):
-            match = named
+        if match is None and opened.frames and (bare := _ANY.match(text)) and not keyword.iskeyword(bare["type"]):
+            match = bare
         if match is not None:
-            opened.raised = self._raised(line, match, list(opened.frames), opened.time)
+            opened.raised = self._parse_raised(line, match, list(opened.frames), opened.time)
             if opened.frames and opened.source is not None:
-                opened.raised.script = raising_file(opened.frames[-1], opened.source, opened.raised.message)
+                opened.raised.script = _raising_file(opened.frames[-1], opened.source, opened.raised.message)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
-            opened.raised = self._message(line, list(opened.frames))
+            opened.raised = self._make_raised(line, list(opened.frames))
         elif opened.source is None and opened.frames:
             opened.source = text.strip()
 
-    def _alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
-        """A line outside of any traceback: a frame whose beginning is missing, an exception, or a known message."""
-        if (frame := frame_in(line.text)) is not None:
+    def _read_alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
+        """Reads a line outside of any traceback: a frame without a header, an exception, or a known message."""
+        if (frame := _parse_frame(line.text)) is not None:
             self._open[line.source] = opened = _Open(line, self._time(line))
             opened.frames.append(_REPEATED.sub("", frame))
         elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
-            raised = self._raised(line, match, [])
+            raised = self._parse_raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
             self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif _FATAL.match(line.text):
-            raised = self._message(line, [])
+            raised = self._make_raised(line, [])
             self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
         elif any(a in line.text for a in present) and not _SOURCE.match(line.text) and has_signature(line.text):
-            message = self._message(line, [])
+            message = self._make_raised(line, [])
             message.quoted = "Warning: " not in line.text
             yield message
         elif match := _TERMINATED.search(line.text):
-            raised = self._message(line, [])
+            raised = self._make_raised(line, [])
             raised.type, raised.message = match["type"], ""
             self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif _LOST.search(line.text):
-            yield self._message(line, [])
+            yield self._make_raised(line, [])
 
-    def _raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
-        raised = self._message(line, frames)
-        # Ray's RayTaskError(RuntimeError) is the RuntimeError that it carries.
+    def _parse_raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
+        raised = self._make_raised(line, frames)
+        # Ray's RayTaskError(RuntimeError) carries a RuntimeError.
         raised.type = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
-        raised.message = _REPEATED.sub("", match["message"] or "")[:_MOST_MESSAGE_CHARACTERS]
+        raised.message = _REPEATED.sub("", match["message"] or "")[:_MAX_MESSAGE_CHARACTERS]
         raised.time = time if time is not None else raised.time
         return raised
 
-    def _message(self, line: Line, frames: list[str]) -> Raised:
+    def _make_raised(self, line: Line, frames: list[str]) -> Raised:
         return Raised(
             file=self._file,
             line=line.number,
             source=line.source,
             time=self._time(line),
             type="",
-            message=_REPEATED.sub("", line.text.strip())[:_MOST_MESSAGE_CHARACTERS],
+            message=_REPEATED.sub("", line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
             frames=frames,
         )
 
@@ -319,7 +338,7 @@ class Reader:
         opened.end_box()
         raised = opened.raised
         if raised is None and opened.frames:
-            raised = self._message(opened.began, list(opened.frames))
+            raised = self._make_raised(opened.began, list(opened.frames))
             raised.message = "a traceback that was cut off before its exception"
             raised.cut = True
         if raised is not None:
@@ -329,28 +348,89 @@ class Reader:
             self._last[source] = raised
             yield raised
 
-    def _give_up_on_old(self) -> Iterator[Raised]:
-        """They are in the order in which they began."""
+    def _close_old(self) -> Iterator[Raised]:
+        """Ends tracebacks that nothing continues; they are in the order in which they began."""
         while self._open:
             source, opened = next(iter(self._open.items()))
-            if self._number - opened.began.number <= _MOST_LINES and len(self._open) <= _MOST_SOURCES:
+            if self._number - opened.began.number <= _MAX_LINES and len(self._open) <= _MAX_SOURCES:
                 break
             yield from self._close(source)
-        for remembered in (self._last, self._stamped):
-            while len(remembered) > _MOST_SOURCES:
-                del remembered[next(iter(remembered))]
+        for by_source in (self._last, self._stamped):
+            while len(by_source) > _MAX_SOURCES:
+                del by_source[next(iter(by_source))]
 
     def _time(self, line: Line) -> float | None:
-        """Of the line itself, or of the last one before it by the same source that has one."""
-        searched, found = self._stamped.get(line.source, (0, None))
-        if (own := time_of(line.raw)) is not None:
-            found = own
+        """The time of the line, or of the last line before it by the same source that has one."""
+        searched, time = self._stamped.get(line.source, (0, None))
+        if (of_line := parse_time(line.raw)) is not None:
+            time = of_line
         else:
             for number, raw in reversed(self._recent):
                 if number <= searched:
                     break
-                if (before := time_of(raw)) is not None and parsed(0, raw).source == line.source:
-                    found = before
+                if (before := parse_time(raw)) is not None and parse_line(0, raw).source == line.source:
+                    time = before
                     break
-        self._stamped[line.source] = (line.number, found)
-        return found
+        self._stamped[line.source] = (line.number, time)
+        return time
+
+
+def _parse_frame(text: str) -> str | None:
+    """The frame of a traceback that a line is, as Python writes it, or None."""
+    if _PYTHON.match(text):
+        return text.strip()[:_MAX_FRAME]
+    if match := _IPYTHON.match(text):
+        return _as_python(match)
+    return None
+
+
+def _raising_file(innermost: str, source: str, message: str) -> str:
+    """The file of a traceback's innermost frame, if its line raised the message and it is not torch's; else empty.
+
+    A line that raises nothing itself may call C++, which raises without a frame. A package passes on what torch raised,
+    so its line must have words of the message. source: that line.
+    """
+    if not _RAISES.match(source) or (match := _FILE.match(innermost)) is None:
+        return ""
+    file = match["file"].replace("\\", "/").lower()
+    if _PACKAGE.search(file):
+        return match["file"] if _has_words_of(source, message) else ""
+    return "" if _TORCH_OR_PYTHON.search(file) else match["file"]
+
+
+def _has_words_of(source: str, message: str) -> bool:
+    pieces = (piece for literal in _LITERAL.findall(source) for piece in _PLACEHOLDER.split(literal))
+    return any(len(piece) >= _MIN_EQUAL and piece in message for piece in pieces)
+
+
+def _is_boxed(text: str) -> bool:
+    return text.lstrip()[:1] in _BOX if text else False
+
+
+def _begins_box(text: str) -> bool:
+    """Whether a line in a box belongs to a traceback: it has the marker, or a frame."""
+    content = _box_content(text)
+    return "❱" in content or _RICH_BEGIN.match(content) is not None
+
+
+def _box_content(text: str) -> str:
+    """The text between the sides of the box, with its indentation."""
+    text = text.strip().removeprefix("│").removeprefix("┃").removeprefix(" ")
+    return text.removesuffix("│").removesuffix("┃").rstrip()
+
+
+def _frames_in_box(lines: Iterable[str]) -> Iterator[str]:
+    """The frames in the content of one box."""
+    joined = ""
+    for line in (*lines, ""):
+        if line and not _RICH_SOURCE.match(line) and len(joined) < _MAX_FRAME:
+            # A line that was broken at a space has lost the space.
+            joined += f" {line}" if line.startswith("in ") or joined.endswith(" in") else line
+            continue
+        if match := _RICH.match(joined):
+            yield _as_python(match)
+        joined = ""
+
+
+def _as_python(match: re.Match[str]) -> str:
+    return f'File "{match["file"]}", line {match["line"]}, in {match["function"]}'[:_MAX_FRAME]

@@ -1,74 +1,131 @@
-"""An explanation as text."""
+"""An explanation as text and as JSON."""
 
 from __future__ import annotations
 
-from fsdp_doctor.explain import foreign
-from fsdp_doctor.explain.cause import Explanation
-from fsdp_doctor.explain.entry_text import entry_lines, wrapped
-from fsdp_doctor.explain.exception_groups import Group
+import dataclasses
+import json
+from typing import Any
+
+from fsdp_doctor.explain import message_kinds
+from fsdp_doctor.explain.cause import Explanation, Group
+from fsdp_doctor.explain.entry_text import entry_as_dict, entry_lines, wrap
 from fsdp_doctor.explain.exceptions import Raised
-from fsdp_doctor.explain.hang_text import hang_lines
-from fsdp_doctor.explain.log_input import MOST_OF_A_STREAM
+from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
+from fsdp_doctor.explain.log_input import MAX_STREAM
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.grading import Match
 
-_SHOWN_RANKS = 8
-_SHOWN_LINES = 6
-_SHOWN_OTHERS = 3
-# How many entries are printed whole; a known one alone.
-_SHOWN_ENTRIES = 2
-ATTACH = (
+_MAX_RANKS = 8
+_MAX_LINES = 6
+_MAX_OTHERS = 3
+_MAX_ROWS = 16
+_MAX_WAITING_IN_JSON = 256
+# How many entries are printed whole, if none is known for certain.
+_MAX_ENTRIES = 2
+_ATTACHMENTS = (
     "the whole traceback of the rank that failed first",
     "`fsdp-doctor env`, from the same environment",
     "`fsdp-doctor probe --fix --markdown report.md`, from the same machine",
     "the configuration, or what `fsdp-doctor check CONFIG` makes of it",
 )
+_HANG_HEADER = ("ranks", "group", "waits in", "in", "out", "last launched", "last done", "seconds")
+_ASK_FOR_DUMPS = (
+    "To see what each rank did, and who called it: run again with TORCH_FR_BUFFER_SIZE=2000 and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give the dumps of all ranks to `fsdp-doctor explain`."
+)
 
 
-def as_text(found: Explanation, width: int) -> str:
+def as_text(explanation: Explanation, width: int) -> str:
     """width: in columns. Code and commands are not wrapped."""
-    lines = _heading(found) + hang_lines(found, width) + _notes(found)
-    if found.showing == "failure" and not found.ours:
-        lines += _not_ours(found, width)
-    elif found.matches:
-        lines += _matches(found.matches, width)
-    elif found.showing == "failure":
-        lines += _unknown(found)
-    if attach(found):
-        lines += ["", "To report it, attach:", *(f"  - {what}" for what in ATTACH)]
+    lines = _heading(explanation)
+    if explanation.hang is not None:
+        lines += _hang_lines(explanation.hang, width, ask=explanation.showing == "hang")
+    lines += _notes(explanation)
+    if explanation.showing == "failure" and not explanation.about_fsdp:
+        lines += _foreign_lines(explanation, width)
+    elif explanation.matches:
+        lines += _match_lines(explanation.matches, width)
+    elif explanation.showing == "failure":
+        lines += ["", "It is not in the catalogue of known failures."]
+        lines += _list_entries("Entries with a similar message, which may have another cause:", explanation.near)
+    if _needs_report(explanation):
+        lines += ["", "To report it, attach:", *(f"  - {attachment}" for attachment in _ATTACHMENTS)]
     return "\n".join(lines) + "\n"
 
 
-def attach(found: Explanation) -> bool:
-    """Whether it is a failure of FSDP's that the catalogue does not know for certain."""
-    return found.showing != "nothing" and found.ours and found.entry is None
+def as_json(explanation: Explanation) -> str:
+    cause, entry, hang = explanation.cause, explanation.entry, explanation.hang
+    data = {
+        "schema": "fsdp-doctor/explanation",
+        "schema_version": 2,
+        "showing": explanation.showing,
+        "matched": entry is not None,
+        "grade": explanation.grade,
+        "cause": _cause_as_dict(cause) if cause is not None else None,
+        "entry": entry_as_dict(entry) if entry is not None else None,
+        "matches": [_match_as_dict(match) for match in explanation.matches],
+        "near": [near.id for near in explanation.near],
+        "ours": explanation.about_fsdp,
+        "foreign": explanation.foreign,
+        "hang": _hang_as_dict(hang) if hang is not None else None,
+        "consequences": explanation.consequences,
+        "others": [
+            {"text": raised.text, "file": raised.file, "line": raised.line}
+            for raised in explanation.others[:_MAX_OTHERS]
+        ],
+        "torchrun": explanation.summary.sentence if explanation.summary is not None else None,
+        "attach": list(_ATTACHMENTS) if _needs_report(explanation) else [],
+        "truncated": list(explanation.truncated),
+    }
+    return json.dumps(data, indent=1)
 
 
-def _heading(found: Explanation) -> list[str]:
-    cause, summary = found.cause, found.summary
-    if found.showing == "hang":
+def telling_frames(raised: Raised) -> list[str]:
+    """The innermost frame, and before it the innermost one that is not torch's."""
+    outside = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
+    return list(dict.fromkeys([*outside[-1:], *raised.frames[-1:]]))
+
+
+def _needs_report(explanation: Explanation) -> bool:
+    """Whether it is a failure of FSDP that the catalogue does not know for certain."""
+    return explanation.showing != "nothing" and explanation.about_fsdp and explanation.entry is None
+
+
+# The heading, and notes on the rest of the log
+
+
+def _heading(explanation: Explanation) -> list[str]:
+    cause, summary = explanation.cause, explanation.summary
+    if explanation.showing == "hang":
         return ["The job hung: a collective did not end."]
     if cause is None:
-        told = f"There is no exception in the log. {summary.sentence}." if summary else "The log shows no failure."
-        if found.killed_for_memory and summary is None:
-            told = "There is no exception in the log."
-        if found.dumps:
-            told = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
-        return [told, *_ended(found)]
-    if found.showing == "cut":
-        return _cause("The log ends within a traceback, before its exception", cause)
-    if found.showing == "consequences":
-        return _cause(
-            f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first of them", cause
-        )
-    return _cause("Root cause", cause)
+        sentence = f"There is no exception in the log. {summary.sentence}." if summary else "The log shows no failure."
+        if explanation.killed_for_memory and summary is None:
+            sentence = "There is no exception in the log."
+        if explanation.dumps:
+            sentence = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
+        return [sentence, *_host_memory_lines(explanation)]
+    if explanation.showing == "cut":
+        return _cause_lines("The log ends within a traceback, before its exception", cause)
+    if explanation.showing == "consequences":
+        heading = f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first of them"
+        return _cause_lines(heading, cause)
+    return _cause_lines("Root cause", cause)
 
 
-def _ended(found: Explanation) -> list[str]:
-    """What a process that said nothing may have died of."""
-    if found.killed_for_memory:
-        return [f"A process was killed for want of host memory ({found.killed_for_memory}): look there first."]
-    if found.summary is None or found.summary.ended != "SIGKILL":
+def _cause_lines(heading: str, group: Group) -> list[str]:
+    lines = [f"{heading}: {_place(group.first)}{_raised_by(group)}", ""]
+    message = [] if group.first.cut else group.first.text.splitlines()
+    lines += [f"    {line.strip()}" for line in message[:_MAX_LINES]]
+    lines += ["    ..."] if len(message) > _MAX_LINES else []
+    return lines + [f"      at {frame}" for frame in telling_frames(group.first)]
+
+
+def _host_memory_lines(explanation: Explanation) -> list[str]:
+    """A hint that a process which left no message may have been killed for lack of host memory."""
+    if explanation.killed_for_memory:
+        return [f"A process was killed for want of host memory ({explanation.killed_for_memory}): look there first."]
+    if explanation.summary is None or explanation.summary.ended != "SIGKILL":
         return []
     return [
         "SIGKILL is mostly the kernel's, for want of host memory: `dmesg | grep -i oom` on that host says so, or the "
@@ -76,8 +133,30 @@ def _ended(found: Explanation) -> list[str]:
     ]
 
 
+def _notes(explanation: Explanation) -> list[str]:
+    lines = []
+    is_elsewhere = explanation.showing == "consequences"
+    if is_elsewhere and not explanation.killed_for_memory:
+        lines.append(
+            "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
+        )
+    if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
+        lines += _host_memory_lines(explanation)
+    for other in explanation.others[:_MAX_OTHERS]:
+        doubt = "Came first, on another rank" if _came_first(other, explanation.cause) else "Probably not the cause"
+        lines.append(f"{doubt}: {(other.text.splitlines() or [''])[0][:200]} ({_place(other)})")
+    if (more := max(0, len(explanation.others) - _MAX_OTHERS) + explanation.dropped) > 0:
+        lines.append(f"and {more} more exceptions")
+    for name, count in explanation.consequences.items() if explanation.showing != "hang" else ():
+        lines.append(f"Consequence: {name} ({count} times)" if count > 1 else f"Consequence: {name}")
+    if explanation.summary is not None and explanation.showing != "nothing":
+        lines.append(f"{explanation.summary.sentence}.")
+    lines += [f"Only the first {MAX_STREAM >> 20} MiB of {name} were read." for name in explanation.truncated]
+    return ["", *lines] if lines else []
+
+
 def _came_first(other: Raised, cause: Group | None) -> bool:
-    """Whether it ended another rank, as far as one can see, before the cause was raised: it may be one, too."""
+    """Whether it ended another rank, as far as the log shows, before the cause was raised: it may be one, too."""
     if cause is None or not other.source or other.source in cause.sources or not other.frames:
         return False
     if other.swallowed or other.logged or other.quoted or other.file != cause.first.file:
@@ -85,98 +164,132 @@ def _came_first(other: Raised, cause: Group | None) -> bool:
     return other.line < cause.first.line
 
 
-def _cause(heading: str, group: Group) -> list[str]:
-    lines = [f"{heading}: {_where(group.first)}{_who(group)}", ""]
-    shown = [] if group.first.cut else group.first.text.splitlines()
-    lines += [f"    {line.strip()}" for line in shown[:_SHOWN_LINES]]
-    lines += ["    ..."] if len(shown) > _SHOWN_LINES else []
-    lines += [f"      at {frame}" for frame in telling_frames(group.first)]
-    return lines
-
-
-def _notes(found: Explanation) -> list[str]:
-    lines = []
-    if found.showing == "consequences" and not found.killed_for_memory:
-        lines.append(
-            "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
-        )
-    if found.showing == "consequences" or (found.killed_for_memory and found.showing != "nothing"):
-        lines += _ended(found)
-    for other in found.others[:_SHOWN_OTHERS]:
-        doubt = "Came first, on another rank" if _came_first(other, found.cause) else "Probably not the cause"
-        lines.append(f"{doubt}: {(other.text.splitlines() or [''])[0][:200]} ({_where(other)})")
-    if (more := max(0, len(found.others) - _SHOWN_OTHERS) + found.dropped) > 0:
-        lines.append(f"and {more} more exceptions")
-    for name, count in found.consequences.items() if found.showing != "hang" else ():
-        lines.append(f"Consequence: {name} ({count} times)" if count > 1 else f"Consequence: {name}")
-    if found.summary is not None and found.showing != "nothing":
-        lines.append(f"{found.summary.sentence}.")
-    lines += [f"Only the first {MOST_OF_A_STREAM >> 20} MiB of {name} were read." for name in found.truncated]
-    return ["", *lines] if lines else []
-
-
-def _matches(matches: tuple[Match, ...], width: int) -> list[str]:
-    """The known one whole; where none is known, the first ones, with what would make them sure."""
-    grade = matches[0].grade
-    whole = [match for match in matches if match.grade == grade][: 1 if grade == "known" else _SHOWN_ENTRIES]
-    lines = []
-    for match in whole:
-        lines += ["", *_graded(match, width)]
-    rest = tuple(match.entry for match in matches if match not in whole)
-    return lines + _listed("Other entries with the same message (`fsdp-doctor explain --entry ID`):", rest)
-
-
-def _graded(match: Match, width: int) -> list[str]:
-    lines = entry_lines(match.entry, width)
-    lines[0] = f"{match.grade.capitalize()}: {lines[0]}"
-    if match.open:
-        lines += ["To be sure:", *(f"  - {question}" for question in match.open)]
-    return lines
-
-
-def _not_ours(found: Explanation, width: int) -> list[str]:
-    seen = found.cause is not None and found.cause.first.frames
-    verdict = "No failure of FSDP's." if seen or found.foreign else "Nothing says that it is a failure of FSDP's."
-    what = f" It is about {found.foreign}." if found.foreign else ""
-    where = "its traceback" if seen else "the log"
-    why = f"Neither its message nor {where} names FSDP, a DTensor or a sharded checkpoint."
-    if seen and found.cause is not None and foreign.is_raised_anywhere(found.cause.first.text):
-        why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
-    entries = tuple(match.entry for match in found.matches)
-    lines = ["", *wrapped(f"{verdict}{what} {why}", width)]
-    return lines + _listed("Only if the model is under FSDP all the same:", entries)
-
-
-def _unknown(found: Explanation) -> list[str]:
-    lines = ["", "It is not in the catalogue of known failures."]
-    return lines + _listed("Entries with a similar message, which may have another cause:", found.near)
-
-
-def _listed(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
-    return ["", heading, *(f"  {entry.id}: {entry.title}" for entry in entries)] if entries else []
-
-
-def _who(group: Group) -> str:
-    """The ranks that raised it, or how often it was raised; nothing where it was once and nothing says by whom."""
-    named = sorted((source for source in group.sources if source), key=natural)
-    if not named:
+def _raised_by(group: Group) -> str:
+    """The ranks that raised it, or how often it was raised; empty where it was once and nothing says by whom."""
+    sources = sorted((source for source in group.sources if source), key=_natural_order)
+    if not sources:
         return f" ({group.count} times)" if group.count > 1 else ""
-    more = f" and {len(named) - _SHOWN_RANKS} more" if len(named) > _SHOWN_RANKS else ""
-    return f" ({', '.join(named[:_SHOWN_RANKS])}{more})"
+    more = f" and {len(sources) - _MAX_RANKS} more" if len(sources) > _MAX_RANKS else ""
+    return f" ({', '.join(sources[:_MAX_RANKS])}{more})"
 
 
-def natural(source: str) -> tuple[str, int]:
+def _natural_order(source: str) -> tuple[str, int]:
     """For sorting: ``rank 10`` after ``rank 9``."""
     word, _, number = source.partition(" ")
     first = number.split(" ")[0]
     return word, int(first) if first.isdecimal() and len(first) < 20 else 0
 
 
-def _where(raised: Raised) -> str:
+def _place(raised: Raised) -> str:
     return f"{raised.file}, line {raised.line}"
 
 
-def telling_frames(raised: Raised) -> list[str]:
-    """The innermost frame, and before it the innermost one that is not torch's."""
-    own = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
-    return list(dict.fromkeys([*own[-1:], *raised.frames[-1:]]))
+# Entries of the catalogue
+
+
+def _match_lines(matches: tuple[Match, ...], width: int) -> list[str]:
+    """The known entry whole; where none is known, the first ones, with the questions that would make them sure."""
+    grade = matches[0].grade
+    whole = [match for match in matches if match.grade == grade][: 1 if grade == "known" else _MAX_ENTRIES]
+    lines = []
+    for match in whole:
+        entry = entry_lines(match.entry, width)
+        lines += ["", f"{match.grade.capitalize()}: {entry[0]}", *entry[1:]]
+        if match.open:
+            lines += ["To be sure:", *(f"  - {question}" for question in match.open)]
+    rest = tuple(match.entry for match in matches if match not in whole)
+    return lines + _list_entries("Other entries with the same message (`fsdp-doctor explain --entry ID`):", rest)
+
+
+def _foreign_lines(explanation: Explanation, width: int) -> list[str]:
+    has_frames = explanation.cause is not None and explanation.cause.first.frames
+    is_sure = has_frames or explanation.foreign
+    verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
+    kind = f" It is about {explanation.foreign}." if explanation.foreign else ""
+    where = "its traceback" if has_frames else "the log"
+    why = f"Neither its message nor {where} names FSDP, a DTensor or a sharded checkpoint."
+    if has_frames and explanation.cause is not None and message_kinds.is_raised_anywhere(explanation.cause.first.text):
+        why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
+    entries = tuple(match.entry for match in explanation.matches)
+    lines = ["", *wrap(f"{verdict}{kind} {why}", width)]
+    return lines + _list_entries("Only if the model is under FSDP all the same:", entries)
+
+
+def _list_entries(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
+    return ["", heading, *(f"  {entry.id}: {entry.title}" for entry in entries)] if entries else []
+
+
+# Hangs
+
+
+def _hang_lines(hang: Hang, width: int, *, ask: bool) -> list[str]:
+    lines = ["", *(line for sentence in hang.parting for line in wrap(sentence, width)), *_hang_table(hang.waiting)]
+    for waiting in hang.waiting[:_MAX_ROWS]:
+        if frame := _calling_frame(waiting):
+            lines.append(f"{name_ranks([waiting.rank])} called it at {frame}")
+    if ask and any(not waiting.frames for waiting in hang.waiting):
+        lines += wrap(_ASK_FOR_DUMPS, width)
+    return lines
+
+
+def _calling_frame(waiting: Waiting) -> str:
+    """The innermost frame of the user's code, or else of a package but torch; empty where there is none."""
+    frames = [frame for frame in waiting.frames if "/torch/" not in frame and "<frozen" not in frame]
+    return next((frame for frame in frames if "-packages/" not in frame), frames[0] if frames else "")
+
+
+def _hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
+    """Ranks that are in the same place share a row; an empty column is left out."""
+    rows: dict[tuple[str, ...], list[Waiting]] = {}
+    for rank in waiting:
+        call = rank.call if rank.entered else f"not there; last in {rank.call}"
+        launched, done = ("" if number is None else str(number) for number in (rank.enqueued, rank.completed))
+        rows.setdefault((rank.group, call, rank.sent, rank.received, launched, done), []).append(rank)
+    cells = [(_rank_numbers(ranks), *row, _longest_wait(ranks)) for row, ranks in rows.items()]
+    used = [index for index in range(len(_HANG_HEADER)) if any(row[index] for row in cells)]
+    table = [tuple(row[index] for index in used) for row in (_HANG_HEADER, *cells[:_MAX_ROWS])]
+    widths = [max(len(row[column]) for row in table) for column in range(len(used))]
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in table]
+    more = [f"and {len(cells) - _MAX_ROWS} more"] if len(cells) > _MAX_ROWS else []
+    return ["", *(f"    {line}" for line in (*lines, *more)), ""] if cells else []
+
+
+def _rank_numbers(waiting: list[Waiting]) -> str:
+    return name_ranks(rank.rank for rank in waiting).partition(" ")[2]
+
+
+def _longest_wait(waiting: list[Waiting]) -> str:
+    """In seconds."""
+    times = [rank.waited_s for rank in waiting if rank.waited_s is not None]
+    return f"{max(times):.0f}" if times else ""
+
+
+# JSON
+
+
+def _match_as_dict(match: Match) -> dict[str, Any]:
+    entry = match.entry
+    advice = {"title": entry.title, "cause": entry.cause, "remedy": entry.remedy}
+    return {"id": entry.id, "grade": match.grade, "open": list(match.open), **advice}
+
+
+def _hang_as_dict(hang: Hang) -> dict[str, Any]:
+    return {
+        "parting": list(hang.parting),
+        "waiting": [{**dataclasses.asdict(rank), "call": rank.call} for rank in hang.waiting[:_MAX_WAITING_IN_JSON]],
+    }
+
+
+def _cause_as_dict(group: Group) -> dict[str, Any]:
+    first = group.first
+    return {
+        "type": first.type,
+        "message": first.message,
+        "file": first.file,
+        "line": first.line,
+        "source": first.source,
+        "sources": sorted(filter(None, group.sources), key=_natural_order),
+        "count": group.count,
+        "time": first.time,
+        "frames": first.frames,
+    }

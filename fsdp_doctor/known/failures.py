@@ -20,58 +20,61 @@ from fsdp_doctor.matrix.paths import FIXES, find_path, is_user_path
 from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
-_ANY_NUMBER = SpecifierSet()
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
+
+
+@dataclass(frozen=True)
+class RankRange:
+    """Numbers of ranks from ``min`` to ``max``, both included; without ``max`` there is no upper limit."""
+
+    min: int = 1
+    max: int | None = None
+
+    def __contains__(self, ranks: int) -> bool:
+        return self.min <= ranks and (self.max is None or ranks <= self.max)
 
 
 @dataclass(frozen=True)
 class Trigger:
     """A part of the matrix, and the runs in which it fails.
 
-    values: values of axes, ``path`` among them, each also with ``*``; the other axes are free. Of a framework's matrix
-        where ``framework`` is among them: then the axes are that framework's, and only device and ranks go with them.
+    values: values of axes, ``path`` among them, each also with ``*``; the other axes are free. With ``framework`` among
+        them it is a part of that framework's matrix: its axes, and only device and ranks beside them.
     device: the kinds of device; on the CPU offloading moves nothing, so it is in none that does not name it.
-    ranks, shard_group: how many ranks there are, and how many a parameter is sharded over, as version specifiers.
+    ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
     shards: whether all ranks' shards of a parameter are of one size.
     direction: of the paths, also where it names none.
     """
 
     values: Mapping[str, tuple[str, ...]]
     device: tuple[DeviceKind, ...] = ("emulated", "accelerator")
-    ranks: SpecifierSet = _ANY_NUMBER
-    shard_group: SpecifierSet = _ANY_NUMBER
+    ranks: RankRange = RankRange()
+    shard_group: RankRange = RankRange()
     shards: tuple[Shards, ...] = ("even", "uneven")
     direction: tuple[Direction, ...] = ("out",)
 
-    def holds(self, case: AnyCase, context: RunContext) -> bool:
+    def contains(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case of that run is in the part. The fix is in none that does not name it."""
+        if context.device_kind not in self.device or context.world_size not in self.ranks:
+            return False
         if isinstance(case, FrameworkCase):
-            return self._holds_in_framework(case, context)
+            values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.path}
+            return "framework" in self.values and all(
+                _matches(values.get(axis, ""), allowed) for axis, allowed in self.values.items()
+            )
         if "framework" in self.values or (case.path in FIXES and "path" not in self.values):
             return False
-        # What takes least time comes first: a report asks this millions of times.
+        # The cheapest conditions come first: a report asks this millions of times.
         return (
-            context.device_kind in self.device
-            and all(_matches(_value(case, axis), allowed) for axis, allowed in self.values.items())
+            all(_matches(_value(case, axis), allowed) for axis, allowed in self.values.items())
             and find_path(case.path, case.scenario.version).direction in self.direction
-            and self.ranks.contains(str(context.world_size))
-            and self.shard_group.contains(str(context.shard_group(case.scenario)))
+            and context.shard_group(case.scenario) in self.shard_group
             and any(shards in self.shards for shards in context.possible_shards(case.scenario))
-        )
-
-    def _holds_in_framework(self, case: FrameworkCase, context: RunContext) -> bool:
-        """Whether it is a part of that framework's matrix, which it then names."""
-        of_case = {**case.scenario.values, "framework": case.scenario.framework, "path": case.path}
-        return (
-            "framework" in self.values
-            and context.device_kind in self.device
-            and all(_matches(of_case.get(axis, ""), allowed) for axis, allowed in self.values.items())
-            and self.ranks.contains(str(context.world_size))
         )
 
     @property
     def narrowness(self) -> int:
-        """How many axes it names, the path above all: of two entries that show, the one with the narrower says more."""
+        """How many axes it names, the path counting most: of two entries that show, the narrower one says more."""
         return len(self.values) + 2 * ("path" in self.values)
 
 
@@ -86,17 +89,17 @@ def _matches(value: str, allowed: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFailure:
-    """One way in which extraction fails, with what to do.
+    """One way in which an extraction or a load fails, with its remedy.
 
-    verdict: what it shows as in the matrix, or would.
+    verdict: the one that it has in the matrix, or would have.
     signatures: regular expressions over an exception's ``Type: message``, one line, any device.
     frames: further ones over the traceback, for a message that other failures share: unless one of them matches,
-        the entry is no more than possible. place: what they stand for, in words.
-    unless: ones over the traceback that say that it is something else.
-    needs: what else must be so where it shows. A log has to say it, or the entry is not known for certain; in the
-        matrix it is.
+        the entry is no more than possible. place: their meaning in words.
+    unless: ones over the traceback that show another failure.
+    needs: the facts without which it does not show. A log has to show them, or the entry is not known for certain; in
+        the matrix they are given.
     check: how to see it where nothing raises; only a silent failure has it.
-    symptoms: regular expressions over the doctor's own reason, for a failure that is silent elsewhere.
+    symptoms: regular expressions over the verdict's reason, for a failure that is silent elsewhere.
     triggers: the cases and runs in which it shows.
     race: it needs a non-blocking copy that is not done when it is read. So it shows for certain on the emulated device,
         perhaps on an accelerator, and never where such a copy finishes at once.
@@ -138,7 +141,7 @@ class KnownFailure:
         """Whether a case of the matrix shows it."""
         return self.evidence != REPORTED
 
-    def says(self, message: str) -> bool:
+    def matches_message(self, message: str) -> bool:
         """Whether the exception's text, or its first line, has one of its signatures."""
         texts = readings(message)
         return any(anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts)
@@ -146,8 +149,8 @@ class KnownFailure:
     def has_frame(self, traceback: str) -> bool:
         return any(pattern.search(traceback) for pattern in self.frames)
 
-    def speaks_against(self, traceback: str) -> bool:
-        """Whether the traceback says that it is something else."""
+    def is_excluded_by(self, traceback: str) -> bool:
+        """Whether the traceback shows that it is another failure."""
         return any(pattern.search(traceback) for pattern in self.unless)
 
     def is_raised_in(self, file: str) -> bool:
@@ -155,7 +158,7 @@ class KnownFailure:
         return not set(_WORD.findall(file.lower())).isdisjoint(_WORD.findall(" ".join(self.frameworks).lower()))
 
     def shows_on(self, torch: str) -> bool:
-        """Whether that version of torch shows it; any that is not known is taken to."""
+        """Whether that version of torch shows it; one that is not known is taken to."""
         return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
@@ -166,22 +169,22 @@ class KnownFailure:
             if packages.get(name)
         )
 
-    def triggered_by(self, case: AnyCase, context: RunContext) -> bool:
+    def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case is one that it is recognized in, with any torch."""
-        return any(trigger.holds(case, context) for trigger in self.triggers)
+        return any(trigger.contains(case, context) for trigger in self.triggers)
 
-    def expected_in(self, case: AnyCase, context: RunContext) -> bool:
+    def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case shows it, or in a race may show it."""
         in_time = self.race and context.non_blocking_copies == "at once"
-        shows = not in_time and self.triggered_by(case, context)
+        shows = not in_time and self.is_triggered_by(case, context)
         return shows and self.shows_on(context.torch) and self.shows_with(context.packages)
 
-    def certain_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether a case that it is expected in must show it: no race decides, and path and model are ours."""
-        raced = self.race and context.non_blocking_copies == "at any time"
-        own = isinstance(case, Case) and (is_user_path(case.path) or case.scenario.model == "custom")
-        return not raced and not own
+    def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
+        """Whether a case that it is expected in must show it: no race, and no path or model of the user."""
+        is_raced = self.race and context.non_blocking_copies == "at any time"
+        is_users = isinstance(case, Case) and (is_user_path(case.path) or case.scenario.model == "custom")
+        return not is_raced and not is_users
 
     def narrowness(self, case: AnyCase, context: RunContext) -> int:
-        """That of its narrowest trigger that holds."""
-        return max(trigger.narrowness for trigger in self.triggers if trigger.holds(case, context))
+        """The narrowness of its narrowest trigger that contains the case."""
+        return max(trigger.narrowness for trigger in self.triggers if trigger.contains(case, context))

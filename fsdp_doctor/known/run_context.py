@@ -1,4 +1,4 @@
-"""Where cases run, as far as it decides what fails there: the torch, the device and the ranks of one run."""
+"""The torch, the device and the ranks of one run, as far as they decide what fails in its cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DeviceKind: TypeAlias = Literal["cpu", "emulated", "accelerator"]
 Shards: TypeAlias = Literal["even", "uneven"]
 CopyCompletion: TypeAlias = Literal["at once", "late", "at any time"]
 
-# By model, what the first dimension of every parameter divides by where its dims are even.
+# By model, the number by which the first dimension of every parameter can be divided where its dims are even.
 EVEN_DIMS: dict[Model, int] = {
     "qwen3": 16,
     "qwen3-tied": 16,
@@ -29,7 +29,7 @@ EVEN_DIMS: dict[Model, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The facts about a run that the catalogue's triggers ask for, beside the case.
+    """The facts about a run that the triggers of the catalogue depend on, beside the case.
 
     torch: its version; empty where it is not known, and then every version is meant.
     device: as in ``torch.device``; every type but ``cpu`` and ``emulated`` is an accelerator.
@@ -56,7 +56,7 @@ class RunContext:
 
     @property
     def non_blocking_copies(self) -> CopyCompletion:
-        """When a non-blocking copy to the host is done: on an accelerator, that is a race."""
+        """When a non-blocking copy to the host is done; on an accelerator it is a race."""
         match self.device_kind:
             case "cpu":
                 return "at once"
@@ -73,7 +73,7 @@ class RunContext:
             case "full" | "experts":
                 return self.world_size
             case "tp":
-                return self.world_size // 2
+                return max(1, self.world_size // 2)
             case "hsdp":
                 return 2
             case "size1" | "replicate":

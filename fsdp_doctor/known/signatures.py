@@ -1,4 +1,4 @@
-"""How a signature is written: a regular expression over a message on one line, with any device's name."""
+"""Signatures of known failures: regular expressions over a message on one line, with any device's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one_line(text: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def readings(message: str) -> tuple[str, ...]:
-    """A message on one line, and its first line where there are more: a signature may be in either."""
+    """A message on one line, and its first line if there are more: a signature may be in either."""
     whole, first = one_line(message), one_line(message.split("\n", 1)[0])
     return (whole,) if whole == first else (whole, first)
 

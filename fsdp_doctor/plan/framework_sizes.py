@@ -134,19 +134,12 @@ _TITAN = Sizes(
     checkpointing=("activation_checkpoint.mode",),
     checkpointing_default=True,
 )
-_TUNE = Sizes(
-    sequences=("batch_size",),
-    default_sequences=2,
-    lengths=(("tokenizer.max_seq_len", "dataset.max_seq_len"),),
-    checkpointing=("enable_activation_checkpointing",),
-)
 _OF_FRAMEWORK: Mapping[str, Sizes] = {
     "SkyRL": _SKYRL,
     "NeMo-RL": _NEMO,
     "AReaL": _AREAL,
     "prime-rl": _PRIME,
     "torchtitan": _TITAN,
-    "torchtune": _TUNE,
 }
 ENGINES: Mapping[str, EngineSizes] = {
     "verl": EngineSizes(
@@ -207,9 +200,7 @@ _MACHINES: Mapping[str, _MachineKeys] = {
     "NeMo-RL": _MachineKeys(gpus=("cluster.gpus_per_node",), nodes=("cluster.num_nodes",)),
     "prime-rl": _MachineKeys(gpus=("deployment.gpus_per_node",), nodes=("deployment.num_train_nodes",)),
     "AReaL": _MachineKeys(gpus=("cluster.n_gpus_per_node",), nodes=("cluster.n_nodes",)),
-    "Lightning": _MachineKeys(
-        gpus=("lightning.devices", "trainer.devices"), nodes=("lightning.num_nodes", "trainer.num_nodes"), words=True
-    ),
+    "Lightning": _MachineKeys(gpus=("trainer.devices",), nodes=("trainer.num_nodes",), words=True),
     "axolotl": _MachineKeys(gpus=("nproc_per_node",), nodes=("num_machines", "nnodes"), ranks=("num_processes",)),
     "accelerate": _MachineKeys(nodes=("num_machines",), ranks=("num_processes",)),
 }

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from packaging.version import Version
 
-from fsdp_doctor.check import CheckResult, check
-from fsdp_doctor.check.frameworks import FRAMEWORKS
-from fsdp_doctor.check.frameworks.framework import Given
+from fsdp_doctor.check import CheckResult, check, with_ranks
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
@@ -64,7 +61,8 @@ def planned_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     try:
         gpus, nodes = configured_machines(result.framework, result.settings, result.world_size)
         machines = _machines(gpus, nodes, options)
-        result = _read_for(machines.ranks, result)
+        if machines.ranks != result.world_size:
+            result = with_ranks(result, machines.ranks)
         uses = _one_for_each_role(result)
         roles = tuple(_role(use, result, machines, options) for use in uses)
         engine = _engine(result, machines.ranks)
@@ -97,21 +95,6 @@ def _machines(gpus: int | None, nodes: int, options: PlanOptions) -> Machines:
         nodes=options.nodes or nodes,
         gpu_memory=options.gpu_memory,
         host_memory=options.host_memory,
-    )
-
-
-def _read_for(ranks: int, result: CheckResult) -> CheckResult:
-    """Reads the configuration again if the options give another number of ranks than it does."""
-    if ranks == result.world_size:
-        return result
-    framework = next(each for each in FRAMEWORKS if each.name == result.framework)
-    given = Given(framework_version=result.version.version, world_size=ranks)
-    readings = {model.role: model.read() for model in framework.models(result.settings, given)}
-    return dataclasses.replace(
-        result,
-        world_size=ranks,
-        uses=tuple(use for reading in readings.values() for use in reading.uses),
-        models={role: reading.model for role, reading in readings.items()},
     )
 
 

@@ -94,7 +94,7 @@ def _unforeseen(result: CaseResult, context: RunContext) -> str:
     verdict = result.verdict
     if verdict.kind in NOT_RUN:
         return ""
-    outcomes = catalogue.foretold(result.case, context)
+    outcomes = catalogue.expected_outcomes(result.case, context)
     if any(_is(result, outcome) for outcome in outcomes):
         return ""
     foretold = " or ".join("ok" if entry is None else f"{entry.verdict} ({entry.id})" for entry in outcomes)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from packaging.version import Version
 
-from fsdp_doctor.known.loading import DIRECTORY
+from fsdp_doctor.known.catalogue import DIRECTORY
 from fsdp_doctor.versions.merged import MergedReport, read_merged
 from fsdp_doctor.versions.merging import in_order, public, short_names
 

@@ -6,9 +6,9 @@ import json
 import pathlib
 
 import pytest
-from support.checked import ACTOR, FSDP2, checked, flag, ids, of_kind, said, use_of
+from support.checked import ACTOR, FSDP2, checked, flag, ids, loads, of_kind, said, use_of
 
-from fsdp_doctor.check import cases, check, presentation
+from fsdp_doctor.check import cases, check
 from fsdp_doctor.known import catalogue
 
 
@@ -18,18 +18,18 @@ def no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_issue_5995_is_staged_before_v0_8_and_not_since() -> None:
-    before = checked("verl_issue.md", version="0.7.1")
+    before = checked("verl_policy.sh", version="0.7.1")
     assert ids(use_of(before, "actor")) == ["fsdp2/policy/staged/state_dict.to.full_tensor"]
-    known = [one for one in of_kind(before, "known") if "verl-project/verl#5995" in presentation.as_text(before)]
-    assert known
+    entries = [catalogue.known_failure(finding.entry) for finding in of_kind(before, "known")]
+    assert any("verl-project/verl#5995" in entry.references for entry in entries)
     assert before.exit_code == 1
-    since = checked("verl_issue.md", version="0.9.0")
+    since = checked("verl_policy.sh", version="0.9.0")
     assert ids(use_of(since, "actor")) == ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]
     assert since.exit_code == 0
 
 
-def test_without_a_version_both_are_said() -> None:
-    uses = [use for use in checked("verl_issue.md").uses if use.role == "actor"]
+def test_without_a_version_both_are_uses() -> None:
+    uses = [use for use in checked("verl_policy.sh").uses if use.role == "actor"]
     assert [(use.versions.split(",")[0], ids(use)) for use in uses] == [
         ("v0.6 and v0.7", ["fsdp2/policy/staged/state_dict.to.full_tensor"]),
         ("v0.8; v0.9.0; after v0.9.0", ["fsdp2/policy/unstaged/state_dict.to.full_tensor"]),
@@ -83,10 +83,10 @@ def test_a_checkpoint_is_taken_only_where_verl_saves_and_was_staged_under_the_po
 
 
 @pytest.mark.parametrize(("version", "file"), [("0.9.0", "verl_grpo.yaml"), (None, "verl_grpo.yaml")])
-def test_actor_ref_and_critic_are_told_apart(version: str | None, file: str) -> None:
+def test_actor_ref_and_critic_have_their_settings(version: str | None, file: str) -> None:
     result = checked(file, version=version)
     scenarios = {use.role: use.scenario for use in result.uses}
-    assert {role: (found.strategy, found.offload) for role, found in scenarios.items()} == {
+    assert {role: (scenario.strategy, scenario.offload) for role, scenario in scenarios.items()} == {
         "actor": ("fsdp2", "policy+param+optimizer"),
         "ref": ("fsdp2", "policy"),
         "critic": ("fsdp1", "param"),
@@ -99,21 +99,19 @@ def test_the_critic_of_the_old_layout_is_read_and_had_nccl_alone() -> None:
     asked = ("critic.strategy=fsdp2", flag("offload_policy", section=old), "trainer.use_legacy_worker_impl=enable")
     result = checked(*asked, "algorithm.adv_estimator=gae", "trainer.save_freq=1", version="0.7.1")
     assert ids(use_of(result, "critic")) == ["fsdp2/policy/unstaged/device-only/state_dict"]
-    assert "has only the accelerator's backend" in said(result, "conflict")
+    assert any(any("device-only" in row for row in one.settings) for one in of_kind(result, "conflict"))
 
 
 def test_models_that_are_not_built_are_not_checked() -> None:
     result = checked("verl_grpo.yaml", "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=false", version="0.9.0")
     assert [use.role for use in result.uses] == ["actor"]
-    assert "no critic is built" in said(result, "note")
-    assert "no reference model is built" in said(result, "note")
+    assert len(of_kind(result, "note")) >= 2
 
 
 def test_policy_and_manual_offload_is_a_conflict_that_the_policy_wins() -> None:
     result = checked(FSDP2, flag("offload_policy"), flag("param_offload"), version="0.9.0")
-    (found,) = of_kind(result, "conflict")
-    assert "the policy takes precedence" in found.sentence
-    assert found.settings == (
+    (conflict,) = of_kind(result, "conflict")
+    assert conflict.settings == (
         f"{ACTOR}.fsdp_config.offload_policy=true (command line)",
         f"{ACTOR}.fsdp_config.param_offload=true (command line)",
     )
@@ -122,7 +120,7 @@ def test_policy_and_manual_offload_is_a_conflict_that_the_policy_wins() -> None:
 
 def test_a_policy_is_ignored_under_fsdp1_and_its_case_has_none() -> None:
     result = checked(flag("offload_policy"), flag("param_offload"), version="0.9.0")
-    assert "offload_policy has no effect with FSDP1" in said(result, "conflict")
+    assert f"{ACTOR}.fsdp_config.offload_policy=true (command line)" in of_kind(result, "conflict")[0].settings
     assert use_of(result, "actor").scenario.offload == "param"
 
 
@@ -142,26 +140,28 @@ def test_a_manual_offload_that_frees_nothing_is_known_of_fsdp1_without_shards_in
     arguments: tuple[str, ...], expected: bool
 ) -> None:
     entry = "fsdp1-no-shard-offload-frees-nothing"
-    found = [one for one in checked(flag("param_offload"), *arguments, version="0.9.0").findings if one.entry == entry]
-    assert bool(found) == expected
-    assert not expected or f"{ACTOR}.fsdp_config.param_offload=true (command line)" in found[0].settings
+    findings = [f for f in checked(flag("param_offload"), *arguments, version="0.9.0").findings if f.entry == entry]
+    assert bool(findings) == expected
+    assert not expected or f"{ACTOR}.fsdp_config.param_offload=true (command line)" in findings[0].settings
     assert not [one for one in checked(*arguments, version="0.9.0").findings if one.entry == entry]
 
 
 def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:
     result = checked(flag("fsdp_size", "0"), version="0.9.0")
-    assert "fsdp_size=0 (command line) is a group of no ranks" in said(result, "unknown")
+    assert "fsdp_size=0 (command line)" in said(result, "unknown")
     assert result.exit_code == 3
 
 
-def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_said() -> None:
-    assert "two different strategies" in said(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
+def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_noted() -> None:
+    (conflict,) = of_kind(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
+    assert [row.partition(" ")[0] for row in conflict.settings] == [FSDP2, flag("strategy", "fsdp")]
     assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")
-    assert "uses FSDP1 unless fsdp_config.strategy is set" in said(checked(FSDP2, version="0.7.1"), "note")
+    (note,) = of_kind(checked(FSDP2, version="0.7.1"), "note")
+    assert note.settings == (f"{FSDP2} (command line)",)
     assert not of_kind(checked(FSDP2, version="0.8.0"), "note")
 
 
-def test_another_engine_has_no_case_and_says_so() -> None:
+def test_another_engine_has_no_case() -> None:
     result = checked(f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true")
     assert use_of(result, "actor").why_not == f"not under FSDP: {ACTOR}.strategy=megatron (command line)"
     assert cases(result) == []
@@ -170,11 +170,10 @@ def test_another_engine_has_no_case_and_says_so() -> None:
 
 def test_an_unknown_key_is_said_with_its_neighbours_and_so_is_one_in_the_wrong_place() -> None:
     sentence = said(checked("verl_fsdp1.yaml"), "unknown")
-    assert f"'offload_polcy' is not a known key of {ACTOR}.fsdp_config" in sentence
+    assert "'offload_polcy'" in sentence
     assert "offload_policy" in sentence
     result = checked(f"{ACTOR}.offload_policy=true")
-    near = f"(did you mean {ACTOR}.fsdp_config.offload_policy?)"
-    assert f"does not read offload_policy in {ACTOR} {near}" in said(result, "unknown")
+    assert f"{ACTOR}.fsdp_config.offload_policy" in said(result, "unknown")
 
 
 # Dimensions
@@ -190,10 +189,10 @@ def _model(directory: pathlib.Path, **sizes: object) -> str:
 def test_nonblocking_offload_with_uneven_shards_is_a_conflict_at_that_world_size(tmp_path: pathlib.Path) -> None:
     asked = (FSDP2, flag("param_offload"), _model(tmp_path, vocab_size=1025))
     result = checked(*asked, version="main")
-    (found,) = of_kind(result, "conflict")
-    assert "vocab_size=1025 cannot be divided evenly among the 8 ranks" in found.sentence
+    (conflict,) = of_kind(result, "conflict")
+    assert "vocab_size=1025" in conflict.sentence
     assert ids(use_of(result, "actor")) == ["fsdp2/param/unstaged/uneven/nonblocking/state_dict.to.full_tensor"]
-    assert list(found.cases) == ids(use_of(result, "actor"))
+    assert list(conflict.cases) == ids(use_of(result, "actor"))
     even = checked(*asked, flag("fsdp_size", "1"), version="main")
     assert not of_kind(even, "conflict")
     halves = (*asked[:2], _model(tmp_path, vocab_size=1026))
@@ -216,9 +215,9 @@ def test_a_model_elsewhere_cannot_be_known_and_is_said_once() -> None:
         *(flag("param_offload", section="critic.fsdp"), "critic.model.path=Qwen/Qwen3-4B"),
         version="main",
     )
-    notes = [one for one in of_kind(result, "note") if "the model is not a local directory" in one.sentence]
+    notes = [row for note in of_kind(result, "note") for row in note.settings if "Qwen/Qwen3-4B" in row]
     assert len(notes) == 2, "one for each model path"
-    assert not [one for one in checked(FSDP2, version="main").findings if "directory" in one.sentence]
+    assert not of_kind(checked(FSDP2, version="main"), "note")
 
 
 def test_the_model_of_the_matrix_is_the_one_that_its_directory_names(tmp_path: pathlib.Path) -> None:
@@ -228,15 +227,30 @@ def test_the_model_of_the_matrix_is_the_one_that_its_directory_names(tmp_path: p
     assert use_of(tied, "actor").scenario.model == "qwen3-tied"
     other = checked(FSDP2, _model(tmp_path, model_type="llama"), version="0.9.0")
     assert use_of(other, "actor").scenario.model == "qwen3"
-    assert "no model of type 'llama'" in said(other, "note")
+    assert "'llama'" in said(other, "note")
 
 
 @pytest.mark.parametrize(
     ("module", "foreign"),
     [("verl.trainer.main_ppo", False), ("recipe.dapo.main_dapo", False), ("myrl.trainer.main_ppo", True)],
 )
-def test_a_package_that_is_not_verls_is_said_to_be_another(tmp_path: pathlib.Path, module: str, foreign: bool) -> None:
+def test_a_package_that_is_not_verls_is_noted(tmp_path: pathlib.Path, module: str, foreign: bool) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 -m {module} actor_rollout_ref.actor.strategy=fsdp2\n")
     result = check([str(script)], framework_version="0.9.0")
-    assert ("myrl is not verl's own package" in said(result, "note")) == foreign
+    assert ("myrl" in said(result, "note")) == foreign
+
+
+# Checkpoints that are loaded
+
+
+def test_a_resume_is_the_case_of_its_rank_files_staged_where_param_offload_stages_it() -> None:
+    others = (flag("offload_policy", "false"), flag("optimizer_offload", "false"))
+    asked = ("trainer.save_freq=10", FSDP2, flag("param_offload"), *others)
+    result = checked("verl_grpo.yaml", *asked, version="0.9.0")
+    assert loads(use_of(result, "actor")) == ["fsdp2/param/staged/fresh/rank_files.model+optimizer"]
+
+
+def test_nothing_is_resumed_where_nothing_is_saved() -> None:
+    result = checked("verl_grpo.yaml", "trainer.save_freq=-1", version="0.9.0")
+    assert loads(use_of(result, "actor")) == []

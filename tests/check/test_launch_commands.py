@@ -1,21 +1,23 @@
-"""Commands in a text become settings: the launcher, what it starts, and the flags of both."""
+"""Launch commands of shell scripts become settings: the launcher, what it starts, and the flags of both."""
 
 from __future__ import annotations
 
-import pytest
+import pathlib
 
-from fsdp_doctor.check.launch_commands import launch_settings
-from fsdp_doctor.check.launch_ranks import launched_ranks
+import pytest
+from support.checked import of_kind
+
+from fsdp_doctor.check import check
+from fsdp_doctor.check.launch_commands import count_launched_ranks, read_script
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.shell_text import ShellText
 from fsdp_doctor.errors import UsageError
 
 
 def _read(text: str) -> dict[str, object]:
-    return {row.key: row.value for row in launch_settings(ShellText(text, "run.sh"))}
+    return {row.key: row.value for row in read_script(text, "run.sh")}
 
 
-def test_the_flags_of_the_launcher_and_of_the_script_are_told_apart() -> None:
+def test_the_flags_of_the_launcher_and_of_the_script_are_separate() -> None:
     assert _read('torchrun --nproc-per-node=4 --nnodes 2 train.py --fsdp "full_shard offload" --bf16 --lr 1.0 x') == {
         "launch.program": "torchrun",
         "launch.nproc_per_node": "4",
@@ -35,19 +37,17 @@ def test_the_flags_of_the_launcher_and_of_the_script_are_told_apart() -> None:
         ("ray job submit --address=x -- python3 -u -m verl.trainer.main_ppo a.b=1", "python", "verl.trainer.main_ppo"),
         ("uv run --extra x python train.py", "python", "train.py"),
         ("NPROC_PER_NODE=4 swift sft --model x", "swift", "sft"),
-        ("tune run --nproc_per_node 2 full_finetune_distributed --config llama3/8B_full", "tune", None),
         ("/opt/venv/bin/torchrun --standalone train.py", "torchrun", "train.py"),
         ("torchrun -m --nnodes 1 pkg.train", "torchrun", "pkg.train"),
     ],
 )
-def test_launchers_are_found_wherever_they_stand(command: str, program: str, script: str | None) -> None:
-    found = _read(command)
-    assert found["launch.program"] == program
-    assert script is None or found["launch.script"] == script
+def test_launchers_are_found_wherever_they_stand(command: str, program: str, script: str) -> None:
+    settings = _read(command)
+    assert (settings["launch.program"], settings["launch.script"]) == (program, script)
 
 
 def test_a_line_goes_on_after_a_backslash_and_keeps_its_number() -> None:
-    rows = launch_settings(ShellText("\n\ntorchrun \\\n  --nproc_per_node 2 \\\n  train.py --fsdp x\n", "run.sh"))
+    rows = list(read_script("\n\ntorchrun \\\n  --nproc_per_node 2 \\\n  train.py --fsdp x\n", "run.sh"))
     assert {row.where for row in rows} == {"run.sh:3"}
     assert {row.key: row.value for row in rows}["fsdp"] == "x"
 
@@ -57,15 +57,28 @@ def test_of_several_commands_the_one_that_names_fsdp_is_the_training() -> None:
     assert _read(text)["seed"] == 1
 
 
-def test_variables_are_put_in_where_the_text_gives_them_one_value() -> None:
-    text = 'N=4\n: "${M:=2}"\nARGS=(\n  --fsdp full_shard\n  --seed 1\n)\n'
-    found = _read(text + 'torchrun --nproc_per_node $N --nnodes ${M} t.py "${ARGS[@]}"\n')
-    assert (found["launch.nproc_per_node"], found["launch.nnodes"], found["seed"]) == ("4", "2", 1)
+@pytest.mark.parametrize(("second", "differs"), [("4", True), ("2", False)])
+def test_of_several_trainings_the_last_is_read_and_those_that_differ_are_noted(
+    tmp_path: pathlib.Path, second: str, differs: bool
+) -> None:
+    script = tmp_path / "run.sh"
+    command = "torchrun --nproc_per_node {} train.py --fsdp full_shard --seed {}\n"
+    script.write_text(command.format("2", 1) + command.format(second, 2))
+    result = check([str(script)])
+    assert result.world_size == int(second)
+    assert any("not_read=line 1" in row for note in of_kind(result, "note") for row in note.settings) == differs
 
 
-def test_what_branches_assign_differently_is_not_known() -> None:
-    text = "if x; then N=4; fi\nN=4\nelse\nN=8\nfi\ntorchrun --nproc_per_node $N t.py\n"
-    assert _read(text)["launch.nproc_per_node"] == "$N"
+def test_variables_arrays_and_defaults_are_expanded() -> None:
+    text = 'N=4\n: "${M:=2}"\nARGS=(\n  --fsdp full_shard\n  --seed ${SEED:-1}\n)\n'
+    settings = _read(text + 'torchrun --nproc_per_node $N --nnodes ${M} t.py "${ARGS[@]}"\n')
+    assert (settings["launch.nproc_per_node"], settings["launch.nnodes"], settings["seed"]) == ("4", "2", 1)
+
+
+@pytest.mark.parametrize("used", ["$N", "${N}", "${N:-2}"])
+def test_a_variable_that_branches_assign_differently_is_unknown(used: str) -> None:
+    text = f"if x; then\nN=4\nelse\nN=8\nfi\ntorchrun --nproc_per_node {used} t.py\n"
+    assert _read(text)["launch.nproc_per_node"] == used
 
 
 @pytest.mark.parametrize(
@@ -85,10 +98,10 @@ def test_what_branches_assign_differently_is_not_known() -> None:
     ],
 )
 def test_the_ranks_that_a_command_starts(command: str, ranks: int | None) -> None:
-    assert launched_ranks(Settings.of(launch_settings(ShellText(command, "run.sh")))) == ranks
+    assert count_launched_ranks(Settings.of(read_script(command, "run.sh"))) == ranks
 
 
-def test_variables_that_hold_one_another_are_refused_before_they_grow() -> None:
+def test_variables_that_contain_one_another_are_refused_before_they_grow() -> None:
     text = "A0=0123456789\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60))
-    with pytest.raises(UsageError, match="its variables, which hold one another, become too long"):
-        ShellText(text, "run.sh")
+    with pytest.raises(UsageError, match=r"run\.sh"):
+        list(read_script(text, "run.sh"))

@@ -88,7 +88,7 @@ def _short(use: Any) -> str:
 
 def _read(result: CheckResult) -> str:
     models = ", ".join(f"{use.title}={_short(use)}" for use in result.uses)
-    unknown = "; ".join(one.sentence for one in result.findings if one.kind == "unknown")
+    unknown = "; ".join(finding.sentence for finding in result.findings if finding.kind == "unknown")
     return f"{result.framework}: {models}; {result.world_size} ranks; {unknown}"
 
 
@@ -135,10 +135,10 @@ def main() -> None:
         counts[which][verdict] += 1
         if options.verbose:
             print(f"{which} {verdict}: {config['repository']}/{config['path']}\n    {config['expected']}\n    {read}")
-    for which, found in counts.items():
-        if found:
-            parts = ", ".join(f"{number} {name}" for name, number in sorted(found.items()))
-            print(f"{which}: {sum(found.values())} configurations: {parts}")
+    for which, verdicts in counts.items():
+        if verdicts:
+            parts = ", ".join(f"{number} {name}" for name, number in sorted(verdicts.items()))
+            print(f"{which}: {sum(verdicts.values())} configurations: {parts}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `explain` makes of logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh]``.
+"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh]``.
 
 ``logs.toml`` says where each log is from and what is to be said of it. Half of the logs, by the hash of their names,
 was not shown to `explain` until the work on it was done: the score of the unseen half is the one that counts.
@@ -47,23 +47,23 @@ def logs(half: Half | None = None) -> list[dict[str, Any]]:
 
 
 def scored(row: dict[str, Any]) -> tuple[Score, Explanation]:
-    found = explain([HERE / "logs" / row["file"]])
-    return _score(row, found), found
+    explanation = explain([HERE / "logs" / row["file"]])
+    return _score(row, explanation), explanation
 
 
-def _score(row: dict[str, Any], found: Explanation) -> Score:
+def _score(row: dict[str, Any], explanation: Explanation) -> Score:
     """wrong: an entry that it is not is called known, or likely. weak: said with less certainty, or in part."""
     wanted = row.get("entries", [])
-    sure = [match for match in found.matches if match.grade != "possible"]
+    sure = [match for match in explanation.matches if match.grade != "possible"]
     if sure and sure[0].entry.id not in wanted:
         return "wrong"
-    said = all(words in as_text(found, 10_000) for words in row.get("says", []))
+    said = all(words in as_text(explanation, 10_000) for words in row.get("says", []))
     if not wanted:
-        return "right" if said and found.showing in row["shows"] else "weak" if said else "missed"
-    named = [match.grade for match in found.matches if match.entry.id in wanted]
-    if not named:
+        return "right" if said and explanation.showing in row["shows"] else "weak" if said else "missed"
+    grades = [match.grade for match in explanation.matches if match.entry.id in wanted]
+    if not grades:
         return "weak" if said and row.get("says") else "missed"
-    return "right" if said and _GRADES.index(named[0]) <= _GRADES.index(row.get("grade", "known")) else "weak"
+    return "right" if said and _GRADES.index(grades[0]) <= _GRADES.index(row.get("grade", "known")) else "weak"
 
 
 def table(half: Half) -> Iterator[str]:
@@ -71,12 +71,12 @@ def table(half: Half) -> Iterator[str]:
     counts: dict[bool, Counter[Score]] = {True: Counter(), False: Counter()}
     rest = []
     for row in logs(half):
-        score, found = scored(row)
+        score, explanation = scored(row)
         counts[row["scope"]][score] += 1
         if score != "right":
-            said = ", ".join(f"{match.grade} {match.entry.id}" for match in found.matches[:2])
+            said = ", ".join(f"{match.grade} {match.entry.id}" for match in explanation.matches[:2])
             wanted = ", ".join(row.get("entries", [])) or "/".join(row["shows"])
-            rest.append(f"| {row['file']} | {score} | {wanted} | {said or found.showing} |")
+            rest.append(f"| {row['file']} | {score} | {wanted} | {said or explanation.showing} |")
     yield f"## {half}\n"
     yield f"| | logs | {' | '.join(SCORES)} |\n|---|---|{'---|' * len(SCORES)}"
     for scope, name in ((True, "within the scope"), (False, "others")):

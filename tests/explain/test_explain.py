@@ -38,17 +38,17 @@ def _interleaved(streams: list[list[str]], seed: int = 0) -> list[str]:
     return lines
 
 
-def _sources(found: Explanation) -> set[str]:
-    assert found.cause is not None
-    return found.cause.sources
+def _sources(explanation: Explanation) -> set[str]:
+    assert explanation.cause is not None
+    return explanation.cause.sources
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_of_64_interleaved_ranks_every_one_that_raised_is_named(tmp_path: pathlib.Path, seed: int) -> None:
     streams = [[f"[rank{rank}]: {line}" for line in _traceback(_STORAGE.format(rank % 8))] for rank in range(64)]
-    found = explained(tmp_path, _interleaved(streams, seed))
-    assert entry_of(found) == "fsdp2-pinned-policy-half-moved"
-    assert _sources(found) == {f"rank {rank}" for rank in range(64)}
+    explanation = explained(tmp_path, _interleaved(streams, seed))
+    assert entry_of(explanation) == "fsdp2-pinned-policy-half-moved"
+    assert _sources(explanation) == {f"rank {rank}" for rank in range(64)}
 
 
 def test_what_followed_on_other_ranks_is_not_the_cause_though_it_comes_first_in_the_log(tmp_path: pathlib.Path) -> None:
@@ -58,9 +58,9 @@ def test_what_followed_on_other_ranks_is_not_the_cause_though_it_comes_first_in_
         "WorkNCCL(SeqNum=512, OpType=_ALLGATHER_BASE)"
     )
     lines = [cascade, watchdog, *(f"[rank0]: {line}" for line in _traceback(UNSHARD.format(0)))]
-    found = explained(tmp_path, lines)
-    assert (entry_of(found), _sources(found)) == ("fsdp1-manual-offload-then-state-dict", {"rank 0"})
-    assert sum(found.consequences.values()) == 2
+    explanation = explained(tmp_path, lines)
+    assert (entry_of(explanation), _sources(explanation)) == ("fsdp1-manual-offload-then-state-dict", {"rank 0"})
+    assert sum(explanation.consequences.values()) == 2
 
 
 def test_time_stamps_decide_where_the_logs_of_ranks_stand_one_after_the_other(tmp_path: pathlib.Path) -> None:
@@ -69,10 +69,10 @@ def test_time_stamps_decide_where_the_logs_of_ranks_stand_one_after_the_other(tm
     files = [tmp_path / "rank0.log", tmp_path / "rank1.log"]
     for file, lines in zip(files, (late, early), strict=True):
         file.write_text("\n".join(lines) + "\n")
-    found = explain(files)
-    assert entry_of(found) == "fsdp2-pinned-policy-half-moved"
-    assert found.cause is not None
-    assert found.cause.first.file == str(files[1])
+    explanation = explain(files)
+    assert entry_of(explanation) == "fsdp2-pinned-policy-half-moved"
+    assert explanation.cause is not None
+    assert explanation.cause.first.file == str(files[1])
 
 
 def test_rays_prefixes_and_colours_are_taken_off_whether_or_not_the_escape_survived(tmp_path: pathlib.Path) -> None:
@@ -81,9 +81,9 @@ def test_rays_prefixes_and_colours_are_taken_off_whether_or_not_the_escape_survi
         other = colour.format("(WorkerDict pid=813, ip=10.0.0.1)")
         streams = [[prefix + line for line in _traceback(_STORAGE.format(0))]]
         streams += [[other + line for line in _traceback(_STORAGE.format(1))]]
-        found = explained(tmp_path, _interleaved(streams))
-        assert entry_of(found) == "fsdp2-pinned-policy-half-moved"
-        assert _sources(found) == {"pid 812 on 10.0.0.1", "pid 813 on 10.0.0.1"}
+        explanation = explained(tmp_path, _interleaved(streams))
+        assert entry_of(explanation) == "fsdp2-pinned-policy-half-moved"
+        assert _sources(explanation) == {"pid 812 on 10.0.0.1", "pid 813 on 10.0.0.1"}
 
 
 def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: pathlib.Path) -> None:
@@ -93,11 +93,11 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
         "    return getattr(self.worker_dict[key], name)(*args, **kwargs)",
         UNSHARD.format(0) + " [repeated 7x across cluster]",
     ]
-    found = explained(tmp_path, lines)
-    assert entry_of(found) == "fsdp1-manual-offload-then-state-dict"
-    assert found.cause is not None
-    assert found.cause.first.text == UNSHARD.format(0)
-    assert found.others == ()
+    explanation = explained(tmp_path, lines)
+    assert entry_of(explanation) == "fsdp1-manual-offload-then-state-dict"
+    assert explanation.cause is not None
+    assert explanation.cause.first.text == UNSHARD.format(0)
+    assert explanation.others == ()
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
     ids=["one line", "smart quotes in prose", "windows line ends", "no exception's name"],
 )
 def test_a_message_that_lost_its_form_in_an_issue_is_found(tmp_path: pathlib.Path, text: str) -> None:
-    found = explained(tmp_path, text)
-    assert found.matches[0].entry.id == "fsdp2-pinned-policy-half-moved"
-    assert found.grade == ("known" if "fsdp_workers.py" in text else "possible")
+    explanation = explained(tmp_path, text)
+    assert explanation.matches[0].entry.id == "fsdp2-pinned-policy-half-moved"
+    assert explanation.grade == ("known" if "fsdp_workers.py" in text else "possible")
 
 
 def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Path) -> None:
@@ -132,10 +132,10 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
         "  rank      : 3 (local_rank: 3)",
         "  exitcode  : 1 (pid: 4229)",
     ]
-    found = explained(tmp_path, lines)
-    assert (entry_of(found), _sources(found)) == ("fsdp2-pinned-policy-half-moved", {"rank 3"})
-    assert found.summary is not None
-    assert found.summary.sentence == "torchrun saw rank 3 fail first, with exit code 1"
+    explanation = explained(tmp_path, lines)
+    assert (entry_of(explanation), _sources(explanation)) == ("fsdp2-pinned-policy-half-moved", {"rank 3"})
+    assert explanation.summary is not None
+    assert explanation.summary.sentence == "torchrun saw rank 3 fail first, with exit code 1"
 
 
 def test_a_rank_that_was_killed_without_a_word_is_told_from_torchruns_summary(tmp_path: pathlib.Path) -> None:
@@ -149,9 +149,9 @@ def test_a_rank_that_was_killed_without_a_word_is_told_from_torchruns_summary(tm
 
 def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path) -> None:
     lines = [*_traceback("ImportError: cannot import name 'flash_attn_func'"), *_traceback(UNSHARD.format(0))]
-    found = explained(tmp_path, lines)
-    assert entry_of(found) == "fsdp1-manual-offload-then-state-dict"
-    assert [other.type for other in found.others] == ["ImportError"]
+    explanation = explained(tmp_path, lines)
+    assert entry_of(explanation) == "fsdp1-manual-offload-then-state-dict"
+    assert [other.type for other in explanation.others] == ["ImportError"]
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_an_unknown_exception_before_a_known_one_is_said(tmp_path: pathlib.Path)
     ],
 )
 def test_the_cause_is_found_among(tmp_path: pathlib.Path, lines: list[str], cause: str) -> None:
-    found = explained(tmp_path, lines)
-    assert found.cause is not None
-    assert found.cause.first.text == cause
+    explanation = explained(tmp_path, lines)
+    assert explanation.cause is not None
+    assert explanation.cause.first.text == cause
 
 
 def test_long_tracebacks_of_64_interleaved_ranks_keep_their_frames(tmp_path: pathlib.Path) -> None:

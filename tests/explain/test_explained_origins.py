@@ -32,9 +32,9 @@ _TORCHS_RAISE = _ending_in("/env/torch/distributed/utils.py", "raise AssertionEr
 def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
     tmp_path: pathlib.Path, file: str, line: str
 ) -> None:
-    found = explained(tmp_path, _ending_in(file, line))
-    assert found.grade == "possible"
-    assert f"does {file} pass on an error of torch's?" in "".join(found.matches[0].open)
+    explanation = explained(tmp_path, _ending_in(file, line))
+    assert explanation.grade == "possible"
+    assert f"does {file} pass on an error of torch's?" in "".join(explanation.matches[0].open)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_what_a_package_raises_in_words_of_its_own_is_no_more_than_possible(
 
 def test_what_a_framework_of_the_entry_raises_in_words_of_its_own_is_known(tmp_path: pathlib.Path) -> None:
     file = "/env/lib/python3.12/site-packages/verl/utils/fsdp_utils.py"
-    found = explained(tmp_path, _ending_in(file, f'raise AssertionError("{_WORDS}")'))
-    assert entry_of(found) == "fsdp1-manual-offload-then-state-dict"
+    explanation = explained(tmp_path, _ending_in(file, f'raise AssertionError("{_WORDS}")'))
+    assert entry_of(explanation) == "fsdp1-manual-offload-then-state-dict"
 
 
 def _in_fsdp(raised: str) -> list[str]:
@@ -90,16 +90,16 @@ def test_what_fails_while_a_full_memory_is_handled_is_not_its_cause(tmp_path: pa
     full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.09 GiB."
     then = _ending_in("/env/torch/distributed/distributed_c10d.py", "work = group.allgather(tensors)")
     then[-1] = "RuntimeError: No backend type associated with device type cpu"
-    found = explained(tmp_path, [*_in_fsdp(full), "", DURING, "", *then])
-    assert found.cause is not None
-    assert found.cause.first.type == "OutOfMemoryError"
+    explanation = explained(tmp_path, [*_in_fsdp(full), "", DURING, "", *then])
+    assert explanation.cause is not None
+    assert explanation.cause.first.type == "OutOfMemoryError"
 
 
 def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: pathlib.Path) -> None:
     imported = [BEGIN, '  File "/home/me/a.py", line 1, in f', "    import b", "ImportError: No module named b"]
-    found = explained(tmp_path, [*imported, "", DURING, "", *_in_fsdp("RuntimeError: no such thing")])
-    assert found.cause is not None
-    assert found.cause.first.type == "RuntimeError"
+    explanation = explained(tmp_path, [*imported, "", DURING, "", *_in_fsdp("RuntimeError: no such thing")])
+    assert explanation.cause is not None
+    assert explanation.cause.first.type == "RuntimeError"
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: path
 def test_what_is_raised_wherever_the_program_is_is_no_failure_of_fsdps(
     tmp_path: pathlib.Path, raised: str, what: str
 ) -> None:
-    found = explained(tmp_path, _in_fsdp(raised))
-    assert (found.ours, found.foreign) == (False, what)
-    assert explained(tmp_path, _in_fsdp("RuntimeError: CUDA error: illegal memory access")).ours
+    explanation = explained(tmp_path, _in_fsdp(raised))
+    assert (explanation.about_fsdp, explanation.foreign) == (False, what)
+    assert explained(tmp_path, _in_fsdp("RuntimeError: CUDA error: illegal memory access")).about_fsdp
 
 
 def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_there(tmp_path: pathlib.Path) -> None:
@@ -122,10 +122,10 @@ def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_ther
     saver = '  File "/env/torch/distributed/checkpoint/utils.py", line 252, in all_reduce'
     inner = '  File "/env/torch/distributed/checkpoint/filesystem.py", line 420, in _write_files_from_queue'
     lines = [BEGIN, saver, "    raise final_result", carrier, f"{BEGIN}: (RANK 1)", inner, "    stream.write(data)"]
-    found = explained(tmp_path, [*lines, "OSError: [Errno 28] No space left on device"])
-    assert found.cause is not None
-    assert found.cause.first.type == "OSError"
-    assert found.consequences == {"a distributed checkpoint failed on a rank": 1}
+    explanation = explained(tmp_path, [*lines, "OSError: [Errno 28] No space left on device"])
+    assert explanation.cause is not None
+    assert explanation.cause.first.type == "OSError"
+    assert explanation.consequences == {"a distributed checkpoint failed on a rank": 1}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.explain import explain, explanation_json, text
+from fsdp_doctor.explain import explain, text
 
 _ASSERTION = "AssertionError: Expects tensor to be on the compute device cuda:0, was on cpu"
 _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -71,8 +71,12 @@ def test_a_log_without_an_exception_is_not_told_that_the_catalogue_lacks_it(tmp_
 def test_standard_input_is_read_to_its_end_and_named_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"step\n" * 400_000 + _ASSERTION.encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    found = json.loads(explanation_json.as_json(explain([None])))
-    assert (found["matched"], found["cause"]["file"], found["cause"]["line"]) == (True, "standard input", 400_001)
+    explanation = json.loads(text.as_json(explain([None])))
+    assert (explanation["matched"], explanation["cause"]["file"], explanation["cause"]["line"]) == (
+        True,
+        "standard input",
+        400_001,
+    )
 
 
 def test_a_closed_standard_input_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,19 +18,19 @@ def _explained(tmp_path: pathlib.Path, *lines: str) -> Explanation:
     return explain([file])
 
 
-def _cause(found: Explanation) -> str:
-    assert found.cause is not None
-    return found.cause.first.text
+def _cause(explanation: Explanation) -> str:
+    assert explanation.cause is not None
+    return explanation.cause.first.text
 
 
-def _frames(found: Explanation) -> list[str]:
-    assert found.cause is not None
-    return found.cause.first.frames
+def _frames(explanation: Explanation) -> list[str]:
+    assert explanation.cause is not None
+    return explanation.cause.first.frames
 
 
 @pytest.mark.parametrize("lid", [True, False], ids=["whole", "without its lid"])
 def test_a_traceback_in_a_box_is_read_though_its_paths_are_broken(tmp_path: pathlib.Path, lid: bool) -> None:
-    found = _explained(
+    explanation = _explained(
         tmp_path,
         *(["[rank2]: ╭───────── Traceback (most recent call last) ─────────╮"] if lid else []),
         "[rank2]: │ /app/train.py:12 in main                            │",
@@ -43,22 +43,22 @@ def test_a_traceback_in_a_box_is_read_though_its_paths_are_broken(tmp_path: path
         "[rank2]: KeyError: 'state'",
     )
     path = "/app/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_optim_utils.py"
-    assert _cause(found) == "KeyError: 'state'"
-    assert _frames(found) == [
+    assert _cause(explanation) == "KeyError: 'state'"
+    assert _frames(explanation) == [
         'File "/app/train.py", line 12, in main',
         f'File "{path}", line 461, in _flatten_optim_state_dict',
     ]
-    assert found.entry is not None
-    assert found.entry.id == "optimizer-state-names-do-not-match"
+    assert explanation.entry is not None
+    assert explanation.entry.id == "optimizer-state-names-do-not-match"
 
 
 def test_a_table_in_a_box_is_no_traceback(tmp_path: pathlib.Path) -> None:
-    found = _explained(tmp_path, "╭─ errors ─╮", "│ rror  │ 3 │", "╰──────────╯", "│ a.py  │ 4 │")
-    assert found.showing == "nothing"
+    explanation = _explained(tmp_path, "╭─ errors ─╮", "│ rror  │ 3 │", "╰──────────╯", "│ a.py  │ 4 │")
+    assert explanation.showing == "nothing"
 
 
 def test_frames_without_a_header_and_a_bare_exception_are_a_traceback(tmp_path: pathlib.Path) -> None:
-    found = _explained(
+    explanation = _explained(
         tmp_path,
         "my torch is 2.7.1",
         f'File "{_FSDP}/_optim_utils.py", line 1382, in _convert_all_state_info',
@@ -67,7 +67,7 @@ def test_frames_without_a_header_and_a_bare_exception_are_a_traceback(tmp_path: 
         "",
         "can you help?",
     )
-    assert (_cause(found), found.grade) == ("AssertionError", "known")
+    assert (_cause(explanation), explanation.grade) == ("AssertionError", "known")
 
 
 def test_lines_that_were_joined_are_taken_apart(tmp_path: pathlib.Path) -> None:
@@ -77,10 +77,10 @@ def test_lines_that_were_joined_are_taken_apart(tmp_path: pathlib.Path) -> None:
     joined = joint.join(
         [f'  File "{loader}", line 250, in local_step', "    assert metadata is not None", "AssertionError"]
     )
-    found = _explained(tmp_path, f"{stamp}{joined}", "10/20 [00:05<00:05, 2.8s/it][rank5]: ValueError: late")
-    assert found.cause is not None
-    assert (found.cause.sources, found.cause.first.text) == ({"rank 4"}, "AssertionError")
-    assert [other.source for other in found.others] == ["rank 5"]
+    explanation = _explained(tmp_path, f"{stamp}{joined}", "10/20 [00:05<00:05, 2.8s/it][rank5]: ValueError: late")
+    assert explanation.cause is not None
+    assert (explanation.cause.sources, explanation.cause.first.text) == ({"rank 4"}, "AssertionError")
+    assert [other.source for other in explanation.others] == ["rank 5"]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,16 @@ def test_source_lines_and_prose_are_no_failure(tmp_path: pathlib.Path, line: str
 
 
 def test_a_message_in_prose_is_not_known_for_certain(tmp_path: pathlib.Path) -> None:
-    found = _explained(tmp_path, "it says: FSDP parameters should be materialized on CPU when enabling CPU offloading")
-    assert (found.grade, found.matches[0].entry.id) == ("likely", "fsdp2-params-not-on-cpu-at-lazy-init")
+    explanation = _explained(
+        tmp_path, "it says: FSDP parameters should be materialized on CPU when enabling CPU offloading"
+    )
+    assert (explanation.grade, explanation.matches[0].entry.id) == ("likely", "fsdp2-params-not-on-cpu-at-lazy-init")
 
 
 def test_a_drivers_traceback_is_not_cut_off_where_its_exception_follows_under_another_prefix(
     tmp_path: pathlib.Path,
 ) -> None:
-    found = _explained(
+    explanation = _explained(
         tmp_path,
         _BEGIN,
         '  File "/env/ray/worker.py", line 919, in get_objects',
@@ -129,18 +131,18 @@ def test_a_drivers_traceback_is_not_cut_off_where_its_exception_follows_under_an
         '  File "/app/main.py", line 3, in main_task',
         "AssertionError: Expects tensor to be on the compute device cuda:0, was on cpu",
     )
-    assert (found.showing, found.grade, found.others) == ("failure", "known", ())
+    assert (explanation.showing, explanation.grade, explanation.others) == ("failure", "known", ())
 
 
 def test_a_whole_exception_comes_before_a_traceback_that_was_cut_off(tmp_path: pathlib.Path) -> None:
     cut = [_BEGIN, '  File "/app/a.py", line 1, in f']
-    found = _explained(tmp_path, *(f"[rank0]: {line}" for line in cut), "[rank1]: ValueError: whole")
-    assert (_cause(found), found.others) == ("ValueError: whole", ())
+    explanation = _explained(tmp_path, *(f"[rank0]: {line}" for line in cut), "[rank1]: ValueError: whole")
+    assert (_cause(explanation), explanation.others) == ("ValueError: whole", ())
     assert _explained(tmp_path, *cut).showing == "cut"
 
 
 def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_path: pathlib.Path) -> None:
-    found = _explained(
+    explanation = _explained(
         tmp_path,
         "Fatal Python error: Segmentation fault",
         "",
@@ -148,9 +150,9 @@ def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_pa
         f'  File "{_FSDP}/_state_dict_utils.py", line 341 in _full_post_state_dict_hook',
         '  File "/app/train.py", line 9 in save',
     )
-    assert found.showing == "failure"
-    assert "train.py" in _frames(found)[0]
-    assert "_state_dict_utils.py" in _frames(found)[1]
+    assert explanation.showing == "failure"
+    assert "train.py" in _frames(explanation)[0]
+    assert "_state_dict_utils.py" in _frames(explanation)[1]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +169,9 @@ def test_what_says_that_a_process_is_gone_is_a_consequence_and_no_silence(tmp_pa
 
 
 def test_what_cpp_says_of_its_end_is_a_failure(tmp_path: pathlib.Path) -> None:
-    found = _explained(
+    explanation = _explained(
         tmp_path,
         "terminate called after throwing an instance of 'c10::CUDAError'",
         "  what():  CUDA error: an illegal memory access was encountered",
     )
-    assert (found.showing, found.foreign) == ("failure", "a kernel on the device")
+    assert (explanation.showing, explanation.foreign) == ("failure", "a kernel on the device")

@@ -22,8 +22,7 @@ import atheris
 with atheris.instrument_imports(include=["fsdp_doctor"]):
     from fsdp_doctor.errors import UsageError
     from fsdp_doctor.explain import explain
-    from fsdp_doctor.explain.explanation_json import as_json
-    from fsdp_doctor.explain.text import as_text
+    from fsdp_doctor.explain.text import as_json, as_text
 
 _SEEDS = pathlib.Path(__file__).resolve().parents[1] / "corpus" / "logs"
 _SECONDS_FOR_EACH_MB = 2.0

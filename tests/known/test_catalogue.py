@@ -1,7 +1,8 @@
-"""The catalogue: an entry is whole, is found by the message as reported, and foretells the case that it names."""
+"""The catalogue: entries are complete, match the messages as reported, and are expected in the cases that they name."""
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 
 import pytest
@@ -11,13 +12,15 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import (
     Found,
     KnownFailure,
+    expected_failures,
     known_failure,
     known_failures,
+    match_message,
     nearest,
-    of_case,
     of_finding,
-    of_message,
 )
+from fsdp_doctor.known.clues import CLUES
+from fsdp_doctor.known.failures import RankRange
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.known.signatures import anchor, readings
 from fsdp_doctor.matrix.axes import AXES
@@ -34,7 +37,6 @@ else:
     import tomli as tomllib
 
 _MESSAGES: dict[str, list[str]] = tomllib.loads((TESTS / "known" / "messages.toml").read_text())["messages"]
-_ENTRIES = pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: entry.id)
 _REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
 
 
@@ -66,46 +68,52 @@ def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
     assert len(set(ids)) == len(ids)
 
 
-@_ENTRIES
-def test_an_entry_says_cause_remedy_and_where_it_is_from(entry: KnownFailure) -> None:
-    assert entry.verdict in MEANING
-    assert all((entry.title, entry.cause, entry.remedy, entry.references))
-    assert entry.signatures or entry.check, "neither a message nor a way to see it"
-    assert not entry.title.endswith(".")
-    assert "turn offload off" not in entry.remedy.lower()
+def test_an_entry_has_a_cause_a_remedy_references_and_a_way_to_recognize_it() -> None:
+    for entry in known_failures():
+        assert entry.verdict in MEANING, entry.id
+        assert all((entry.title, entry.cause, entry.remedy, entry.references)), entry.id
+        assert entry.signatures or entry.check, entry.id
+        assert set(entry.needs) <= set(CLUES), entry.id
+        assert bool(entry.frames) == bool(entry.place), entry.id
+        assert not entry.title.endswith("."), entry.id
+        assert "turn offload off" not in entry.remedy.lower(), entry.id
 
 
-@_ENTRIES
-def test_a_trigger_names_axes_and_values_that_there_are(entry: KnownFailure) -> None:
-    import fnmatch
+def test_a_trigger_names_axes_and_values_that_there_are() -> None:
+    for entry in known_failures():
+        for trigger in entry.triggers:
+            framework = trigger.values.get("framework", ())
+            values = _values_of(FRAMEWORKS[framework[0]]) if framework else _VALUES
+            for axis, patterns in trigger.values.items():
+                for pattern in patterns:
+                    assert fnmatch.filter(values[axis], pattern), f"{entry.id}: {axis}={pattern}"
 
-    for trigger in entry.triggers:
-        named = trigger.values.get("framework", ())
-        known_values = _values_of(FRAMEWORKS[named[0]]) if named else _VALUES
-        for axis, patterns in trigger.values.items():
-            known = known_values[axis]
-            for pattern in patterns:
-                assert fnmatch.filter(known, pattern), f"{axis}={pattern} is nothing"
+
+@pytest.mark.parametrize(
+    ("ranks", "inside"), [(RankRange(), (1, 2, 64)), (RankRange(min=2), (2, 64)), (RankRange(max=1), (1,))]
+)
+def test_a_range_of_ranks_has_both_ends(ranks: RankRange, inside: tuple[int, ...]) -> None:
+    assert tuple(number for number in (0, 1, 2, 64) if number in ranks) == inside
 
 
 @pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
 def test_the_evidence_is_a_case_that_the_entry_is_expected_in(entry: KnownFailure) -> None:
     torch = "" if not entry.torch else next(v for v in ("2.11.0", "2.13.0") if entry.shows_on(v))
-    assert of_case(_case(entry.evidence), _context(entry, torch))[0] is entry
+    assert expected_failures(_case(entry.evidence), _context(entry, torch))[0] is entry
 
 
-@pytest.mark.parametrize(("name", "message"), [(name, text) for name, texts in _MESSAGES.items() for text in texts])
-def test_the_message_as_reported_finds_its_entry_first(name: str, message: str) -> None:
-    sure, possible = of_message(message)
-    assert [*sure, *possible][0].id == name
-    assert bool(sure) == (not known_failure(name).frames)
+def test_the_message_as_reported_finds_its_entry_first() -> None:
+    for name, message in ((name, text) for name, texts in _MESSAGES.items() for text in texts):
+        sure, possible = match_message(message)
+        assert [*sure, *possible][0].id == name, message
+        assert bool(sure) == (not known_failure(name).frames), message
 
 
 def test_every_signature_has_a_reported_message_that_it_matches() -> None:
-    texts = [text for found in _MESSAGES.values() for text in found]
+    texts = [text for texts in _MESSAGES.values() for text in texts]
     for entry in known_failures():
         for pattern in entry.signatures:
-            assert any(entry.says(text) for text in texts), f"{entry.id}: no message for {pattern.pattern}"
+            assert any(entry.matches_message(text) for text in texts), f"{entry.id}: no message for {pattern.pattern}"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_every_signature_has_a_reported_message_that_it_matches() -> None:
     ],
 )
 def test_of_entries_with_one_message_the_traceback_decides(message: str, traceback: str, expected: str) -> None:
-    assert of_message(message, traceback)[0][0].id == expected
+    assert match_message(message, traceback)[0][0].id == expected
 
 
 def test_smart_quotes_and_line_breaks_do_not_hide_a_message() -> None:
@@ -139,7 +147,7 @@ def test_smart_quotes_and_line_breaks_do_not_hide_a_message() -> None:
         "RuntimeError: Attempted to set the storage of a tensor\n  on device \u201ccpu\u201d "
         "to a storage on different device \u201ccuda:0\u201d"
     )
-    assert of_message(text)[0][0].id == "fsdp2-pinned-policy-half-moved"
+    assert match_message(text)[0][0].id == "fsdp2-pinned-policy-half-moved"
 
 
 def test_what_is_near_is_near_by_its_words_and_nonsense_is_near_nothing() -> None:
@@ -159,7 +167,7 @@ def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None
 
 def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_before_it() -> None:
     cases = select(Selection(level="full", paths=(FIX,)))
-    expected = {entry.id for case in cases for entry in of_case(case, RunContext())}
+    expected = {entry.id for case in cases for entry in expected_failures(case, RunContext())}
     assert expected == {"nonblocking-offload-uneven-shards"}
 
 
@@ -176,11 +184,9 @@ def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
     assert entry.id == "half-moved-gathers-on-the-host"
 
 
-@pytest.mark.parametrize("entry", known_failures(), ids=lambda entry: entry.id)
-def test_what_a_signature_matches_has_its_anchor_in_it(entry: KnownFailure) -> None:
-    for pattern in entry.signatures:
-        said = [
-            text for texts in _MESSAGES.values() for text in texts for text in readings(text) if pattern.search(text)
-        ]
-        assert said
-        assert all(anchor(pattern) in text for text in said), pattern.pattern
+def test_what_a_signature_matches_has_its_anchor_in_it() -> None:
+    messages = [reading for texts in _MESSAGES.values() for text in texts for reading in readings(text)]
+    for pattern in (pattern for entry in known_failures() for pattern in entry.signatures):
+        matching = [text for text in messages if pattern.search(text)]
+        assert matching, pattern.pattern
+        assert all(anchor(pattern) in text for text in matching), pattern.pattern

@@ -118,7 +118,7 @@ def test_the_ledgers_of_the_first_and_the_last_rank_are_written(tmp_path: pathli
             "accelerate_v2.yaml",
             "areal.yaml",
             "axolotl.yml",
-            "lightning_fsdp2.py",
+            "lightning.yaml",
             "nemo_rl.yaml",
         ),
         *(
@@ -126,7 +126,6 @@ def test_the_ledgers_of_the_first_and_the_last_rank_are_written(tmp_path: pathli
             "skyrl.sh",
             "swift.sh",
             "torchtitan.toml",
-            "torchtune.yaml",
             "trainer.json",
             "verl_grpo.yaml",
         ),

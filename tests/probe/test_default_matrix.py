@@ -8,7 +8,7 @@ from program import default_matrix, default_matrix_file
 from support.inside import doctor
 from support.places import ROOT
 
-from fsdp_doctor.known.catalogue import of_case
+from fsdp_doctor.known.catalogue import expected_failures
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.report.comparison import differences, on_common_cases
 from fsdp_doctor.report.failure_groups import distinct_failures
@@ -61,7 +61,7 @@ def test_every_finding_is_known() -> None:
 
 def test_the_catalogue_foretells_every_verdict() -> None:
     for result in default_matrix().results:
-        known = of_case(result.case, RunContext(torch=torch.__version__, device="emulated"))
+        known = expected_failures(result.case, RunContext(torch=torch.__version__, device="emulated"))
         assert result.verdict.kind in {"unsupported", *([known[0].verdict] if known else GOOD)}, result.id
 
 

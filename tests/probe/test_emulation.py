@@ -9,7 +9,7 @@ import torch
 from program import Run, doctor, probe, user_paths
 from support.emulation import needs_emulation
 
-from fsdp_doctor.known.catalogue import KnownFailure, known_failures, of_case
+from fsdp_doctor.known.catalogue import KnownFailure, expected_failures, known_failures
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
@@ -138,7 +138,7 @@ def test_corrupted_training_weights_are_named(run: Run) -> None:
 def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: KnownFailure) -> None:
     if not entry.shows_on(torch.__version__):
         context = RunContext(torch=torch.__version__, device=entry.evidence_device or "emulated")
-        assert of_case(_case(entry.evidence), context)[:1] != [entry]
+        assert expected_failures(_case(entry.evidence), context)[:1] != [entry]
         return
     run = "on_four_ranks" if _of_four_ranks(entry) else "on_the_cpu" if entry.evidence_device == "cpu" else "run"
     shown: Run = request.getfixturevalue(run)

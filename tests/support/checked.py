@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_doctor.check import CheckResult, check
-from fsdp_doctor.check.config_findings import ConfigFinding
+from fsdp_doctor.check.findings import ConfigFinding
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.known.failures import KnownFailure, Trigger
 from fsdp_doctor.matrix.contracts import Direction
@@ -12,10 +12,10 @@ from support.places import TESTS
 
 CONFIGS = TESTS / "check" / "configs"
 GOOD = (
-    *("verl_grpo.yaml", "verl_issue.md", "verl_fsdp1.yaml", "verl_sft.yaml", "accelerate_v1.yaml"),
-    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml", "axolotl.yml", "torchtune.yaml"),
-    *("areal.yaml", "nemo_rl.yaml", "prime_rl.toml", "skyrl.sh", "swift.sh", "trainer_flags.sh", "trainer.py"),
-    *("accelerate_launch.sh", "lightning.py", "lightning_fsdp2.py", "verl_sft_old.sh", "verl_lora.sh", "report.md"),
+    *("verl_grpo.yaml", "verl_policy.sh", "verl_fsdp1.yaml", "verl_sft.yaml", "accelerate_v1.yaml"),
+    *("accelerate_v2.yaml", "trainer.json", "trl.yaml", "torchtitan.toml", "axolotl.yml", "areal.yaml"),
+    *("nemo_rl.yaml", "prime_rl.toml", "skyrl.sh", "swift.sh", "trainer_flags.sh", "accelerate_launch.sh"),
+    *("lightning.yaml", "verl_sft_old.sh", "verl_lora.sh"),
 )
 ACTOR = "actor_rollout_ref.actor"
 FSDP2 = f"{ACTOR}.strategy=fsdp2"

@@ -28,6 +28,4 @@ HOSTILE: dict[str, str] = {
     "dollars.sh": "torchrun " + "${" * MB,
     "ends.sh": "torchrun x;" * 380_000,
     "tildes.sh": "~a.b " * 800_000,
-    "environment.md": "- compute_environment: {a: 1}\n" * 90_000,
-    "fences.md": "```yaml\na: 1\n```\n" * 30_000,
 }

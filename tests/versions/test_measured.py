@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.places import ROOT
 from support.reports import report, result
 
-from fsdp_doctor.known.loading import DIRECTORY
+from fsdp_doctor.known.catalogue import DIRECTORY
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report

@@ -1,24 +1,23 @@
-"""The frameworks whose configurations ``check`` understands; a module or a folder each, with one `Framework`."""
+"""The frameworks whose configurations ``check`` understands, each a module with one `Framework`."""
 
 from __future__ import annotations
 
-from fsdp_doctor.check.frameworks.accelerate import ACCELERATE
-from fsdp_doctor.check.frameworks.areal import AREAL
-from fsdp_doctor.check.frameworks.axolotl import AXOLOTL
+from fsdp_doctor.check.frameworks.accelerate import Accelerate
+from fsdp_doctor.check.frameworks.areal import Areal
+from fsdp_doctor.check.frameworks.axolotl import Axolotl
 from fsdp_doctor.check.frameworks.framework import Framework
-from fsdp_doctor.check.frameworks.hf_trainer import HF_TRAINER
-from fsdp_doctor.check.frameworks.lightning import LIGHTNING
-from fsdp_doctor.check.frameworks.ms_swift import MS_SWIFT
-from fsdp_doctor.check.frameworks.nemo_rl import NEMO_RL
-from fsdp_doctor.check.frameworks.other_engines import DEEPSPEED, MEGATRON, OPENRLHF, PLAIN_TORCH
-from fsdp_doctor.check.frameworks.prime_rl import PRIME_RL
-from fsdp_doctor.check.frameworks.skyrl import SKYRL
-from fsdp_doctor.check.frameworks.torchtitan import TORCHTITAN
-from fsdp_doctor.check.frameworks.torchtune import TORCHTUNE
-from fsdp_doctor.check.frameworks.verl import VERL
+from fsdp_doctor.check.frameworks.hf_trainer import HfTrainer
+from fsdp_doctor.check.frameworks.lightning import Lightning
+from fsdp_doctor.check.frameworks.ms_swift import MsSwift
+from fsdp_doctor.check.frameworks.nemo_rl import NemoRl
+from fsdp_doctor.check.frameworks.other_engines import DeepSpeed, Megatron, OpenRlhf
+from fsdp_doctor.check.frameworks.prime_rl import PrimeRl
+from fsdp_doctor.check.frameworks.skyrl import SkyRl
+from fsdp_doctor.check.frameworks.torchtitan import Torchtitan
+from fsdp_doctor.check.frameworks.verl import Verl
 
-# In this order: what a configuration of one has is never in one of those before it.
+# The first that recognizes a configuration reads it; no configuration of one is recognized by those before it.
 FRAMEWORKS: tuple[Framework, ...] = (
-    *(OPENRLHF, VERL, SKYRL, AREAL, NEMO_RL, PRIME_RL, TORCHTUNE, TORCHTITAN, AXOLOTL, MS_SWIFT, LIGHTNING),
-    *(ACCELERATE, HF_TRAINER, DEEPSPEED, MEGATRON, PLAIN_TORCH),
+    *(OpenRlhf(), Verl(), SkyRl(), Areal(), NemoRl(), PrimeRl(), Torchtitan(), Axolotl(), MsSwift(), Lightning()),
+    *(Accelerate(), HfTrainer(), DeepSpeed(), Megatron()),
 )

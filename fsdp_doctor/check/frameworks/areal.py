@@ -7,16 +7,16 @@ policy, and what is read, engine/fsdp_utils/grad.py for gradients on the CPU, wh
 
 from __future__ import annotations
 
-import functools
 import math
 import re
+from collections.abc import Iterator
 
 from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
     KeyTable,
     ModelReading,
-    ModelSettings,
+    load_known_keys,
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
@@ -24,94 +24,77 @@ from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, use
 from fsdp_doctor.matrix.cases import Scenario
 
 _ROLES: tuple[Role, ...] = ("actor", "critic", "ref", "model")
-_KEYS = ("wrap_policy", "offload_params", "memory_efficient_load", "per_layer_optim_step", "optim_step_prefetch_layers")
 _ALLOCATION = "allocation_mode"
 _ENGINES = ("fsdp", "megatron", "archon")
 _INFERENCE = ("sglang", "vllm")
 _DEGREE = re.compile(r"([a-z])(\d+)")
 
 
-def _table(role: Role) -> KeyTable:
-    return KeyTable(policy=(f"{role}.fsdp.offload_params",), path=(f"{role}.path",))
+class Areal(Framework):
+    name = "AReaL"
+    read_in = "v0.3.3 to v1.0.4"
+    distributions = ("areal",)
+    cpu_collectives = False
+    keys = load_known_keys("areal")
 
+    def recognizes(self, settings: Settings) -> bool:
+        trained = any(f"{role}.backend" in settings or settings.below(f"{role}.fsdp") for role in _ROLES)
+        is_cluster = "cluster.n_nodes" in settings or bool(settings.below("actor"))
+        return _ALLOCATION in settings or (trained and is_cluster)
 
-def _recognises(settings: Settings) -> bool:
-    trained = any(f"{role}.backend" in settings or settings.below(f"{role}.fsdp") for role in _ROLES)
-    return _ALLOCATION in settings or (trained and ("cluster.n_nodes" in settings or bool(settings.below("actor"))))
+    def world_size(self, settings: Settings) -> int | None:
+        for role in _ROLES:
+            _, allocation = _read_allocation(settings, role)
+            if "(" not in allocation and (degrees := _parse_degrees(allocation)):
+                return math.prod(degrees.values())
+        return None
 
+    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
+        roles = [role for role in _ROLES if f"{role}.path" in settings or f"{role}.backend" in settings]
+        return {role: (f"{role}.fsdp",) for role in roles or _ROLES[:1]}
 
-def _models(settings: Settings, given: Given) -> list[ModelSettings]:
-    found = [role for role in _ROLES if f"{role}.path" in settings or f"{role}.backend" in settings]
-    return [
-        ModelSettings(
-            role=role,
-            sections=(f"{role}.fsdp",),
-            keys=_KEYS,
-            read=functools.partial(_read, settings, role, given.world_size),
+    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
+        row, allocation = _read_allocation(settings, role)
+        engine = allocation.partition(":")[0]
+        if engine == "archon":
+            raise Unreadable(f"{row}: the Archon engine has an FSDP of its own, which is not read")
+        if engine == "megatron" or (engine not in _ENGINES and _parse_degrees(allocation).get("p", 1) > 1):
+            return not_under_fsdp(role, row)
+        if row is None:
+            raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")
+        table = KeyTable(policy=(f"{role}.fsdp.offload_params",), path=(f"{role}.path",))
+        use = use_of(
+            role,
+            "",
+            {
+                "strategy": Chosen("fsdp2", "AReaL uses fully_shard only"),
+                "offload": table.offload(settings, "offload_params=false is the default").chosen,
+                "backend": Chosen(
+                    "device-only", "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"
+                ),
+            },
+            lambda scenario: _extraction_points(scenario, role),
         )
-        for role in found or ["actor"]
-    ]
+        return ModelReading(uses=(use,), model=table.configured_model(settings, given.world_size))
 
 
-def _read(settings: Settings, role: Role, world_size: int | None) -> ModelReading:
-    row, allocation = _allocation(settings, role)
-    engine = allocation.partition(":")[0]
-    if engine == "archon":
-        raise Unreadable(f"{row}: the Archon engine has an FSDP of its own, which is not read")
-    if engine == "megatron" or (engine not in _ENGINES and _degrees(allocation).get("p", 1) > 1):
-        return not_under_fsdp(role, row)
-    if row is None:
-        raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")
-    table = _table(role)
-    offload = table.offload(settings, "offload_params=false is the default")
-    use = use_of(
-        role,
-        "",
-        {
-            "strategy": Chosen("fsdp2", "AReaL uses fully_shard only"),
-            "offload": offload,
-            "backend": Chosen("device-only", "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"),
-        },
-        functools.partial(_extraction_points, role=role),
-    )
-    return ModelReading(uses=(use,), model=table.configured_model(settings, world_size))
-
-
-def _extraction_points(scenario: Scenario, role: Role) -> list[ExtractionPoint]:
+def _extraction_points(scenario: Scenario, role: Role) -> Iterator[ExtractionPoint]:
     """_get_full_tensor, which rebuilds a DTensor on the device where the shard is on the CPU; and save_pretrained."""
-    sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
-    points = [extraction("weights for the rollout", scenario, sync)] if role == "actor" else []
-    return points if role == "ref" else [*points, extraction("checkpoint", scenario, "get_model_state_dict.full+cpu")]
+    if role == "actor":
+        sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
+        yield extraction("weights for the rollout", scenario, sync)
+    if role != "ref":
+        yield extraction("checkpoint", scenario, "get_model_state_dict.full+cpu")
 
 
-def _allocation(settings: Settings, role: Role) -> tuple[Setting | None, str]:
-    """The setting that says how the model is trained, and the part of it that is the training's."""
-    row = settings.first(f"{role}.backend") or settings.first(_ALLOCATION)
-    if row is None:
-        return None, ""
-    parts = re.split(r"[+|]", str(row.value).strip())
+def _read_allocation(settings: Settings, role: Role) -> tuple[Setting | None, str]:
+    """The setting that says how the model is trained, and the training's part of it."""
+    row = settings.first(f"{role}.backend", _ALLOCATION)
+    parts = re.split(r"[+|]", str(row.value).strip()) if row else []
     training = [part for part in parts if not part.startswith(_INFERENCE)]
     return row, training[-1] if training else ""
 
 
-def _degrees(allocation: str) -> dict[str, int]:
+def _parse_degrees(allocation: str) -> dict[str, int]:
+    """The degree of each parallelism by its letter: ``fsdp:d4t2`` has d of 4 and t of 2."""
     return {letter: int(number) for letter, number in _DEGREE.findall(allocation.rpartition(":")[2])}
-
-
-def _world_size(settings: Settings) -> int | None:
-    for role in _ROLES:
-        row, allocation = _allocation(settings, role)
-        if row is not None and "(" not in allocation and (degrees := _degrees(allocation)):
-            return math.prod(degrees.values())
-    return None
-
-
-AREAL = Framework(
-    name="AReaL",
-    read_in="v0.3.3 to v1.0.4",
-    distributions=("areal",),
-    cpu_collectives=False,
-    recognises=_recognises,
-    models=_models,
-    world_size=_world_size,
-)

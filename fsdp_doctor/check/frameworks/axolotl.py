@@ -7,10 +7,7 @@ gets; requirements.txt for accelerate, which is 1.7 or newer, and so has gloo be
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-
-from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.check.configured_model import ConfiguredModel
 from fsdp_doctor.check.frameworks import fsdp_section
@@ -18,140 +15,117 @@ from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
     ModelReading,
-    ModelSettings,
     VersionRange,
-    in_question,
+    get_if_true,
+    load_known_keys,
+    matching,
     not_under_fsdp,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, FsdpVersion, Plugin, keys
-from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, Use
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT
+from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.check.use import Chosen, OffloadChoice, Role, Use
 from fsdp_doctor.matrix.axes import Backend, Sharding
 
-_KEYS = fsdp_section.with_prefix((*fsdp_section.PLUGIN_KEYS, "final_state_dict_type", "cpu_offload_pin_memory"))
-_VERSION = ("fsdp_version", *keys("version"))
+_VERSION = ("fsdp_version",)
 _SHARDING: dict[str, Sharding] = {"HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp", "NO_SHARD": "size1"}
-# Names that other configurations do not have beside base_model.
-_OWN = (
+_LORA = ("lora", "qlora")
+# Keys that no other framework has beside base_model.
+_AXOLOTL_KEYS = (
     *("datasets", "sequence_len", "micro_batch_size", "adapter", "special_tokens", "sample_packing", "rl", "plugins"),
     *("val_set_size", "dataset_prepared_path", "tokenizer_type", "model_type", "lora_r", "chat_template"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AxolotlVersions(VersionRange):
+@dataclass(frozen=True)
+class _Versions(VersionRange):
     """backend: of the process group with the offload. reads_version: whether fsdp_version is read."""
 
     backend: Backend
     reads_version: bool = True
 
+    def fsdp_version(self, settings: Settings) -> FsdpVersion:
+        return fsdp_section.fsdp_version(settings, default=1, also=_VERSION) if self.reads_version else 1
+
 
 _VERSIONS = (
-    _AxolotlVersions(label="before v0.9", versions=SpecifierSet("<0.9"), backend="device-only", reads_version=False),
-    _AxolotlVersions(label="v0.9", versions=SpecifierSet(">=0.9,<0.10"), backend="device-only"),
-    _AxolotlVersions(label="since v0.10", versions=SpecifierSet(">=0.10"), backend="mixed"),
+    _Versions("before v0.9", "<0.9", "device-only", reads_version=False),
+    _Versions("v0.9", ">=0.9,<0.10", "device-only"),
+    _Versions("since v0.10", ">=0.10", "mixed"),
 )
 
 
-def _recognises(settings: Settings) -> bool:
-    launched = settings.first(f"{LAUNCH}.program")
-    script = settings.first(f"{LAUNCH}.script")
-    return (
-        ("base_model" in settings and any(key in settings for key in _OWN))
-        or (launched is not None and launched.value == "axolotl")
-        or (script is not None and str(script.value).startswith("axolotl."))
-    )
+class Axolotl(Framework):
+    name = "axolotl"
+    read_in = "v0.4.0 to v0.18.0"
+    distributions = ("axolotl",)
+    keys = fsdp_section.with_prefix((*load_known_keys("plugin"), "final_state_dict_type", "cpu_offload_pin_memory"))
+
+    def recognizes(self, settings: Settings) -> bool:
+        return (
+            ("base_model" in settings and any(key in settings for key in _AXOLOTL_KEYS))
+            or settings.text(PROGRAM) == "axolotl"
+            or settings.text(SCRIPT).startswith("axolotl.")
+        )
+
+    def world_size(self, settings: Settings) -> int | None:
+        """As the command tells its launcher: accelerate the ranks of all nodes, torchrun those of each."""
+        per_node = settings.count("nproc_per_node")
+        return settings.number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
+
+    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
+        return {"model": (SECTION,) if settings.first("fsdp") is not None or settings.below(SECTION) else ()}
+
+    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
+        options = _read_options(settings)
+        if "base_model" not in settings:
+            raise Unreadable("the command's configuration is not here; give that file beside")
+        if not options and not settings.below(SECTION):
+            return not_under_fsdp(role, settings.first("deepspeed") or "neither fsdp nor fsdp_config is set")
+        ranges = matching(_VERSIONS, given.framework_version)
+        fsdp_versions = {versions.label: versions.fsdp_version(settings) for versions in ranges}
+        return ModelReading(
+            uses=[_read_use(settings, options, versions) for versions in ranges],
+            model=ConfiguredModel(path=settings.first("base_model"), ranks=given.world_size),
+            findings=fsdp_section.find_version_conflicts(settings, fsdp_versions),
+        )
 
 
-def _models(settings: Settings, given: Given) -> list[ModelSettings]:
-    asked = settings.first("fsdp") is not None or settings.below(SECTION)
-    read = functools.partial(_read, settings, given)
-    return [ModelSettings(role="model", sections=(SECTION,) if asked else (), keys=_KEYS, read=read)]
-
-
-def _read(settings: Settings, given: Given) -> ModelReading:
-    options = _options(settings)
-    if "base_model" not in settings:
-        raise Unreadable("the command's configuration is not here; give that file beside")
-    if not options and not settings.below(SECTION):
-        return not_under_fsdp("model", settings.first("deepspeed") or "neither fsdp nor fsdp_config is set")
-    ranges = in_question(_VERSIONS, given.framework_version)
-    fsdp_versions = {versions.label: _fsdp_version(settings, versions) for versions in ranges}
-    return ModelReading(
-        uses=[_use(settings, options, versions) for versions in ranges],
-        model=ConfiguredModel(path=settings.first("base_model"), ranks=given.world_size),
-        findings=fsdp_section.version_conflicts(settings, fsdp_versions),
-    )
-
-
-def _options(settings: Settings) -> list[str]:
+def _read_options(settings: Settings) -> list[str]:
     row = settings.first("fsdp")
     if row is None or row.value in (False, True):
         return []
     return [str(word) for word in row.value] if isinstance(row.value, list) else str(row.value).split()
 
 
-def _use(settings: Settings, options: list[str], versions: _AxolotlVersions) -> Use:
-    version = _fsdp_version(settings, versions)
-    offload = _offload(settings, options)
-    adapter = settings.first("adapter")
+def _read_use(settings: Settings, options: list[str], versions: _Versions) -> Use:
+    version = versions.fsdp_version(settings)
+    offload = OffloadChoice(
+        policy=get_if_true(settings, *keys("offload_params"))
+        or (settings.first("fsdp") if "offload" in options else None),
+        default=settings.first(*keys("offload_params")) or "offload_params=false is the default",
+    )
     plugin = Plugin(
         version=version,
-        version_why=settings.first(*_VERSION) or "fsdp_version=1 is the default",
+        version_why=settings.first(*_VERSION, *keys("version")) or "fsdp_version=1 is the default",
         offload=offload,
         backend=Chosen(
-            versions.backend if offload.value == "policy" else "device-only",
+            versions.backend if offload.policy else "device-only",
             "accelerate makes gloo beside NCCL for the offload since 1.7, which axolotl has since v0.10",
         ),
         sharding=_sharding(settings, options, version),
-        model=Chosen("qwen3-lora" if adapter and "lora" in str(adapter.value) else "qwen3", adapter),
-        state_dict_type=fsdp_section.state_dict_type(settings, fsdp_section.DEFAULT_STATE_DICT_TYPE[version]),
+        model=Chosen("qwen3-lora" if settings.text("adapter") in _LORA else "qwen3", settings.first("adapter")),
+        state_dict_type=fsdp_section.state_dict_type(settings),
         vllm=settings.flag("trl.use_vllm"),
     )
     return fsdp_section.use_of_section(settings, plugin, versions.label)
 
 
-def _fsdp_version(settings: Settings, versions: _AxolotlVersions) -> FsdpVersion:
-    row = settings.first(*_VERSION)
-    if row is None or not versions.reads_version:
-        return 1
-    if str(row.value) not in ("1", "2"):
-        raise UsageError(f"{row}: the version of FSDP must be 1 or 2")
-    return 2 if str(row.value) == "2" else 1
-
-
-def _offload(settings: Settings, options: list[str]) -> Chosen:
-    row: Setting | None = settings.first(*keys("offload_params"))
-    if settings.flag(*keys("offload_params")):
-        return Chosen("policy", row)
-    if "offload" in options:
-        return Chosen("policy", settings.first("fsdp"))
-    return Chosen("none", row or "offload_params=false is the default")
-
-
 def _sharding(settings: Settings, options: list[str], version: FsdpVersion) -> Chosen:
+    if version == 2:
+        has_replicas = (settings.number("dp_replicate_size") or 1) > 1
+        return Chosen("hsdp", settings.first("dp_replicate_size")) if has_replicas else Chosen("full")
     row = settings.first(*keys("sharding_strategy"))
     word = str(row.value) if row else next((option for option in options if option.upper() in _SHARDING), "")
-    sharding = _SHARDING.get(word.upper(), "full") if version == 1 else "full"
-    replicas = settings.first("dp_replicate_size")
-    if version == 2 and (settings.number("dp_replicate_size") or 1) > 1:
-        return Chosen("hsdp", replicas)
+    sharding = _SHARDING.get(word.upper(), "full")
     return Chosen(sharding, (row or settings.first("fsdp")) if sharding != "full" else None)
-
-
-def _world_size(settings: Settings) -> int | None:
-    """As the command tells its launcher: accelerate the ranks of all nodes, torchrun those of each."""
-    per_node = settings.count("nproc_per_node")
-    return settings.number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
-
-
-AXOLOTL = Framework(
-    name="axolotl",
-    read_in="v0.4.0 to v0.18.0",
-    distributions=("axolotl",),
-    recognises=_recognises,
-    models=_models,
-    world_size=_world_size,
-)

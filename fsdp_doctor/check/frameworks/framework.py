@@ -1,53 +1,76 @@
-"""What ``check`` has to know of a framework, and what a framework says of each model that it runs.
+"""The interface of a framework whose configurations ``check`` understands.
 
-A framework is a module with one table of keys for each model, the versions that differ, and the source of both.
+A framework is a module with one `Framework`: its keys, the versions that differ, and the source of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import importlib.metadata
+import pathlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from fsdp_doctor.check.config_findings import ConfigFinding
 from fsdp_doctor.check.configured_model import ConfiguredModel
+from fsdp_doctor.check.findings import ConfigFinding, note
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, Role, Use
+from fsdp_doctor.check.use import Because, Chosen, OffloadChoice, Role, Use
 from fsdp_doctor.errors import UsageError
 
-# Of a checkout of the main branch: newer than every release.
-_NEWEST = Version("9999")
-ALL_VERSIONS = "all"
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-# Keys that mean the same, in newer and older layouts: the first that is set counts.
+VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
+# The version of a checkout of the main branch: newer than every release.
+_NEWEST = Version("9999")
+
+
+# Keys that mean the same in newer and older layouts: the first that is set counts.
 Keys: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckedVersion:
+    """The version that a configuration is checked for. of: a distribution. version: None for every version."""
+
+    of: str
+    version: Version | None = None
+    source: VersionSource = "not known"
+
+    def __str__(self) -> str:
+        return f"{self.of} {self.version}, {self.source}" if self.version else f"every version of {self.of}"
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """Versions of a framework that do the same with a configuration. label: for the user. versions: a specifier."""
+
+    label: str
+    versions: str
+
+
+VersionRangeT = TypeVar("VersionRangeT", bound=VersionRange)
+
+
+@dataclass(frozen=True)
 class Given:
-    """What is known beside the settings. world_size: the number of ranks, None where nothing says it."""
+    """The facts beside the settings. framework_version: None for all. world_size: None where nothing says it."""
 
     framework_version: Version | None = None
     world_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersionRange:
-    """Versions of a framework that do the same with a configuration. label: as the user reads it."""
-
-    label: str
-    versions: SpecifierSet
-
-
-VersionRangeT = TypeVar("VersionRangeT", bound=VersionRange)
-
-
-@dataclass(frozen=True, kw_only=True)
 class KeyTable:
-    """Where the settings of one model stand: for each question the keys that answer it.
+    """The keys of one model's settings.
 
     policy: whether it is under the policy. param_offload, optimizer_offload: whether the framework moves them.
     replicas: how many times it is replicated, in ranks. shard_group: in how many ranks it is sharded; a negative number
@@ -62,17 +85,16 @@ class KeyTable:
     lora_rank: Keys = ()
     path: Keys = ()
 
-    def offload(self, settings: Settings, default: str) -> Chosen:
-        """The policy if it is asked for, else the manual offloads that are."""
+    def offload(self, settings: Settings, default: str) -> OffloadChoice:
+        """The policy if it is on, or else the manual offloads that are. default: where no setting says anything."""
         policy = settings.first(*self.policy)
         if settings.flag(*self.policy):
-            return Chosen("policy", policy)
-        on = {
-            word: settings.first(*keys)
-            for word, keys in (("param", self.param_offload), ("optimizer", self.optimizer_offload))
-            if settings.flag(*keys)
-        }
-        return Chosen("+".join(on) or "none", "; ".join(map(str, on.values())) or str(policy or default))
+            return OffloadChoice(policy=policy)
+        return OffloadChoice(
+            param=get_if_true(settings, *self.param_offload),
+            optimizer=get_if_true(settings, *self.optimizer_offload),
+            default=str(policy or default),
+        )
 
     def sharding(self, settings: Settings, world_size: int | None) -> Chosen:
         replicas, group = settings.number(*self.replicas) or 1, self._shard_group(settings)
@@ -81,32 +103,30 @@ class KeyTable:
             return Chosen("size1" if group == 1 else "hsdp", f"{row} of {world_size} ranks")
         return Chosen("hsdp", row) if replicas > 1 else Chosen("full")
 
-    def _shard_group(self, settings: Settings) -> int:
-        """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh); torchtune asserts 1."""
-        size = settings.number(*self.shard_group, default=-1)
-        if size == 0:
-            raise Unreadable(
-                f"{settings.first(*self.shard_group)} is a group of no ranks, and the job fails; all are -1"
-            )
-        return -1 if size is None else size
-
     def model(self, settings: Settings) -> Chosen:
         rank = settings.first(*self.lora_rank)
         return Chosen("qwen3-lora", rank) if (settings.number(*self.lora_rank) or 0) > 0 else Chosen("qwen3")
 
     def configured_model(self, settings: Settings, world_size: int | None) -> ConfiguredModel:
-        return ConfiguredModel(path=settings.first(*self.path), ranks=self._ranks_of_a_group(settings, world_size))
+        ranks = self._shard_group(settings)
+        if world_size is None:
+            return ConfiguredModel(path=settings.first(*self.path))
+        if not 0 < ranks < world_size:
+            ranks = max(1, world_size // (settings.number(*self.replicas) or 1))
+        return ConfiguredModel(path=settings.first(*self.path), ranks=ranks)
 
-    def _ranks_of_a_group(self, settings: Settings, world_size: int | None) -> int | None:
-        size = self._shard_group(settings)
-        if world_size is None or 0 < size < world_size:
-            return world_size and size
-        return max(1, world_size // (settings.number(*self.replicas) or 1))
+    def _shard_group(self, settings: Settings) -> int:
+        """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh)."""
+        size = settings.number(*self.shard_group, default=-1)
+        if size == 0:
+            row = settings.first(*self.shard_group)
+            raise Unreadable(f"{row} is a group of no ranks, and the job fails; all are -1")
+        return -1 if size is None else size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReading:
-    """What a framework makes of the settings of one model.
+    """The reading of one model's settings.
 
     uses: one for each range of versions in question. model: the one that the settings name, for its dimensions.
     """
@@ -116,69 +136,99 @@ class ModelReading:
     findings: Sequence[ConfigFinding] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """One model of a run, and its settings.
-
-    sections: where its settings of FSDP stand. keys: all that such a section can have.
-    read: raises Unreadable where a setting that decides something cannot be read.
-    """
-
-    role: Role
-    sections: tuple[str, ...]
-    keys: tuple[str, ...]
-    read: Callable[[], ModelReading]
-
-
-def _unchanged(settings: Settings) -> Settings:
-    return settings
-
-
-def _no_world_size(settings: Settings) -> int | None:
-    return None
-
-
-def _no_findings(settings: Settings) -> Sequence[ConfigFinding]:
-    return ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Framework:
-    """A framework whose configurations are understood. All of its functions can raise UsageError and Unreadable.
+class Framework(ABC):
+    """A framework whose configurations are understood. All of its methods can raise UsageError and Unreadable.
 
     read_in: the versions of its source that it was read in.
     distributions: its packages; the version of the first that is installed is taken where none is given.
-    models: the models of the run, each with the settings that are its own.
     cpu_collectives: whether it runs collectives over shards that the policy keeps on the CPU, as to clip gradients.
-    complete: adds the settings of files that a setting names.
-    world_size: as the settings say it, or the framework's default; the launch command's where it says none.
-    findings: on the configuration as a whole.
+    keys: all that a section of FSDP settings can have.
     """
 
-    name: str
-    read_in: str
-    recognises: Callable[[Settings], bool]
-    models: Callable[[Settings, Given], Sequence[ModelSettings]]
-    distributions: tuple[str, ...] = ()
-    cpu_collectives: bool = True
-    complete: Callable[[Settings], Settings] = _unchanged
-    world_size: Callable[[Settings], int | None] = _no_world_size
-    findings: Callable[[Settings], Sequence[ConfigFinding]] = _no_findings
+    name: ClassVar[str]
+    read_in: ClassVar[str]
+    distributions: ClassVar[tuple[str, ...]] = ()
+    cpu_collectives: ClassVar[bool] = True
+    keys: ClassVar[Keys] = ()
+
+    @abstractmethod
+    def recognizes(self, settings: Settings) -> bool:
+        """Whether the settings are a configuration of this framework."""
+
+    @abstractmethod
+    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
+        """The uses of one of the models."""
+
+    def models(self, settings: Settings, given: Given) -> Mapping[Role, tuple[str, ...]]:
+        """By role of each model of the run, the sections of its FSDP settings."""
+        return {"model": ()}
+
+    def complete(self, settings: Settings) -> Settings:
+        """The settings with those of files that a setting names."""
+        return settings
+
+    def world_size(self, settings: Settings) -> int | None:
+        """The number of ranks by the settings, or the framework's default; None for that of the launch command."""
+        return None
+
+    def findings(self, settings: Settings) -> Sequence[ConfigFinding]:
+        """Findings on the configuration as a whole."""
+        return ()
 
 
-def not_under_fsdp(role: Role, why: Setting | str | None, *findings: ConfigFinding) -> ModelReading:
-    """Of a model that another engine or wrapper trains. why: the setting that says so, or words."""
-    return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {why}"),), findings=findings)
+def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
+    """The reading of a model that another engine or wrapper trains."""
+    return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
 
-def another_engine(role: Role, why: Setting | str | None) -> list[ModelSettings]:
-    """The models of a run that has none under FSDP."""
-    return [ModelSettings(role=role, sections=(), keys=(), read=lambda: not_under_fsdp(role, why))]
+def get_if_true(settings: Settings, *keys: str) -> Setting | None:
+    """The setting of the first of ``keys`` that is set, if it is true."""
+    return settings.first(*keys) if settings.flag(*keys) else None
 
 
-def version_of(text: str, option: str = "--framework-version") -> Version | None:
-    """The version that an option gives; None for all of them. Raises UsageError."""
-    if text == ALL_VERSIONS:
+def names_gloo(backend: str) -> bool:
+    """Whether a process group's backend, as ``cpu:gloo,cuda:nccl``, has gloo."""
+    return "gloo" in [part.rpartition(":")[2].strip() for part in backend.split(",")]
+
+
+def find_other_parallelisms(settings: Settings, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
+    """A note on the degrees of other parallelisms that are more than 1."""
+    rows = [settings.first(f"{section}.{degree}") for degree in degrees]
+    others = [row for row in rows if row and (settings.number(row.key) or 1) > 1]
+    sentence = "the probe has no other parallelism beside FSDP; these settings are left out of the cases"
+    return [note(sentence, *others)] if others else []
+
+
+def load_known_keys(name: str) -> Keys:
+    """The keys that ``keys.toml`` lists under a name."""
+    return tuple(_key_lists()[name].split())
+
+
+@functools.cache
+def _key_lists() -> dict[str, str]:
+    return tomllib.loads(pathlib.Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
+
+
+def checked_version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
+    """The version that an option gives, or that of the first of the distributions that is installed.
+
+    Raises UsageError for a text that is not a version.
+    """
+    if given is not None:
+        version = parse_version(given, option)
+        return CheckedVersion(of=distributions[0], version=version, source="given" if version else "not known")
+    for distribution in distributions:
+        try:
+            version = Version(importlib.metadata.version(distribution))
+        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
+            continue
+        return CheckedVersion(of=distribution, version=version, source="installed here")
+    return CheckedVersion(of=distributions[0])
+
+
+def parse_version(text: str, option: str = "--framework-version") -> Version | None:
+    """The version that an option gives; None for ``all``. Raises UsageError."""
+    if text == "all":
         return None
     if text in ("main", "latest"):
         return _NEWEST
@@ -188,6 +238,8 @@ def version_of(text: str, option: str = "--framework-version") -> Version | None
         raise UsageError(f"{option} {text}: this is not a version; use one like 0.7.1, or main, or all") from None
 
 
-def in_question(ranges: Sequence[VersionRangeT], version: Version | None) -> list[VersionRangeT]:
-    """The ranges that have the version, a pre-release being what it leads to; all of them where none is given."""
-    return [one for one in ranges if version is None or one.versions.contains(version.base_version)]
+def matching(ranges: Sequence[VersionRangeT], version: Version | None) -> list[VersionRangeT]:
+    """The ranges that contain the version; all of them where none is given. A pre-release counts as its release."""
+    if version is None:
+        return list(ranges)
+    return [item for item in ranges if SpecifierSet(item.versions).contains(version.base_version)]

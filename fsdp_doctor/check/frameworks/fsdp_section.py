@@ -1,40 +1,30 @@
 """``fsdp_config``, the section of settings that accelerate and Hugging Face's Trainer share.
 
 Read in accelerate at 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for what a version ignores or
-refuses, Accelerator.get_state_dict and utils/fsdp_utils.py for what is read. TRL's sync to vLLM, where ``use_vllm``
-is beside it, in trl/generation/vllm_generation.py.
+refuses, Accelerator.get_state_dict and utils/fsdp_utils.py for what is read. TRL's sync to vLLM, with ``use_vllm``,
+in trl/generation/vllm_generation.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.check.config_findings import ConfigFinding, conflict
+from fsdp_doctor.check.findings import ConfigFinding, conflict
+from fsdp_doctor.check.frameworks.framework import Keys
 from fsdp_doctor.check.settings import Setting, Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Use, extraction, loading, use_of
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Use, extraction, loading, use_of
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import AxisName
 from fsdp_doctor.matrix.cases import Scenario
 
 FsdpVersion: TypeAlias = Literal[1, 2]
 
 SECTION = "fsdp_config"
 _VERSION_1_ONLY = (
-    "sharding_strategy",
-    "use_orig_params",
-    "backward_prefetch",
-    "forward_prefetch",
-    "sync_module_states",
-)
-PLUGIN_KEYS = (
-    *_VERSION_1_ONLY,
-    *("version", "offload_params", "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap"),
-    *("min_num_params", "state_dict_type", "cpu_ram_efficient_loading", "activation_checkpointing", "ignored_modules"),
-    "backward_prefetch_policy",
-    *("limit_all_gathers", "transformer_cls_names_to_wrap", "mixed_precision_policy"),
+    *("sharding_strategy", "use_orig_params", "backward_prefetch", "forward_prefetch", "sync_module_states"),
 )
 _VERSIONS: dict[str, FsdpVersion] = {"1": 1, "2": 2}
 _WHOLE: dict[FsdpVersion, str] = {1: "full_state_dict.rank0+cpu", 2: "get_model_state_dict.full+cpu"}
@@ -51,8 +41,7 @@ _RESUME: dict[tuple[FsdpVersion, str], tuple[str, ...]] = {
     (2, "SHARDED_STATE_DICT"): ("dcp.load.model+optimizer",),
 }
 _SYNC: dict[FsdpVersion, str] = {1: "summon_full_params", 2: "state_dict.to.full_tensor"}
-# What the plugin takes where no state_dict_type is set.
-DEFAULT_STATE_DICT_TYPE: dict[FsdpVersion, str] = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
+_DEFAULT_STATE_DICT_TYPE: dict[FsdpVersion, str] = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
 
 
 def keys(name: str) -> tuple[str, str]:
@@ -60,50 +49,48 @@ def keys(name: str) -> tuple[str, str]:
     return f"{SECTION}.fsdp_{name}", f"{SECTION}.{name}"
 
 
-def with_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of keys as they may stand in the section: each with accelerate's prefix, and without."""
+def with_prefix(names: Keys) -> Keys:
+    """The names of keys of the section, each with accelerate's prefix, and without."""
     return (*(f"fsdp_{name}" for name in names), *names)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What a framework makes of the section before accelerate's plugin gets it.
+    """The arguments that a framework makes of the section for accelerate's plugin.
 
-    version: of FSDP, with the reason. state_dict_type: where the section has none. vllm: TRL's sync is there too.
+    version: of FSDP, with the reason. state_dict_type: empty for the plugin's default. vllm: whether TRL syncs to vLLM.
     """
 
     version: FsdpVersion
     version_why: Setting | str
-    offload: Chosen
+    offload: OffloadChoice
     backend: Chosen
-    sharding: Chosen
-    model: Chosen | None = None
+    sharding: Chosen = dataclasses.field(default_factory=lambda: Chosen("full"))
+    model: Chosen = dataclasses.field(default_factory=lambda: Chosen("qwen3"))
     state_dict_type: str = ""
     vllm: bool = False
 
 
 def use_of_section(settings: Settings, plugin: Plugin, versions: str) -> Use:
-    orig = settings.first(*keys("use_orig_params"))
-    flat = plugin.version == 1 and not settings.flag(*keys("use_orig_params"), default=True)
-    why = f"{plugin.version_why}; {orig or 'use_orig_params=true is the default'}"
-    strategy = Chosen("fsdp1" if flat else "fsdp1-orig", why) if plugin.version == 1 else None
-    return use_of(
-        "model",
-        versions,
-        {
-            "strategy": strategy or Chosen("fsdp2", plugin.version_why),
-            "offload": plugin.offload,
-            "backend": plugin.backend,
-            "sharding": plugin.sharding,
-            "model": plugin.model or Chosen("qwen3"),
-        },
-        functools.partial(_extraction_points, plugin=plugin),
-    )
+    strategy = Chosen("fsdp2", plugin.version_why)
+    if plugin.version == 1:
+        orig = settings.first(*keys("use_orig_params"))
+        is_flat = not settings.flag(*keys("use_orig_params"), default=True)
+        why = f"{plugin.version_why}; {orig or 'use_orig_params=true is the default'}"
+        strategy = Chosen("fsdp1" if is_flat else "fsdp1-orig", why)
+    chosen: dict[AxisName, Chosen] = {
+        "strategy": strategy,
+        "offload": plugin.offload.chosen,
+        "backend": plugin.backend,
+        "sharding": plugin.sharding,
+        "model": plugin.model,
+    }
+    return use_of("model", versions, chosen, lambda scenario: _extraction_points(scenario, plugin))
 
 
-def fsdp_version(settings: Settings, *, default: FsdpVersion) -> FsdpVersion:
-    """Raises UsageError for one that there is not."""
-    row = settings.first(*keys("version"))
+def fsdp_version(settings: Settings, *, default: FsdpVersion, also: Keys = ()) -> FsdpVersion:
+    """The version of FSDP. also: keys that go before those of the section. Raises UsageError for one that is none."""
+    row = settings.first(*also, *keys("version"))
     if row is None:
         return default
     if str(row.value) not in _VERSIONS:
@@ -111,51 +98,50 @@ def fsdp_version(settings: Settings, *, default: FsdpVersion) -> FsdpVersion:
     return _VERSIONS[str(row.value)]
 
 
-def state_dict_type(settings: Settings, default: str) -> str:
+def state_dict_type(settings: Settings, default: str = "") -> str:
     return settings.word(*keys("state_dict_type"), default=default).upper()
 
 
-def _extraction_points(scenario: Scenario, plugin: Plugin) -> tuple[ExtractionPoint, ...]:
-    """What Accelerator.get_state_dict and save_fsdp_model read, unstaged, and TRL's sync_weights with ``vllm``."""
+def _extraction_points(scenario: Scenario, plugin: Plugin) -> Iterator[ExtractionPoint]:
+    """The reads of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights, and the loads of load_state."""
     version = plugin.version
-    paths = {
-        "whole model (get_state_dict)": _WHOLE[version],
-        "checkpoint (save_state)": _CHECKPOINT.get((version, plugin.state_dict_type)),
-        "weights for vLLM (TRL)": _SYNC[version] if plugin.vllm else None,
-    }
-    loads = _RESUME.get((version, plugin.state_dict_type), ())
-    return (
-        *(extraction(purpose, scenario, path) for purpose, path in paths.items() if path),
-        *(loading("resume (load_state)", scenario, path) for path in loads),
-    )
+    saved = version, plugin.state_dict_type or _DEFAULT_STATE_DICT_TYPE[version]
+    yield extraction("whole model (get_state_dict)", scenario, _WHOLE[version])
+    if saved in _CHECKPOINT:
+        yield extraction("checkpoint (save_state)", scenario, _CHECKPOINT[saved])
+    if plugin.vllm:
+        yield extraction("weights for vLLM (TRL)", scenario, _SYNC[version])
+    for path in _RESUME.get(saved, ()):
+        yield loading("resume (load_state)", scenario, path)
 
 
-def version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
-    """Keys of the other version of FSDP, each with the versions that it is the other one for.
+def find_version_conflicts(settings: Settings, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
+    """Keys of the other version of FSDP, each with the versions of the framework for which it is the other one.
 
-    fsdp_versions: by the versions of the framework, empty where they do not differ, the version of FSDP there.
+    fsdp_versions: the version of FSDP by the versions of the framework, which are empty where all do the same.
     """
-    found = []
-    for version in dict.fromkeys(fsdp_versions.values()):
-        labels = tuple(f"model, {label}" for label, one in fsdp_versions.items() if one == version and label)
-        found += [dataclasses.replace(one, holds_for=labels) for one in _keys_of_other_version(settings, version)]
-    return found
+    return [
+        dataclasses.replace(
+            finding,
+            holds_for=tuple(f"model, {label}" for label, same in fsdp_versions.items() if same == version and label),
+        )
+        for version in dict.fromkeys(fsdp_versions.values())
+        for finding in _find_keys_of_other_version(settings, version)
+    ]
 
 
-def _keys_of_other_version(settings: Settings, version: FsdpVersion) -> list[ConfigFinding]:
-    """What becomes of them is in FullyShardedDataParallelPlugin.__post_init__."""
+def _find_keys_of_other_version(settings: Settings, version: FsdpVersion) -> Iterator[ConfigFinding]:
+    """As FullyShardedDataParallelPlugin.__post_init__ treats them."""
     reshard = settings.first(*keys("reshard_after_forward"))
     if version == 1:
         if reshard and isinstance(reshard.value, bool):
             sentence = "reshard_after_forward belongs to fsdp_version 2; use sharding_strategy with version 1"
-            return [conflict(sentence, reshard)]
-        return []
-    found = []
+            yield conflict(sentence, reshard)
+        return
     if rows := [row for name in _VERSION_1_ONLY if (row := settings.first(*keys(name)))]:
-        found.append(conflict("fsdp_version 2 does not read these settings, which belong to version 1", *rows))
+        yield conflict("fsdp_version 2 does not read these settings, which belong to version 1", *rows)
     local = settings.first(*keys("state_dict_type"))
     if local and str(local.value).upper() == "LOCAL_STATE_DICT":
-        found.append(conflict("accelerate rejects LOCAL_STATE_DICT with fsdp_version 2", local))
+        yield conflict("accelerate rejects LOCAL_STATE_DICT with fsdp_version 2", local)
     if reshard and str(reshard.value).lower() not in ("true", "false"):
-        found.append(conflict("reshard_after_forward must be true or false with fsdp_version 2", reshard))
-    return found
+        yield conflict("reshard_after_forward must be true or false with fsdp_version 2", reshard)

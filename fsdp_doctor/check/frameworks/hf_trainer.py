@@ -1,4 +1,4 @@
-"""Hugging Face Trainer and TRL: ``fsdp`` and ``fsdp_config`` of TrainingArguments: JSON, YAML, flags, or Python.
+"""Hugging Face Trainer and TRL: ``fsdp`` and ``fsdp_config`` of TrainingArguments, in JSON, YAML or flags.
 
 Read in transformers' training_args.py at 4.46, 4.56, 5.0, 5.9, 5.10, 5.11 and 5.23 (_process_fsdp_args; PR 45640 made
 FSDP2 the default), and in accelerate's state.py: TrainingArguments makes the process group before it sets
@@ -8,48 +8,40 @@ FSDP_OFFLOAD_PARAMS, from which accelerate takes its CPU backend, so under torch
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
-
-from fsdp_doctor.check.config_findings import ConfigFinding, conflict, note
-from fsdp_doctor.check.config_formats import flattened
+from fsdp_doctor.check.config_files import parse_json
 from fsdp_doctor.check.configured_model import ConfiguredModel
+from fsdp_doctor.check.findings import ConfigFinding, conflict, note
 from fsdp_doctor.check.frameworks import fsdp_section
 from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
-    KeyTable,
     ModelReading,
-    ModelSettings,
     VersionRange,
-    in_question,
+    get_if_true,
+    load_known_keys,
+    matching,
+    names_gloo,
     not_under_fsdp,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, FsdpVersion, Plugin, keys
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.reading import followed
-from fsdp_doctor.check.settings import Expression, Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, Use
+from fsdp_doctor.check.reading import follow
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
+from fsdp_doctor.check.use import Chosen, OffloadChoice, Role, Use
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import Sharding
 
 _OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 _SHARDING: dict[str, Sharding] = {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp", "no_shard": "size1"}
-# Keys of accelerate's plugin that `fsdp` sets here.
-_IN_OPTIONS = ("offload_params", "sharding_strategy")
-_TRAINER_KEYS = ("cpu_offload", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
-_KEYS = fsdp_section.with_prefix((*(key for key in fsdp_section.PLUGIN_KEYS if key not in _IN_OPTIONS), *_TRAINER_KEYS))
-_TABLE = KeyTable(path=("model_name_or_path", "model_id", "model"))
-# What a run of the Trainer has beside `fsdp`, and no configuration of another framework has together with that.
-_OF_TRAINER = ("output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps")
+# Keys of the Trainer that no configuration of another framework has together with fsdp_config.
+_TRAINER_KEYS = ("output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TransformersVersions(VersionRange):
+@dataclass(frozen=True)
+class _Versions(VersionRange):
     """default: the version of FSDP where the settings do not say one. reads_*: whether that key is read."""
 
     default: FsdpVersion
@@ -63,56 +55,71 @@ class _TransformersVersions(VersionRange):
 
 
 _VERSIONS = (
-    _TransformersVersions(label="transformers before 5.0", versions=SpecifierSet("<5"), default=1, reads_version=False),
-    _TransformersVersions(label="transformers 5.0 to 5.9", versions=SpecifierSet(">=5,<5.10"), default=1),
-    _TransformersVersions(
-        label="transformers since 5.10",
-        versions=SpecifierSet(">=5.10"),
-        default=2,
-        reads_cpu_offload=True,
-        reads_state_dict_type=True,
-    ),
+    _Versions("transformers before 5.0", "<5", default=1, reads_version=False),
+    _Versions("transformers 5.0 to 5.9", ">=5,<5.10", default=1),
+    _Versions("transformers since 5.10", ">=5.10", default=2, reads_cpu_offload=True, reads_state_dict_type=True),
 )
 
 
-def _recognises(settings: Settings) -> bool:
-    section = SECTION in settings or settings.below(SECTION)
-    return "fsdp" in settings or bool(section and any(key in settings for key in _OF_TRAINER))
+class HfTrainer(Framework):
+    name = "Hugging Face Trainer or TRL"
+    read_in = "4.46 to 5.23"
+    distributions = ("transformers",)
+    keys = fsdp_section.with_prefix(load_known_keys("trainer"))
 
+    def recognizes(self, settings: Settings) -> bool:
+        has_section = SECTION in settings or bool(settings.below(SECTION))
+        return "fsdp" in settings or (has_section and any(key in settings for key in _TRAINER_KEYS))
 
-def _complete(settings: Settings) -> Settings:
-    """``fsdp_config`` may be a JSON text, or name a JSON file."""
-    row = settings.first(SECTION)
-    if row is None or not isinstance(row.value, str) or not row.value:
-        return settings
-    if isinstance(row.value, Expression) or "$" in row.value:
-        raise Unreadable(f"{row} refers to a value that is not in the configuration")
-    if row.value.lstrip().startswith("{"):
-        try:
-            inner = list(flattened(json.loads(row.value), row.key, lambda _: row.where))
-        except (ValueError, RecursionError):
-            raise UsageError(f"{row}: this is not JSON") from None
-    else:
-        found = followed(row)
-        if found is None:
+    def complete(self, settings: Settings) -> Settings:
+        """``fsdp_config`` may be a JSON text, or name a JSON file."""
+        row = settings.first(SECTION)
+        if row is None or not isinstance(row.value, str) or not row.value:
+            return settings
+        if "$" in row.value:
+            raise Unreadable(f"{row} refers to a value that is not in the configuration")
+        if row.value.lstrip().startswith("{"):
+            return Settings.joined(settings, _below_section(parse_json(row)))
+        named = follow(row)
+        if named is None:
             raise UsageError(f"{row}: there is no such file; give it beside, or write fsdp_config out")
-        inner = list(found)
-    return Settings.joined(settings, [Setting(f"{SECTION}.{i.key}", i.value, i.where) for i in inner])
+        return Settings.joined(settings, _below_section(named))
+
+    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
+        return {"model": (SECTION,) if _read_options(settings) else ()}
+
+    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
+        options = _read_options(settings)
+        if not options:
+            sentence = "TrainingArguments reads fsdp_config only where fsdp is set"
+            ignored = [conflict(sentence, row) for row in settings.below(SECTION)[:1]]
+            return not_under_fsdp(role, settings.first("deepspeed") or "fsdp is not set", *ignored)
+        ranges = matching(_VERSIONS, given.framework_version)
+        fsdp_versions = {versions.label: versions.fsdp_version(settings) for versions in ranges}
+        return ModelReading(
+            uses=[_read_use(settings, options, versions) for versions in ranges],
+            model=ConfiguredModel(
+                path=settings.first("model_name_or_path", "model_id", "model"), ranks=given.world_size
+            ),
+            findings=[
+                *fsdp_section.find_version_conflicts(settings, fsdp_versions),
+                *_conflicts(settings, options, ranges),
+            ],
+        )
 
 
-def _models(settings: Settings, given: Given) -> list[ModelSettings]:
-    options = _options(settings.first("fsdp"))
-    read = functools.partial(_read, settings, options, given)
-    return [ModelSettings(role="model", sections=(SECTION,) if options else (), keys=_KEYS, read=read)]
+def _below_section(rows: Sequence[Setting] | Settings) -> list[Setting]:
+    return [Setting(f"{SECTION}.{row.key}", row.value, row.where) for row in rows]
 
 
-def _options(row: Setting | None) -> tuple[str, ...]:
+def _read_options(settings: Settings) -> tuple[str, ...]:
     """The words of ``fsdp``. Raises UsageError for one that TrainingArguments does not have."""
+    row = settings.first("fsdp")
     if row is None or row.value is False:
         return ()
     if row.value is True:
         return ("full_shard",)
-    if isinstance(row.value, Expression) or "$" in str(row.value):
+    if "$" in str(row.value):
         raise Unreadable(f"{row} refers to a value that is not in the configuration")
     words = row.value if isinstance(row.value, list) else str(row.value).split()
     for word in words:
@@ -121,81 +128,48 @@ def _options(row: Setting | None) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _read(settings: Settings, options: tuple[str, ...], given: Given) -> ModelReading:
-    if not options:
-        sentence = "TrainingArguments reads fsdp_config only where fsdp is set"
-        ignored = [conflict(sentence, row) for row in settings.below(SECTION)[:1]]
-        return not_under_fsdp("model", settings.first("deepspeed") or "fsdp is not set", *ignored)
-    ranges = in_question(_VERSIONS, given.framework_version)
-    fsdp_versions = {versions.label: versions.fsdp_version(settings) for versions in ranges}
-    return ModelReading(
-        uses=[_use(settings, options, versions) for versions in ranges],
-        model=ConfiguredModel(path=settings.first(*_TABLE.path), ranks=given.world_size),
-        findings=[
-            *fsdp_section.version_conflicts(settings, fsdp_versions),
-            *_conflicts(settings, options, ranges),
-        ],
-    )
-
-
-def _use(settings: Settings, options: tuple[str, ...], versions: _TransformersVersions) -> Use:
+def _read_use(settings: Settings, options: tuple[str, ...], versions: _Versions) -> Use:
     version = versions.fsdp_version(settings)
     fsdp, backend = settings.first("fsdp"), settings.first("ddp_backend")
-    offload = fsdp if "offload" in options else None
-    if versions.reads_cpu_offload and settings.flag(*keys("cpu_offload")):
-        offload = settings.first(*keys("cpu_offload"))
+    policy = fsdp if "offload" in options else None
+    if versions.reads_cpu_offload:
+        policy = get_if_true(settings, *keys("cpu_offload")) or policy
     sharding: Sharding = "full"
     if version == 1:
         sharding = next((_SHARDING[word] for word in options if word in _SHARDING), "full")
-    state_dict_type = fsdp_section.DEFAULT_STATE_DICT_TYPE[version]
-    if versions.reads_state_dict_type:
-        state_dict_type = fsdp_section.state_dict_type(settings, "FULL_STATE_DICT")
-    version_row = settings.first(*keys("version")) if versions.reads_version else None
     plugin = Plugin(
         version=version,
-        version_why=version_row or f"FSDP{versions.default} is the default",
-        offload=Chosen("policy", offload) if offload else Chosen("none", f"{fsdp} does not ask for it"),
+        version_why=(settings.first(*keys("version")) if versions.reads_version else None)
+        or f"FSDP{versions.default} is the default",
+        offload=OffloadChoice(policy=policy, default=f"{fsdp} does not ask for it"),
         backend=Chosen(
-            "mixed" if backend is not None and "gloo" in str(backend.value) else "device-only",
+            "mixed" if backend and names_gloo(str(backend.value)) else "device-only",
             backend or "only NCCL under torchrun; accelerate launch sets its own",
         ),
         sharding=Chosen(sharding, fsdp if sharding != "full" else None),
-        state_dict_type=state_dict_type,
+        state_dict_type=(
+            fsdp_section.state_dict_type(settings, "FULL_STATE_DICT") if versions.reads_state_dict_type else ""
+        ),
         vllm=settings.flag("use_vllm"),
     )
     return fsdp_section.use_of_section(settings, plugin, versions.label)
 
 
-def _conflicts(
-    settings: Settings, options: tuple[str, ...], ranges: Sequence[_TransformersVersions]
-) -> list[ConfigFinding]:
-    """What some of the versions in question ignore or refuse; where the version is not known it is a note."""
-    say = conflict if len(ranges) == 1 else note
-    found = []
+def _conflicts(settings: Settings, options: tuple[str, ...], ranges: Sequence[_Versions]) -> Iterator[ConfigFinding]:
+    """Settings that versions in question ignore or refuse; where the version is not known, these are notes."""
+    finding = conflict if len(ranges) == 1 else note
     version = settings.first(*keys("version"))
     if version and any(not versions.reads_version for versions in ranges):
-        found.append(say("transformers before 5.0 ignores the version in fsdp_config and always uses FSDP1", version))
-    offload = settings.first(*keys("cpu_offload"))
-    asked = settings.flag(*keys("cpu_offload")) and "offload" not in options
-    if asked and any(not versions.reads_cpu_offload for versions in ranges):
-        found.append(say("transformers before 5.10 ignores cpu_offload; put `offload` into fsdp there", offload))
-    ignored = settings.first(*keys("offload_params"))
-    if ignored and settings.flag(*keys("offload_params")) and "offload" not in options and not asked:
-        found.append(conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored))
+        yield finding("transformers before 5.0 ignores the version in fsdp_config and always uses FSDP1", version)
+    offload = get_if_true(settings, *keys("cpu_offload")) if "offload" not in options else None
+    if offload and any(not versions.reads_cpu_offload for versions in ranges):
+        yield finding("transformers before 5.10 ignores cpu_offload; put `offload` into fsdp there", offload)
+    ignored = get_if_true(settings, *keys("offload_params"))
+    if ignored and "offload" not in options and not offload:
+        yield conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored)
     refused = ", ".join(word for word in options if word in _SHARDING)
     if refused and any(versions.default == 2 and versions.fsdp_version(settings) == 2 for versions in ranges):
-        found.append(say(f"transformers since 5.10 rejects {refused} with FSDP2", settings.first("fsdp")))
+        yield finding(f"transformers since 5.10 rejects {refused} with FSDP2", settings.first("fsdp"))
     deepspeed = settings.first("deepspeed", f"{LAUNCH}.deepspeed")
     if deepspeed and deepspeed.value:
-        found.append(conflict("fsdp and deepspeed are both set; TrainingArguments takes one of them", deepspeed))
-    return found
-
-
-HF_TRAINER = Framework(
-    name="Hugging Face Trainer or TRL",
-    read_in="4.46 to 5.23",
-    distributions=("transformers",),
-    recognises=_recognises,
-    complete=_complete,
-    models=_models,
-)
+        yield conflict("fsdp and deepspeed are both set; TrainingArguments takes one of them", deepspeed)

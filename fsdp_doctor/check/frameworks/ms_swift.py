@@ -7,102 +7,89 @@ what ``--fsdp`` stands for, cli/main.py for the ranks. Before v3.12 it has no ``
 
 from __future__ import annotations
 
-import functools
-import json
+from collections.abc import Iterable
 
-from fsdp_doctor.check.config_formats import flattened
+from fsdp_doctor.check.config_files import flatten, parse_json
 from fsdp_doctor.check.configured_model import ConfiguredModel
 from fsdp_doctor.check.frameworks import fsdp_section
 from fsdp_doctor.check.frameworks.framework import (
     Framework,
     Given,
     ModelReading,
-    ModelSettings,
+    get_if_true,
+    load_known_keys,
     not_under_fsdp,
 )
 from fsdp_doctor.check.frameworks.fsdp_section import SECTION, Plugin, keys
-from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
-from fsdp_doctor.check.reading import followed
+from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT
+from fsdp_doctor.check.reading import follow
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.check.use import Chosen, OffloadChoice, Role
 
-_KEYS = fsdp_section.with_prefix((*fsdp_section.PLUGIN_KEYS, "activation_cpu_offload"))
 # swift/config/fsdp2.json.
 _PRESET = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 _OPTIONS = "ms_swift.fsdp"
+_LORA = ("lora", "longlora", "adalora")
 
 
-def _recognises(settings: Settings) -> bool:
-    program, script = settings.first(f"{LAUNCH}.program"), settings.first(f"{LAUNCH}.script")
-    if program is None or program.value == "accelerate":
-        return False
-    return program.value in ("swift", "megatron") or (
-        script is not None and ("swift/cli" in str(script.value) or str(script.value).startswith("swift.cli"))
-    )
+class MsSwift(Framework):
+    name = "ms-swift"
+    read_in = "v3.12.0 to v4.5.2"
+    distributions = ("ms-swift",)
+    keys = fsdp_section.with_prefix((*load_known_keys("plugin"), "activation_cpu_offload"))
+
+    def recognizes(self, settings: Settings) -> bool:
+        program, script = settings.text(PROGRAM), settings.text(SCRIPT)
+        if program in ("", "accelerate"):
+            return False
+        return program in ("swift", "megatron") or "swift/cli" in script or script.startswith("swift.cli")
+
+    def complete(self, settings: Settings) -> Settings:
+        """The words that ``--fsdp`` stands for, below ``ms_swift.fsdp``, and its section."""
+        row = settings.first("fsdp")
+        if row is None or not row.value:
+            return settings
+        completed = Settings.joined(settings)
+        for inner in _read_fsdp_flag(row):
+            completed.put(Setting(_OPTIONS if inner.key == "fsdp" else inner.key, inner.value, inner.where))
+        return completed
+
+    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
+        return {"model": (SECTION,)}
+
+    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
+        if settings.text(PROGRAM) == "megatron":
+            return not_under_fsdp(role, settings.first(PROGRAM))
+        if settings.first("fsdp") is None:
+            return not_under_fsdp(role, settings.first("deepspeed") or "--fsdp is not set")
+        version = fsdp_section.fsdp_version(settings, default=2)
+        options, cpu = settings.first(_OPTIONS), settings.first(*keys("cpu_offload"))
+        by_option = options if "offload" in settings.text(_OPTIONS).split() else None
+        tuner = settings.first("tuner_type", "train_type", "sft_type")
+        plugin = Plugin(
+            version=version,
+            version_why=settings.first(*keys("version")) or "FSDP2 is ms-swift's default",
+            offload=OffloadChoice(
+                policy=get_if_true(settings, *keys("cpu_offload")) or by_option, default=cpu or options
+            ),
+            backend=Chosen("device-only", "the Trainer makes its process group with NCCL alone"),
+            model=Chosen("qwen3-lora" if not tuner or str(tuner.value) in _LORA else "qwen3", tuner or "the default"),
+            state_dict_type=fsdp_section.state_dict_type(settings),
+            vllm=settings.flag("use_vllm"),
+        )
+        return ModelReading(
+            uses=[fsdp_section.use_of_section(settings, plugin, "")],
+            model=ConfiguredModel(path=settings.first("model"), ranks=given.world_size),
+            findings=fsdp_section.find_version_conflicts(settings, {"": version}),
+        )
 
 
-def _complete(settings: Settings) -> Settings:
-    """``--fsdp`` written out: its words below ``ms_swift.fsdp``, and the section."""
-    row = settings.first("fsdp")
-    if row is None or not row.value:
-        return settings
+def _read_fsdp_flag(row: Setting) -> Iterable[Setting]:
     text = str(row.value)
     if text == "fsdp2":
-        inner = list(flattened(_PRESET, "fsdp2.json", lambda _: f"swift's fsdp2.json, {row}"))
-    elif text.lstrip().startswith("{"):
-        try:
-            inner = list(flattened(json.loads(text), row.key, lambda _: row.where))
-        except (ValueError, RecursionError):
-            raise UsageError(f"{row}: this is not JSON") from None
-    elif (found := followed(row)) is not None:
-        inner = list(found)
-    else:
-        raise Unreadable(f"{row}: there is no such file; give it beside the command")
-    found = Settings.joined(settings)
-    for one in inner:
-        found.put(Setting(_OPTIONS if one.key == "fsdp" else one.key, one.value, one.where))
-    return found
-
-
-def _models(settings: Settings, given: Given) -> list[ModelSettings]:
-    read = functools.partial(_read, settings, given)
-    return [ModelSettings(role="model", sections=(SECTION,), keys=_KEYS, read=read)]
-
-
-def _read(settings: Settings, given: Given) -> ModelReading:
-    program = settings.first(f"{LAUNCH}.program")
-    if program is not None and program.value == "megatron":
-        return not_under_fsdp("model", program)
-    if settings.first("fsdp") is None:
-        return not_under_fsdp("model", settings.first("deepspeed") or "--fsdp is not set")
-    version = fsdp_section.fsdp_version(settings, default=2)
-    options = settings.first(_OPTIONS)
-    offloads = options is not None and "offload" in str(options.value).split()
-    cpu = settings.first(*keys("cpu_offload"))
-    tuner = settings.first("tuner_type", "train_type", "sft_type")
-    plugin = Plugin(
-        version=version,
-        version_why=settings.first(*keys("version")) or "FSDP2 is ms-swift's default",
-        offload=Chosen("policy" if offloads or settings.flag(*keys("cpu_offload")) else "none", cpu or options),
-        backend=Chosen("device-only", "the Trainer makes its process group with NCCL alone"),
-        sharding=Chosen("full"),
-        model=Chosen("qwen3-lora" if tuner is None or "lora" in str(tuner.value) else "qwen3", tuner or "the default"),
-        state_dict_type=fsdp_section.state_dict_type(settings, fsdp_section.DEFAULT_STATE_DICT_TYPE[version]),
-        vllm=settings.flag("use_vllm"),
-    )
-    return ModelReading(
-        uses=[fsdp_section.use_of_section(settings, plugin, "")],
-        model=ConfiguredModel(path=settings.first("model"), ranks=given.world_size),
-        findings=fsdp_section.version_conflicts(settings, {"": version}),
-    )
-
-
-MS_SWIFT = Framework(
-    name="ms-swift",
-    read_in="v3.12.0 to v4.5.2",
-    distributions=("ms-swift",),
-    recognises=_recognises,
-    complete=_complete,
-    models=_models,
-)
+        return flatten(_PRESET, "fsdp2.json", lambda _: f"swift's fsdp2.json, {row}")
+    if text.lstrip().startswith("{"):
+        return parse_json(row)
+    if (named := follow(row)) is not None:
+        return named
+    raise Unreadable(f"{row}: there is no such file; give it beside the command")

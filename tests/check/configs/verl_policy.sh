@@ -1,8 +1,3 @@
-**Describe the bug**
-
-With the policy on, the weight update after the first step fails. Without it the same command runs.
-
-```bash
 #!/usr/bin/env bash
 set -x
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-4B}
@@ -21,6 +16,3 @@ python3 -m verl.trainer.main_ppo \
     trainer.n_gpus_per_node=8 \
     +trainer.use_legacy_worker_impl=disable \
     trainer.nnodes=2 $@
-```
-
-RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device "cuda:0".

@@ -1,0 +1,305 @@
+"""Configuration files: their text, and their settings in YAML, JSON or TOML, with the line of each.
+
+Size, nesting and the time to wait for a pipe are bounded; in YAML, an alias counts as what it stands for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import re
+import select
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import yaml
+
+from fsdp_doctor.check.settings import Setting
+from fsdp_doctor.errors import UsageError, first_line
+from fsdp_doctor.machine.standard_input import standard_input
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_MAX_BYTES = 4 << 20
+_MAX_LINES = 100_000
+_MAX_SETTINGS = 20_000
+_MAX_DEPTH = 32
+_MAX_KEY = 200
+_MAX_YAML_EVENTS = 60_000
+_MAX_YAML_SIZE = 4 << 20
+_MAX_TOML_ASSIGNMENTS = 100_000
+_MAX_TOML_PARTS_SQUARED = 5_000_000
+# Seconds of silence before a message, and before the reading is given up.
+_MESSAGE_AFTER = 1.0
+_GIVE_UP_AFTER = 60.0
+
+# libyaml where PyYAML has it: ten times as fast.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_KEY_OF_LINE = re.compile(r"\s*[{,]?\s*\"?([\w.-]+)\"?\s*[:=]")
+_NOT_IN_TOML_KEY = re.compile(r"[^\w.\"' \t-]")
+
+
+def read_text(argument: str) -> tuple[str, str]:
+    """The name of a file, or of the standard input for ``-``, and its text. Raises UsageError."""
+    name = "standard input" if argument == "-" else argument
+    try:
+        data = _read_bytes(argument, name)
+    except (OSError, ValueError, RuntimeError) as error:  # os.path raises the last for the home of an unknown user.
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        form = "CONFIG must be a file, - for standard input, or an override like a.b=value"
+        raise UsageError(f"cannot read {name}: {reason}; {form}") from None
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{name} is larger than {_MAX_BYTES >> 20} MiB, too large for a training configuration")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is not a text file in UTF-8") from None
+    if "\0" in text:
+        raise UsageError(f"{name} is not a text file in UTF-8")
+    if not text.strip():
+        raise UsageError(f"{name} is empty")
+    if text.count("\n") > _MAX_LINES:
+        raise UsageError(f"{name} has more than {_MAX_LINES:,} lines, too many for a training configuration")
+    return name, text
+
+
+def parse(text: str, name: str, script: Callable[[str, str], Iterator[Setting]]) -> list[Setting]:
+    """The settings of a text: in the format of its suffix, or by ``script`` where it has another.
+
+    A text without such a suffix in which ``script`` finds nothing may be in any of the formats. Raises UsageError.
+    """
+    parser = _OF_SUFFIX.get(pathlib.Path(name).suffix.lower(), script)
+    try:
+        rows = list(itertools.islice(parser(text, name), _MAX_SETTINGS + 1))
+        if not rows and parser is script:
+            rows = _parse_any_format(text, name)
+    except RecursionError:
+        raise UsageError(f"cannot read {name}: it is nested too deeply") from None
+    if len(rows) > _MAX_SETTINGS:
+        raise UsageError(f"{name} has more than {_MAX_SETTINGS:,} settings")
+    return rows
+
+
+@functools.lru_cache(maxsize=10_000)
+def parse_scalar(text: str) -> Any:
+    """The value of an override, by the rules of YAML, which are close to those of Hydra."""
+    if len(text) > _MAX_KEY and not text.lstrip().startswith(("[", "{")):
+        return text
+    try:
+        _check_yaml_size(text, "")
+        value = yaml.load(text, Loader=_LOADER)
+    except (yaml.YAMLError, ValueError, UsageError):
+        return text
+    return text if isinstance(value, dict) else value
+
+
+def parse_json(row: Setting) -> list[Setting]:
+    """The settings of a JSON text that is the value of a setting. Raises UsageError."""
+    try:
+        return list(flatten(json.loads(str(row.value)), row.key, lambda _: row.where))
+    except (ValueError, RecursionError):
+        raise UsageError(f"{row}: this is not JSON") from None
+
+
+def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setting]:
+    """The leaves of nested dictionaries. where: the place of a leaf, by the last part of its key. Raises UsageError."""
+    if not isinstance(data, dict):
+        raise _not_a_mapping(name)
+    stack = [("", iter(data.items()))]
+    while stack:
+        prefix, items = stack[-1]
+        for key, value in items:
+            if len(str(key)) > _MAX_KEY:
+                raise UsageError(f"{name}: a name has more than {_MAX_KEY} characters")
+            if isinstance(value, dict) and value:
+                if len(stack) > _MAX_DEPTH:
+                    raise UsageError(f"cannot read {name}: it is nested too deeply")
+                stack.append((f"{prefix}{key}.", iter(value.items())))
+                break
+            yield Setting(f"{prefix}{key}", value, where(str(key)))
+        else:
+            stack.pop()
+
+
+def _read_bytes(argument: str, name: str) -> bytes:
+    """The whole file, or one byte more than is allowed."""
+    if argument == "-":
+        stream = standard_input()
+        try:
+            descriptor = stream.fileno()
+        except OSError:  # A stream in memory, as a caller of `check` may have put in its place.
+            return stream.read(_MAX_BYTES + 1)
+        return _read_descriptor(descriptor, name)
+    # Without O_NONBLOCK a FIFO that nobody writes to cannot even be opened.
+    descriptor = os.open(os.path.expanduser(argument), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return _read_descriptor(descriptor, name)
+    finally:
+        os.close(descriptor)
+
+
+def _read_descriptor(descriptor: int, name: str) -> bytes:
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MAX_BYTES + 1)
+    data = b""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    deadline = time.monotonic() + _GIVE_UP_AFTER
+    has_waited = False
+    while len(data) <= _MAX_BYTES:
+        if not poll.poll(_MESSAGE_AFTER * 1000) and not has_waited:
+            has_waited = True
+            waiting = f"fsdp-doctor: waiting for {name}, to which nothing is written"
+            print(waiting, file=sys.stderr, flush=True)  # noqa: T201, a silent minute would look like a hang
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not poll.poll(remaining * 1000):
+            raise UsageError(f"cannot read {name}: it did not come to an end in {_GIVE_UP_AFTER:.0f} s")
+        part = os.read(descriptor, min(_MAX_BYTES + 1 - len(data), 1 << 16))
+        if not part:
+            break
+        data += part
+    return data
+
+
+def _parse_any_format(text: str, name: str) -> list[Setting]:
+    if text.lstrip().startswith("{"):
+        return list(itertools.islice(_parse_json_file(text, name), _MAX_SETTINGS + 1))
+    for parser in (_parse_toml, _parse_yaml):
+        try:
+            return list(itertools.islice(parser(text, name), _MAX_SETTINGS + 1))
+        except UsageError:
+            continue
+    return []
+
+
+def _parse_json_file(text: str, name: str) -> Iterator[Setting]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{name}:{error.lineno}: invalid JSON: {error.msg}") from None
+    except ValueError as error:
+        raise UsageError(f"{name}: invalid JSON: {error}") from None
+    yield from flatten(data, name, _find_lines(text, name))
+
+
+def _parse_toml(text: str, name: str) -> Iterator[Setting]:
+    # The parser's time grows with the square of the number of parts of a dotted key.
+    parts = sum(piece.count(".") ** 2 for line in text.splitlines() for piece in _NOT_IN_TOML_KEY.split(line))
+    if text.count("=") > _MAX_TOML_ASSIGNMENTS or parts > _MAX_TOML_PARTS_SQUARED:
+        raise UsageError(f"cannot read {name}: it has too many settings, or is nested too deeply")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"\s*\(at line (\d+), column \d+\)", str(error))
+        place = f"{name}:{line[1]}" if line else name
+        problem = str(error).replace(line[0], "") if line else str(error)
+        raise UsageError(f"{place}: invalid TOML: {problem}") from None
+    except ValueError as error:
+        raise UsageError(f"{name}: invalid TOML: {error}") from None
+    yield from flatten(data, name, _find_lines(text, name))
+
+
+def _find_lines(text: str, name: str) -> Callable[[str], str]:
+    """The place of a key in JSON and TOML, whose parsers do not give it: its line, if only one line has the key."""
+    lines: dict[str, list[int]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _KEY_OF_LINE.match(line[: 2 * _MAX_KEY]):
+            lines.setdefault(match[1], []).append(number)
+
+    def where(key: str) -> str:
+        numbers = lines.get(key, ())
+        return f"{name}:{numbers[0]}" if len(numbers) == 1 else name
+
+    return where
+
+
+def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
+    """Every leaf of every document that is a mapping."""
+    try:
+        _check_yaml_size(text, name)
+        loader = _LOADER(text)
+        mappings = 0
+        while loader.check_node():
+            document = loader.get_node()
+            if isinstance(document, yaml.MappingNode):
+                mappings += 1
+                yield from _flatten_yaml(loader, document, "", name)
+        if not mappings:
+            raise _not_a_mapping(name)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise UsageError(f"{name}{f':{mark.line + 1}' if mark else ''}: invalid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{name}: invalid YAML: {first_line(error)}") from None
+    except ValueError as error:
+        raise UsageError(f"{name}: invalid YAML: {error}") from None
+
+
+def _flatten_yaml(loader: Any, node: Any, prefix: str, name: str) -> Iterator[Setting]:
+    loader.flatten_mapping(node)
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
+        if len(key) > _MAX_KEY:
+            raise UsageError(f"{name}:{line}: a name has more than {_MAX_KEY} characters")
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _flatten_yaml(loader, value_node, f"{prefix}{key}.", name)
+        else:
+            yield Setting(f"{prefix}{key}", loader.construct_object(value_node, deep=True), f"{name}:{line}")
+
+
+def _check_yaml_size(text: str, name: str) -> None:
+    """Raises UsageError for what is nested too deeply, contains itself, or is too large with aliases written out."""
+    sizes: dict[str, tuple[int, int]] = {}
+    # For each open collection: its anchor, its size and depth so far. The outermost is the stream.
+    stack: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        if number > _MAX_YAML_EVENTS:
+            raise UsageError(f"{name} has more than {_MAX_YAML_EVENTS:,} names and values")
+        match event:
+            case yaml.AliasEvent():
+                if any(anchor == event.anchor for anchor, _, _ in stack):
+                    raise UsageError(f"{name}:{event.start_mark.line + 1}: invalid YAML: a value contains itself")
+                size, depth = sizes.get(event.anchor, (1, 0))
+            case yaml.ScalarEvent():
+                size, depth = 1 + len(event.value), 0
+                if event.anchor:
+                    sizes[event.anchor] = size, depth
+            case yaml.CollectionStartEvent():
+                stack.append((event.anchor, 1, 0))
+                if len(stack) > _MAX_DEPTH:
+                    raise UsageError(f"cannot read {name}: it is nested too deeply")
+                continue
+            case yaml.CollectionEndEvent():
+                anchor, size, depth = stack.pop()
+                if anchor:
+                    sizes[anchor] = size, depth
+            case _:
+                continue
+        above, total, deepest = stack.pop()
+        total, deepest = total + size, max(deepest, depth + 1)
+        stack.append((above, total, deepest))
+        if total > _MAX_YAML_SIZE or deepest > _MAX_DEPTH:
+            raise UsageError(f"cannot read {name}: with its aliases written out it is too large")
+
+
+def _not_a_mapping(name: str) -> UsageError:
+    return UsageError(f"{name} does not contain settings: expected names with values, not a list or a single value")
+
+
+_OF_SUFFIX: dict[str, Callable[[str, str], Iterator[Setting]]] = {
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".json": _parse_json_file,
+    ".toml": _parse_toml,
+}

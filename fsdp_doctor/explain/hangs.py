@@ -1,0 +1,147 @@
+"""A hang: the collective in which each rank waited, and sentences on where the ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_MAX_PLACES = 4
+
+
+@dataclass(kw_only=True)
+class Waiting:
+    """One rank in a collective that did not end.
+
+    group: the process group's name. op: ALLGATHER and so on, empty where it is not known. number: the collective's in
+    its group. sent, received: sizes, in elements or as shapes. enqueued, completed: the last numbers that this rank has
+    launched and finished. entered: whether it came to the collective that the others wait in. frames: who called it,
+    innermost first.
+    """
+
+    rank: int
+    group: str = ""
+    op: str = ""
+    number: int | None = None
+    sent: str = ""
+    received: str = ""
+    waited_s: float | None = None
+    enqueued: int | None = None
+    completed: int | None = None
+    entered: bool = True
+    frames: tuple[str, ...] = ()
+
+    @property
+    def call(self) -> str:
+        """``ALLGATHER 126``, as far as it is known."""
+        number = self.number if self.number is not None else "" if self.completed is None else self.completed + 1
+        return f"{self.op or 'collective'} {number}".strip()
+
+    @property
+    def group_size(self) -> int | None:
+        """How many ranks gather or scatter together, by the sizes; None where they do not say."""
+        if not (self.sent.isdigit() and self.received.isdigit() and self.op in ("ALLGATHER", "REDUCE_SCATTER")):
+            return None
+        small, large = sorted((int(self.sent), int(self.received)))
+        return large // small if small and large % small == 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """waiting: by rank. parting: sentences on where the ranks differ. differs: whether they are in different places."""
+
+    waiting: tuple[Waiting, ...]
+    parting: tuple[str, ...]
+    differs: bool
+
+
+def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang | None:
+    """The hang of the ranks that are known to wait. sentences: what an analysis in the log has said already."""
+    ranks = sorted(waiting, key=lambda rank: (rank.group, rank.rank))
+    if not ranks and not sentences:
+        return None
+    sentence, differs = _compare(ranks) if ranks else ("", True)
+    parting = (*sentences, sentence) if sentence else tuple(sentences)
+    return Hang(waiting=tuple(ranks), parting=parting, differs=differs or bool(sentences))
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-3 and 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    more = len(words) - 2 * _MAX_PLACES
+    if more > 0:
+        words = [*words[: 2 * _MAX_PLACES], f"{more} more"]
+    is_single = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"rank{'' if is_single else 's'} {' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
+
+
+def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
+    """A sentence on where the ranks are, and whether they differ."""
+    late = [rank for rank in waiting if not rank.entered]
+    inside = [rank for rank in waiting if rank.entered]
+    if late and inside:
+        whose = "its" if len(late) == 1 else "their"
+        last = f"{_names(late)} never came there, the last of {whose} calls being {late[0].call}"
+        return f"{_describe_places(inside)}; {last}.", True
+    if len({rank.call for rank in inside}) > 1:
+        return f"{_describe_places(inside)}{_describe_delay(inside)}.", True
+    sizes: dict[tuple[str, str], list[Waiting]] = {}
+    for rank in waiting:
+        sizes.setdefault((rank.sent, rank.received), []).append(rank)
+    call = waiting[0].call
+    if len(sizes) > 1:
+        shares = [
+            f"{_names(ranks)} with {sent or '?'} in and {received or '?'} out"
+            for (sent, received), ranks in list(sizes.items())[:_MAX_PLACES]
+        ]
+        return f"The ranks are in the same collective, {call}, with different sizes: {', '.join(shares)}.", True
+    return _describe_same_place(waiting, call), False
+
+
+def _describe_places(waiting: list[Waiting]) -> str:
+    places: dict[str, list[Waiting]] = {}
+    for rank in waiting:
+        places.setdefault(rank.call, []).append(rank)
+    shown = [f"{_names(ranks)} {_verb(ranks)} in {call}" for call, ranks in list(places.items())[:_MAX_PLACES]]
+    more = f", the others in {len(places) - _MAX_PLACES} more places" if len(places) > _MAX_PLACES else ""
+    return _capitalize(", ".join(shown) + more)
+
+
+def _describe_delay(waiting: list[Waiting]) -> str:
+    """The ranks that are behind, where all are numbered in one group."""
+    numbers = [rank.number for rank in waiting if rank.number is not None]
+    if len(numbers) < len(waiting) or len({rank.group for rank in waiting}) > 1 or min(numbers) == max(numbers):
+        return ""
+    behind = [rank for rank in waiting if rank.number == min(numbers)]
+    return f": {_names(behind)} {_verb(behind)} {max(numbers) - min(numbers)} behind"
+
+
+def _describe_same_place(waiting: list[Waiting], call: str) -> str:
+    ranks = {rank.rank for rank in waiting}
+    size = waiting[0].group_size
+    missing = set(range(size or max(ranks) + 1)) - ranks
+    verb = "waits" if len(ranks) == 1 else "wait"
+    start = f"{_capitalize(name_ranks(ranks))}{f' of a group of {size}' if size else ''} {verb} in {call}"
+    if missing:
+        absent = f"of {name_ranks(missing)} the log says nothing: a rank that did not come there is among them"
+        return f"{start}, and {absent}."
+    if len(ranks) == 1 and not size:
+        return f"{start}, and of the other ranks the log says nothing: one of them did not come there."
+    return f"{start} with the same sizes: they do not part there, so look at the network and the devices."
+
+
+def _names(waiting: Iterable[Waiting]) -> str:
+    return name_ranks(rank.rank for rank in waiting)
+
+
+def _verb(waiting: Iterable[Waiting]) -> str:
+    return "is" if len({rank.rank for rank in waiting}) == 1 else "are"
+
+
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]

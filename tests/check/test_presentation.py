@@ -1,0 +1,73 @@
+"""What `fsdp-doctor check` prints, as text and as JSON, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from support.checked import CONFIGS, FSDP2, GOOD, checked, entry, flag, of_kind
+from support.inside import doctor
+
+from fsdp_doctor.check import cases, presentation
+from fsdp_doctor.known import catalogue
+
+
+def test_what_the_catalogue_knows_of_a_case_is_one_finding_with_all_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (entry("first", offload=("policy*",), staging=("staged",)), entry("never", strategy=("fsdp1-orig",)))
+    monkeypatch.setattr(catalogue, "known_failures", lambda: entries)
+    asked = (FSDP2, flag("offload_policy"), "trainer.save_freq=1", "trainer.use_legacy_worker_impl=disable")
+    result = checked(*asked)
+    (finding,) = of_kind(result, "known")
+    assert finding.entry == "first"
+    assert finding.cases == ("fsdp2/policy/staged/state_dict.to.full_tensor", "fsdp2/policy/staged/state_dict")
+    text = presentation.as_text(result)
+    assert all(part in text for part in ("it breaks", "a cause", "a remedy", "a/b#1", *finding.cases))
+
+
+def test_the_json_has_what_its_documentation_says() -> None:
+    result = checked("verl_policy.sh", version="0.7.1")
+    data = json.loads(presentation.as_json(result))
+    assert set(data) == {
+        *("framework", "version", "torch", "world_size", "read_in", "exit_code", "cases", "uses", "findings")
+    }
+    assert set(data["uses"][0]) == {"role", "versions", "scenario", "why_not", "reasons", "extractions"}
+    plain = {"kind", "sentence", "settings", "entry", "cases", "holds_for"}
+    for finding in data["findings"]:
+        more = {"verdict", "cause", "remedy", "references"} if finding["kind"] == "known" else set()
+        assert set(finding) == plain | more
+    assert data["cases"] == [case.id for case in cases(result)]
+    assert data["exit_code"] == 1
+
+
+def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120() -> None:
+    lines = [line for file in GOOD for line in presentation.as_text(checked(file)).splitlines()]
+    assert [line for line in lines if len(line) > 120 and len(line.split()) > 2] == []
+
+
+def test_the_findings_come_first_and_the_versions_are_numbered_rows() -> None:
+    text = presentation.as_text(checked("verl_grpo.yaml"))
+    assert text.index("Conflicts") < text.index("versions") < text.index("fsdp-doctor probe")
+    assert "(1) v0.4 to v0.7, use_legacy_worker_impl=auto or enable" in text
+    assert "staged/state_dict.to.full_tensor (4)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "stdout", "stderr"),
+    [
+        (["verl_policy.sh", "--framework-version", "0.7.1"], 1, r"fsdp2/policy/staged/state_dict\.to\.full_tensor", ""),
+        (["trl.yaml", "--framework-version", "5.9"], 0, "fsdp1-orig/none/unstaged/summon_full_params", ""),
+        (["broken.toml"], 2, "", r"^fsdp-doctor: .*broken\.toml:3: invalid TOML: Invalid value$"),
+        (["trl.yaml", "--world-size", "0"], 2, "", "--world-size"),
+        (["trl.yaml", "--framework-version", "new"], 2, "", "--framework-version new"),
+        (["trl.yaml", "--torch-version", "new"], 2, "", "--torch-version new"),
+        (["verl_megatron.sh"], 3, "not FSDP", ""),
+    ],
+)
+def test_the_command_ends_with_the_right_code_and_no_traceback(
+    arguments: list[str], code: int, stdout: str, stderr: str
+) -> None:
+    finished = doctor("check", str(CONFIGS / arguments[0]), *arguments[1:])
+    assert (finished.code, "Traceback" in finished.stderr) == (code, False), finished.stderr
+    assert re.search(stdout, finished.stdout)
+    assert re.search(stderr, finished.stderr.strip())
