@@ -114,9 +114,7 @@ def _refuse_old_spelling(words: Sequence[str]) -> None:
     match words:
         case ["plan" | "rollout" as old, *_]:
             raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor memory {old}` now")
-        case ["memory"]:
-            raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
-        case ["memory", option, *_] if option.startswith("-") and option not in ("-h", "--help"):
+        case ["memory", *rest] if rest[:1] not in (["-h"], ["--help"]) and (not rest or rest[0].startswith("-")):
             raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+from typing import Any
 
 import pytest
 import typer
@@ -14,25 +15,28 @@ import fsdp_doctor
 from fsdp_doctor.cli.app import app
 from fsdp_doctor.matrix.axes import AXES
 
-_COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+def _commands(command: Any, *words: str) -> dict[tuple[str, ...], Any]:
+    """By its words, the program, its groups and their commands."""
+    commands = {words: command}
+    for name, inner in getattr(command, "commands", {}).items():
+        commands |= _commands(inner, *words, name)
+    return commands
+
+
+_COMMANDS = _commands(typer.main.get_command(app))
 _WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
-def test_the_help_prints_every_word_that_is_written_for_it(command: str) -> None:
-    """No markup: brackets and stars that stand in a text are printed."""
-    texts = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
-    done = doctor(command, "-h", env=_WIDE)
+@pytest.mark.parametrize("words", _COMMANDS, ids=" ".join)
+def test_the_help_prints_every_word_that_is_written_for_it(words: tuple[str, ...]) -> None:
+    """No markup: brackets and stars that stand in a text are printed. The short option for help is the long one."""
+    done = doctor(*words, "-h", env=_WIDE)
     assert done.code == 0, done.stderr
     printed = " ".join(re.sub(r"[│`]", "", done.stdout).split())
-    options = [parameter.help for parameter in texts.params if parameter.help]
+    options = [parameter.help for parameter in _COMMANDS[words].params if getattr(parameter, "help", None)]
     assert [text for text in options if " ".join(text.replace("`", "").split()) not in printed] == []
-
-
-@pytest.mark.parametrize("arguments", [(), *((command,) for command in _COMMANDS)])
-def test_the_short_option_for_help_is_the_long_one(arguments: tuple[str, ...]) -> None:
-    short, long = (doctor(*arguments, option) for option in ("-h", "--help"))
-    assert (short.code, short.stdout) == (0, long.stdout)
+    assert doctor(*words, "--help", env=_WIDE).stdout == done.stdout
 
 
 def test_the_commands_and_the_options_of_probe_are_listed_in_panels() -> None:
