@@ -180,7 +180,7 @@ class Redactor:
             text = _whole(home).sub(self._replacement("home directory"), text)
         for rule in RULES:
             text = rule.pattern.sub(self._group_replacement(rule.kind), text)
-        text = self._replace_names(text, "named key or secret", self._secrets, re.NOFLAG)
+        text = self._replace_names(text, "named key or secret", self._secrets, re.RegexFlag(0))
         text = replace_hosts(text, lambda host: self._placeholder("host", host))
         text = replace_addresses(text, lambda address: self._placeholder(_address_kind(address), address))
         for kind, names in self._names.items():
