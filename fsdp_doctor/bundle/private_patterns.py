@@ -68,7 +68,7 @@ class Rule:
     pattern: re.Pattern[str]
 
 
-def _rule(kind: str, pattern: str, flags: re.RegexFlag = re.RegexFlag(0)) -> Rule:
+def _rule(kind: str, pattern: str, flags: int = 0) -> Rule:
     return Rule(kind, re.compile(pattern, flags))
 
 
