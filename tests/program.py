@@ -23,7 +23,8 @@ from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.records import RankReport
 
-LIMIT_SECONDS = 600
+# Guards against what never ends: the default matrix takes minutes, and longer beside other work.
+LIMIT_SECONDS = 1800
 _TAG = "FSDP_DOCTOR_TEST_RUN"
 
 
