@@ -64,7 +64,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     state["training mode"] = (str([module.training for module in model.modules()]),)
     state["hooks and forwards"] = (str([_runs_in_a_step(module) for module in model.modules()]),)
     switches = [*(unit.switches for unit in held.fsdp1_units), *(unit.switches for unit in held.fsdp2_units)]
-    state["reduction of the gradients"] = tuple(map(str, switches))
+    state["reduction of the gradients"] = tuple(str(unit.effects) for unit in switches)
     # Between a forward and the next an unsharded parameter stands beside its shard: memory, and nothing else.
     unsharded = frozenset(name for own in held.parameters if own.shown is not own.tensor for name in own.names)
     return StateDigest(parts=state, unsharded=unsharded)

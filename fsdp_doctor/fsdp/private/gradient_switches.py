@@ -26,6 +26,11 @@ class GradientSwitches:
     divided_by: str | None = None
     num_ranks: int = 1
 
+    @property
+    def effects(self) -> tuple[bool, bool, bool, str]:
+        """What a backward makes of them: a divisor that was set to torch's own changes nothing."""
+        return self.synchronizes, self.all_reduces, self.ends, self.divided_by or str(self.num_ranks)
+
 
 def fsdp2_switches(state: Any) -> GradientSwitches:
     """``state``: an ``FSDPState``. ``FSDPParamGroup`` and ``FSDPStateContext`` keep what public methods set alone."""
