@@ -68,10 +68,10 @@ def finish(store, rank, world, kind, why):
     worse = kind in ("crash", "hang") and EXPECTED not in ("crash", "hang")
     store.add("as expected", 1 if expected else -world if worse else 0)
     store.add("ended", 1)
-    end = time.monotonic() + (20 if EXPECTED == "ok" else 5)  # some may wait for one that raised
+    end = time.monotonic() + (20 if EXPECTED in ("ok", "refused") else 5)  # some may wait for one that raised
     while store.add("ended", 0) < world and time.monotonic() < end:
         time.sleep(0.1)
-    os._exit(store.add("as expected", 0) < (world if EXPECTED == "ok" else 1))  # past threads that hang
+    os._exit(store.add("as expected", 0) < (world if EXPECTED in ("ok", "refused") else 1))  # past threads that hang
 
 if __name__ == "__main__":
     store, rank, world = next(dist.rendezvous("env://"))
