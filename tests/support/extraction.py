@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20
 FEW_BYTES = 1024
 # What "nobody hangs" means: much less than a collective's own patience.
-SECONDS_TO_NOTICE = 8
+SECONDS_TO_NOTICE = 20
 
 everywhere = on_ranks(Setting("emulated", 2), Setting("cpu", 3), Setting("cpu", 4))
 on_the_device = on_ranks(Setting("emulated", 2))

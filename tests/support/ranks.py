@@ -33,7 +33,7 @@ from support.emulation import needs_emulation
 
 Check = Callable[[], None]
 
-SECONDS_OF_A_CHECK = 90
+SECONDS_OF_A_CHECK = 240
 # Of a collective that not all ranks come to.
 SECONDS_OF_A_COLLECTIVE = 30
 # For the other ranks, once one is in trouble.
