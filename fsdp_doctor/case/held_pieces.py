@@ -137,7 +137,8 @@ def _of_units(held: HeldModel, full: Full) -> Iterator[HeldPiece]:
         shards, originals = unit.attributes_with_weights
         for place in _places(unit):
             whole = next((full[name] for name in place.names if name in full), None)
-            part, *copies = (shard[place.begin : place.begin + len(place.mine)] for shard in shards)
+            # The last one is the local shard, to which every reshard returns.
+            *copies, part = (shard[place.begin : place.begin + len(place.mine)] for shard in shards)
             if originals and (original := originals[place.index]) is not None:
                 copies.append(original)
             yield HeldPiece(

@@ -136,16 +136,13 @@ class LoadedState:
 
     def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
         assert piece.expected is not None
-        on_host = [held.cpu() for held in piece.everywhere]
-        wrong = [held for held in on_host if compare(held, piece.expected)]
-        if 0 < len(wrong) < len(on_host):
-            difference = compare(wrong[0], piece.expected)
-            self._found.note(
-                "wrong", f"loaded into one of the two memories that FSDP1 has of it: {difference}", piece.name
-            )
-            return
-        actual = on_host[0]
+        actual = piece.held.cpu()
         difference = compare(actual, piece.expected)
+        others = [] if difference else [compare(copy.cpu(), piece.expected) for copy in piece.copies]
+        if unloaded := next(filter(None, others), ""):
+            what = f"loaded into one memory that FSDP1 has of it, and not into another: {unloaded}"
+            self._found.note("wrong", what, piece.name)
+            return
         if not difference:
             if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
                 what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"
