@@ -139,7 +139,7 @@ def test_a_checkpoint_that_every_rank_refuses_is_no_crash(tmp_path: pathlib.Path
     run = _run(tmp_path, script(case, Expectation(kind="crash", message="Unexpected key")))
     assert run.codes == [1, 1]
     assert "[rank0] refused: RuntimeError: " in run.output
-    assert run.output.count("] ok: RuntimeError: ") == 2
+    assert run.output.count("] refused: RuntimeError: ") == 2
 
 
 def test_a_loading_script_runs_under_torchrun_without_anything_of_ours_in_the_process(tmp_path: pathlib.Path) -> None:
