@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp_doctor.errors import some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
 
@@ -125,10 +124,7 @@ def sources_of(held: HeldModel) -> list[Source]:
     for a parameter that is only a piece of another unit's flat parameter.
     """
     if held.stray_pieces:
-        raise RuntimeError(
-            f"{some(held.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was tied "
-            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
-        )
+        raise RuntimeError(held.stray_sentence)
     groups = _ShardGroups()
     found: list[Source] = []
     for place, unit in enumerate(held.fsdp1_units):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_doctor.errors import some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrapped
 
@@ -150,11 +151,6 @@ class Fsdp1Unit:
         return private.attributes_with_weights(self._handle)
 
     @property
-    def replaced(self) -> list[tuple[str, ...]]:
-        """With use_orig_params, the names of parameters that were given other memory than the flat parameter's."""
-        return [self.names[index] for index in private.replaced_originals(self._handle)]
-
-    @property
     def is_recast(self) -> bool:
         """Whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
         return len({memory.dtype for memory in self.memories}) > 1
@@ -267,6 +263,14 @@ class HeldModel:
     buffers: tuple[HeldTensor, ...]
     transient_buffers: tuple[HeldTensor, ...]
     stray_pieces: tuple[str, ...] = ()
+
+    @property
+    def stray_sentence(self) -> str:
+        """Why the model can be neither extracted nor loaded, where it has stray pieces."""
+        return (
+            f"{some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was tied "
+            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+        )
 
     def tensors(self) -> Iterator[HeldTensor]:
         """The parameters and buffers of a state dict, without those in FSDP1 units."""

@@ -80,10 +80,7 @@ def loaded_model(held: HeldModel) -> LoadedModel:
     if not held.fsdp1_units and not _meshes(held):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if held.stray_pieces:
-        raise LoadError(
-            f"{some(held.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was tied "
-            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
-        )
+        raise LoadError(held.stray_sentence)
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
     of_parts = _ranks_of_parts(held)

@@ -34,7 +34,6 @@ from fsdp_doctor.fsdp.private.flat_handles import (
     offloads_parameters as offloads_parameters,
     original_parameters as original_parameters,
     original_shapes as original_shapes,
-    replaced_originals as replaced_originals,
     replica_group as replica_group,
     reshard_flat as reshard_flat,
     shard_group as shard_group,

@@ -53,7 +53,7 @@ def flat_shard(handle: Any) -> torch.Tensor:
     if replaced := _replaced_originals(handle, shard):
         shard = shard.clone()
         with torch.no_grad():
-            for _, original, begin in replaced:
+            for original, begin in replaced:
                 shard[begin : begin + original.numel()].copy_(original.view(-1))
     return shard
 
@@ -88,11 +88,6 @@ def attributes_with_weights(handle: Any) -> tuple[list[torch.Tensor], list[torch
 def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors begin at the same address of the same device."""
     return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
-
-
-def replaced_originals(handle: Any) -> list[int]:
-    """Places in the unit's list of parameters of the original parameters that have other memory than the shard."""
-    return [index for index, _, _ in _replaced_originals(handle, _sharded_flat(handle))]
 
 
 def unite_memories(handle: Any) -> None:
@@ -133,8 +128,8 @@ def _shown(handle: Any) -> list[Any]:
     return [getattr(module, name, None) for name, module, _ in get(get(handle, "flat_param"), "_param_infos")]
 
 
-def _replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[int, torch.Tensor, int]]:
-    """(its place in the unit, parameter, where its part of this rank's shard begins) of those that are no views of it.
+def _replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """(parameter, where its part of this rank's shard begins) of those that are no views of it.
 
     With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._shard_param_infos``,
     ``FlatParamHandle._skipped_use_sharded_views``.
@@ -145,13 +140,13 @@ def _replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[int, tor
     if not is_same_memory(flat_param.detach(), shard):
         return []
     begin_of_shard, size = shard.data_ptr(), shard.element_size()
-    replaced: list[tuple[int, torch.Tensor, int]] = []
-    for index, (shown, part) in enumerate(zip(_shown(handle), get(flat_param, "_shard_param_infos"), strict=True)):
+    replaced: list[tuple[torch.Tensor, int]] = []
+    for shown, part in zip(_shown(handle), get(flat_param, "_shard_param_infos"), strict=True):
         if not part.in_shard or not isinstance(shown, nn.Parameter):
             continue
         where = begin_of_shard + part.offset_in_shard * size
         if shown.numel() and (shown.data_ptr() != where or shown.device != shard.device):
-            replaced.append((index, shown, part.offset_in_shard))
+            replaced.append((shown, part.offset_in_shard))
     return replaced
 
 
