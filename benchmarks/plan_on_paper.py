@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.matrix.axes import Offload
-from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.cases import scenario_of
 from fsdp_doctor.plan.job_setup import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
@@ -29,7 +29,7 @@ _HEAD = (
 
 
 def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageLedger:
-    scenario = Scenario(strategy="fsdp2", offload=offload, staging="unstaged")
+    scenario = scenario_of({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
     setup = RoleSetup(
         role="model", scenario=scenario, shard_ranks=ranks, sequences=1, length=4096, checkpointing=True, path=""
     )

@@ -189,7 +189,7 @@ def _least_extraction_seconds(sharded: _Model, links: Links) -> float | None:
     The link from the host bounds an extraction if the shards lie there, else the one between the ranks.
     """
     size, scenario = dist.get_world_size(), sharded.scenario
-    if scenario.offload == "none" or links.h2d_pinned is None or links.h2d_pageable is None:
+    if not scenario.offload or links.h2d_pinned is None or links.h2d_pageable is None:
         rate, nbytes = links.all_gather, sharded.full_bytes * (size - 1) / size
     else:
         is_pinned = scenario.policy and scenario.pinning == "pinned"
@@ -242,7 +242,7 @@ def _least_load_seconds(source: str, scenario: Scenario, links: Links, full: flo
     h2d, host, file = links.h2d_pinned, links.host_copy, links.page_cache
     if h2d is None or host is None or file is None:
         return None
-    is_resident = scenario.offload == "none"
+    is_resident = not scenario.offload
     match source:
         case "rank0":
             # Rank 0 keeps its own part to itself.
@@ -299,7 +299,7 @@ def _can_load(name: str, source: str, scenario: Scenario) -> bool:
 def _load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Module, Any], object]:
     if name == _OURS:
         return functools.partial(load_full_tensors, bucket_bytes=bucket_bytes)
-    is_broadcast, is_offloaded = name == _BROADCAST, scenario.offload != "none"
+    is_broadcast, is_offloaded = name == _BROADCAST, bool(scenario.offload)
 
     def load_by_torch(model: nn.Module, given: Any) -> None:
         state = given

@@ -13,7 +13,7 @@ from fsdp_doctor.matrix.paths import is_user_path, paths_for
 
 STRATEGIES = tuple(AXIS["strategy"].values)
 # An offload of the optimizer makes no difference here: there is none.
-OFFLOADS: tuple[Offload, ...] = ("none", "param", "policy")
+OFFLOADS: tuple[str, ...] = tuple(map(str, (Offload(), Offload.of(param=True), Offload.of(policy=True))))
 # The paths of the matrix that are compared, and full_state_dict, which is no path of it.
 FULL_STATE_DICT = "fsdp_doctor:full_state_dict"
 EXTRACTIONS = (

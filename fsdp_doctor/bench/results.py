@@ -81,7 +81,7 @@ def as_text(result: BenchResult, width: int) -> str:
 
 def _cells(row: Measured, is_load: bool) -> list[str]:
     scenario, timing = row.scenario, row.timing
-    words = [scenario.strategy, scenario.offload, *(["staged"] if scenario.staging == "staged" else [])]
+    words = [str(scenario.strategy), str(scenario.offload), *(["staged"] if scenario.staging == "staged" else [])]
     words += ["unpinned"] if scenario.pinning == "unpinned" else []
     first = [" ".join([*words, row.dtypes]), *([row.source] if is_load else [])]
     if timing.error:

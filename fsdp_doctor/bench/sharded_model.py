@@ -17,6 +17,7 @@ from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.axes import Backend, Sharding
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
 from fsdp_doctor.memory.rollout import RolloutRequest, TrainerState
 from fsdp_doctor.plan.meta_model import on_meta
@@ -32,7 +33,7 @@ def load_trainer(
         dist.FileStore(str(scratch / "store"), request.ranks),
         place=Place(rank=rank, world_size=request.ranks, local_rank=rank, num_nodes=1),
         run_device=RunDevice(type=request.device, memory=request.memory),
-        backend="mixed",
+        backend=Backend.MIXED,
         scratch=scratch,
         custom_model=None,
     )
@@ -40,7 +41,7 @@ def load_trainer(
     if state == "loaded":
         whole = on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
         scenario = scenario_of({"strategy": request.strategy, "offload": "none", "staging": "unstaged"})
-        model = sharded(whole, scenario, runtime.mesh(request.sharding))
+        model = sharded(whole, scenario, runtime.mesh(Sharding(request.sharding)))
     runtime.synchronize()
     return runtime.device, model
 

@@ -22,7 +22,7 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.matrix.axes import Model
+from fsdp_doctor.matrix.axes import Backend, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 UnitKind: TypeAlias = Literal["root", "decoder layer", "embedding", "adapter", "other"]
@@ -44,7 +44,7 @@ class BuiltFacts:
     model: the class of the model. backends: by device type. ranks: how many there are.
     """
 
-    strategy: Literal["fsdp2", "fsdp1", "fsdp1-orig", "several", "none"] | None = None
+    strategy: Strategy | Literal["several", "none"] | None = None
     units: Mapping[UnitKind, int] | None = None
     spreads: frozenset[Spread] | None = None
     groups: int | None = None
@@ -132,14 +132,12 @@ def _parameters(held: HeldModel) -> Iterator[torch.Tensor]:
     yield from (parameter.tensor for parameter in held.parameters)
 
 
-def _strategy(held: HeldModel) -> Literal["fsdp2", "fsdp1", "fsdp1-orig", "several", "none"]:
-    found: set[Literal["fsdp2", "fsdp1", "fsdp1-orig"]] = {
-        "fsdp1-orig" if unit.keeps_originals else "fsdp1" for unit in held.fsdp1_units
-    }
-    found |= {"fsdp2"} if held.fsdp2_units else set()
-    if len(found) > 1:
+def _strategy(held: HeldModel) -> Strategy | Literal["several", "none"]:
+    strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in held.fsdp1_units}
+    strategies |= {Strategy.FSDP2} if held.fsdp2_units else set()
+    if len(strategies) > 1:
         return "several"
-    return found.pop() if found else "none"
+    return strategies.pop() if strategies else "none"
 
 
 def _unit_kinds(model: nn.Module) -> Iterator[UnitKind]:
@@ -224,13 +222,13 @@ def _in_words(fact: Any) -> str:
 _LAYERS = 2
 _ADAPTED_LINEARS = 7
 _CLASSES: dict[Model, str] = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3-tied": "Qwen3ForCausalLM",
-    "qwen3-buffers": "Qwen3ForCausalLM",
-    "qwen3-lora": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3-moe": "Qwen3MoeForCausalLM",
-    "qwen3.5": "Qwen3_5ForCausalLM",
+    Model.QWEN3: "Qwen3ForCausalLM",
+    Model.QWEN3_TIED: "Qwen3ForCausalLM",
+    Model.QWEN3_BUFFERS: "Qwen3ForCausalLM",
+    Model.QWEN3_LORA: "Qwen3ForCausalLM",
+    Model.QWEN2: "Qwen2ForCausalLM",
+    Model.QWEN3_MOE: "Qwen3MoeForCausalLM",
+    Model.QWEN3_5: "Qwen3_5ForCausalLM",
 }
 
 
@@ -277,15 +275,15 @@ def _units_asked_for(scenario: Scenario) -> Counter[UnitKind]:
 
 def _spreads_asked_for(scenario: Scenario, ranks: int) -> frozenset[Spread]:
     match scenario.sharding:
-        case "full" | "experts":
+        case Sharding.FULL | Sharding.EXPERTS:
             return frozenset({(("sharded", ranks),)})
-        case "hsdp":
+        case Sharding.HSDP:
             return frozenset({(("replicated", ranks // 2), ("sharded", 2))})
-        case "size1":
+        case Sharding.SIZE1:
             return frozenset({(("replicated", ranks), ("sharded", 1))})
-        case "replicate":
+        case Sharding.REPLICATE:
             return frozenset({(("replicated", ranks),)})
-        case "tp":
+        case Sharding.TP:
             alone: Spread = (("sharded", ranks // 2),)
             return frozenset({alone, (*alone, ("sharded", 2))})
         case _:
@@ -294,13 +292,13 @@ def _spreads_asked_for(scenario: Scenario, ranks: int) -> frozenset[Spread]:
 
 def _groups_asked_for(scenario: Scenario) -> int | None:
     match scenario.sharding:
-        case "full" | "replicate":
+        case Sharding.FULL | Sharding.REPLICATE:
             return 1
-        case "experts":
+        case Sharding.EXPERTS:
             return 2
-        case "hsdp" | "size1":
+        case Sharding.HSDP | Sharding.SIZE1:
             return 2 if scenario.version == 2 else 1
-        case "tp":
+        case Sharding.TP:
             return None
         case _:
             assert_never(scenario.sharding)
@@ -348,9 +346,9 @@ def _backends_asked_for(scenario: Scenario, device: str) -> dict[str, str] | Non
         return None
     of_device = {device: dist.get_default_backend_for_device(device)}
     match scenario.backend:
-        case "mixed":
+        case Backend.MIXED:
             return {"cpu": "gloo"} | of_device
-        case "device-only":
+        case Backend.DEVICE_ONLY:
             return of_device
         case _:
             assert_never(scenario.backend)

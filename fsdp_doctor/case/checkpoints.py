@@ -22,7 +22,7 @@ from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.step_outcome import StepOutcome, outcome_of_step
 from fsdp_doctor.case.trainer import Start, Trainer
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.matrix.axes import CheckpointFit, Phase
+from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Loads
 
@@ -59,7 +59,7 @@ class Checkpoint:
 def source_of(scenario: Scenario) -> Scenario:
     """The scenario whose run is saved: the same one as far as it decides the bits of a training step."""
     return scenario.changed(
-        offload="policy" if scenario.policy else "none",
+        offload=Offload.of(policy=scenario.policy),
         staging="unstaged",
         phase="trained",
         transfer="blocking",
@@ -130,15 +130,21 @@ def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tens
     """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
-        case "exact" | "fp32" | "tied-twice" | "other-run" | "other-world":
+        case (
+            CheckpointFit.EXACT
+            | CheckpointFit.FP32
+            | CheckpointFit.TIED_TWICE
+            | CheckpointFit.OTHER_RUN
+            | CheckpointFit.OTHER_WORLD
+        ):
             return saved
-        case "bf16":
+        case CheckpointFit.BF16:
             return {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved.items()}
-        case "extra-key":
+        case CheckpointFit.EXTRA_KEY:
             return {**saved, EXTRA_KEY: torch.ones(EXTRA_SHAPE)}
-        case "missing-key":
+        case CheckpointFit.MISSING_KEY:
             return {name: tensor for name, tensor in saved.items() if name != checkpoint.missing_key}
-        case "tied-once":
+        case CheckpointFit.TIED_ONCE:
             return {name: tensor for name, tensor in saved.items() if name not in checkpoint.tied_names}
         case _:
             assert_never(fit)
@@ -180,9 +186,9 @@ class Saved:
 
     def of(self, scenario: Scenario) -> Checkpoint:
         """The checkpoint that a load in the scenario is given."""
-        key = (source_of(scenario), scenario.checkpoint if scenario.saved_elsewhere else "")
+        key = (source_of(scenario), scenario.checkpoint if scenario.checkpoint.saved_elsewhere else "")
         if key not in self._checkpoints:
-            self._checkpoints[key] = (_read if scenario.saved_elsewhere else take)(scenario, self._runtime)
+            self._checkpoints[key] = (_read if scenario.checkpoint.saved_elsewhere else take)(scenario, self._runtime)
         return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:

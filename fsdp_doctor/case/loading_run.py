@@ -35,7 +35,7 @@ class LoadingRun(CaseRun):
         super().__init__(assignment)
         self._saved = saved
         self._fit = assignment.case.scenario.checkpoint
-        self._must_fit = assignment.case.scenario.checkpoint_fits
+        self._must_fit = assignment.case.scenario.checkpoint.must_load
 
     def _new_trainer(self) -> Trainer:
         self._enter("checkpoint")

@@ -30,9 +30,9 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-_VOCABULARY: dict[Dims, int] = {"even": 256, "uneven": 257}
-_INTERMEDIATE: dict[Dims, int] = {"even": 128, "uneven": 131}
-_EXPERTS: dict[Dims, int] = {"even": 4, "uneven": 5}
+_VOCABULARY: dict[Dims, int] = {Dims.EVEN: 256, Dims.UNEVEN: 257}
+_INTERMEDIATE: dict[Dims, int] = {Dims.EVEN: 128, Dims.UNEVEN: 131}
+_EXPERTS: dict[Dims, int] = {Dims.EVEN: 4, Dims.UNEVEN: 5}
 
 
 Weights: TypeAlias = Literal["own", "other", "meta"]
@@ -144,13 +144,13 @@ def _config(name: Model, dims: Dims) -> Any:
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
     match name:
-        case "qwen3" | "qwen3-buffers" | "qwen3-lora":
+        case Model.QWEN3 | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
             return transformers.Qwen3Config(**sizes, head_dim=16)
-        case "qwen3-tied":
+        case Model.QWEN3_TIED:
             return transformers.Qwen3Config(**(sizes | {"tie_word_embeddings": True}), head_dim=16)
-        case "qwen2":
+        case Model.QWEN2:
             return transformers.Qwen2Config(**sizes)
-        case "qwen3-moe":
+        case Model.QWEN3_MOE:
             return transformers.Qwen3MoeConfig(
                 **sizes,
                 head_dim=16,
@@ -159,7 +159,7 @@ def _config(name: Model, dims: Dims) -> Any:
                 moe_intermediate_size=32,
                 decoder_sparse_step=1,
             )
-        case "qwen3.5":
+        case Model.QWEN3_5:
             return transformers.Qwen3_5TextConfig(
                 **sizes,
                 head_dim=16,
@@ -169,7 +169,7 @@ def _config(name: Model, dims: Dims) -> Any:
                 linear_value_head_dim=16,
                 layer_types=["linear_attention", "full_attention"],
             )
-        case "custom":
+        case Model.CUSTOM:
             raise AssertionError("a model of the user's own has a configuration of its own")
         case _:
             assert_never(name)

@@ -87,14 +87,14 @@ class Runtime:
 
 def _mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
     match sharding:
-        case "full" | "experts" | "replicate":
+        case Sharding.FULL | Sharding.EXPERTS | Sharding.REPLICATE:
             return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
-        case "hsdp":
+        case Sharding.HSDP:
             return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("ddp", "fsdp"))
-        case "size1":
+        case Sharding.SIZE1:
             return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("ddp", "fsdp"))
-        case "tp":
-            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("fsdp", "tp"))
+        case Sharding.TP:
+            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("fsdp", Sharding.TP))
         case _:
             assert_never(sharding)
 

@@ -32,7 +32,7 @@ def shard_fsdp2(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    kind: Sharding = "full",
+    kind: Sharding = Sharding.FULL,
     compute_dtype: torch.dtype | None,
     policy: bool,
     pin_memory: bool,

@@ -42,9 +42,9 @@ START = Start()
 def compute_dtype(precision: Precision) -> torch.dtype | None:
     """The dtype to which FSDP casts parameters for the computation; None where it casts nothing."""
     match precision:
-        case "bf16-compute":
+        case Precision.BF16_COMPUTE:
             return torch.bfloat16
-        case "fp32-compute":
+        case Precision.FP32_COMPUTE:
             return None
         case _:
             assert_never(precision)

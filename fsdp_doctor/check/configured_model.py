@@ -20,10 +20,10 @@ _SIZES = (
 )
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _BUILT_IN: dict[str, Model] = {
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3-moe",
-    "qwen3_5": "qwen3.5",
+    "qwen2": Model.QWEN2,
+    "qwen3": Model.QWEN3,
+    "qwen3_moe": Model.QWEN3_MOE,
+    "qwen3_5": Model.QWEN3_5,
 }
 
 
@@ -80,8 +80,8 @@ def _read_local_model(path: Setting | None) -> _LocalModel | None:
     text = text if isinstance(text, dict) else config
     model_type = str(config.get("model_type", ""))
     built_in = _BUILT_IN.get(model_type)
-    if built_in == "qwen3" and text.get("tie_word_embeddings"):
-        built_in = "qwen3-tied"
+    if built_in is Model.QWEN3 and text.get("tie_word_embeddings"):
+        built_in = Model.QWEN3_TIED
     return _LocalModel(sizes=_read_sizes(text), model_type=model_type, built_in=built_in)
 
 

@@ -17,8 +17,7 @@ from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkAxis, FrameworkPath
 from fsdp_doctor.matrix.frameworks.framework_scenarios import frameworks_named
-from fsdp_doctor.matrix.path import Path
-from fsdp_doctor.matrix.paths import PATHS
+from fsdp_doctor.matrix.paths import PATHS, Path
 from fsdp_doctor.report.layout import counted
 
 NAME = "list"
@@ -51,7 +50,7 @@ def run(
 
 
 def _row(case: AnyCase) -> dict[str, str]:
-    return {"id": case.id, "path": case.path, **dataclasses.asdict(case.scenario)}
+    return {"id": case.id, "path": case.path, **case.scenario.to_json()}
 
 
 def _paths_as_text(paths: Iterable[Path | FrameworkPath]) -> str:

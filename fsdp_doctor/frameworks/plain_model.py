@@ -18,11 +18,11 @@ from fsdp_doctor.matrix.axes import Dims, Model
 
 _BATCH = (2, 16)
 _MODEL: Mapping[str, tuple[Model, Dims]] = {
-    "qwen3": ("qwen3", "even"),
-    "uneven": ("qwen3", "uneven"),
-    "tied": ("qwen3-tied", "even"),
-    "buffers": ("qwen3-buffers", "even"),
-    "lora": ("qwen3-lora", "even"),
+    "qwen3": (Model.QWEN3, Dims.EVEN),
+    "uneven": (Model.QWEN3, Dims.UNEVEN),
+    "tied": (Model.QWEN3_TIED, Dims.EVEN),
+    "buffers": (Model.QWEN3_BUFFERS, Dims.EVEN),
+    "lora": (Model.QWEN3_LORA, Dims.EVEN),
 }
 
 

@@ -79,7 +79,7 @@ class Trigger:
 
 
 def _value(case: Case, axis: str) -> str:
-    value: str = case.path if axis == "path" else getattr(case.scenario, axis)
+    value: str = case.path if axis == "path" else case.scenario.values[axis]
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.matrix.axes import Model
+from fsdp_doctor.matrix.axes import Model, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 
 DeviceKind: TypeAlias = Literal["cpu", "emulated", "accelerator"]
@@ -17,13 +17,13 @@ CopyCompletion: TypeAlias = Literal["at once", "late", "at any time"]
 
 # By model, the number by which the first dimension of every parameter can be divided where its dims are even.
 EVEN_DIMS: dict[Model, int] = {
-    "qwen3": 16,
-    "qwen3-tied": 16,
-    "qwen3-buffers": 16,
-    "qwen2": 32,
-    "qwen3-moe": 4,
-    "qwen3.5": 4,
-    "qwen3-lora": 4,
+    Model.QWEN3: 16,
+    Model.QWEN3_TIED: 16,
+    Model.QWEN3_BUFFERS: 16,
+    Model.QWEN2: 32,
+    Model.QWEN3_MOE: 4,
+    Model.QWEN3_5: 4,
+    Model.QWEN3_LORA: 4,
 }
 
 
@@ -70,13 +70,13 @@ class RunContext:
     def shard_group(self, scenario: Scenario) -> int:
         """How many ranks a parameter is sharded over."""
         match scenario.sharding:
-            case "full" | "experts":
+            case Sharding.FULL | Sharding.EXPERTS:
                 return self.world_size
-            case "tp":
+            case Sharding.TP:
                 return max(1, self.world_size // 2)
-            case "hsdp":
+            case Sharding.HSDP:
                 return 2
-            case "size1" | "replicate":
+            case Sharding.SIZE1 | Sharding.REPLICATE:
                 return 1
             case sharding:
                 assert_never(sharding)

@@ -6,9 +6,13 @@ No value of one axis is also a value of another, so the id of a case can be read
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from enum import Enum
+from typing import Any, Literal, TypeAlias
+
+from typing_extensions import Self, assert_never
 
 from fsdp_doctor.errors import UsageError
 
@@ -28,180 +32,442 @@ AxisName: TypeAlias = Literal[
     "checkpoint",
     "context",
 ]
-Strategy: TypeAlias = Literal["fsdp2", "fsdp1", "fsdp1-orig"]
-Offload: TypeAlias = Literal[
-    "none",
-    "param",
-    "optimizer",
-    "param+optimizer",
-    "policy",
-    "policy+param",
-    "policy+optimizer",
-    "policy+param+optimizer",
-]
-Staging: TypeAlias = Literal["unstaged", "staged"]
-Model: TypeAlias = Literal[
-    "qwen3", "qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora", "custom"
-]
-Dims: TypeAlias = Literal["even", "uneven"]
-Phase: TypeAlias = Literal["trained", "fresh"]
-Backend: TypeAlias = Literal["mixed", "device-only"]
-Sharding: TypeAlias = Literal["full", "hsdp", "tp", "experts", "replicate", "size1"]
-Pinning: TypeAlias = Literal["pinned", "unpinned"]
-Transfer: TypeAlias = Literal["blocking", "nonblocking"]
-Precision: TypeAlias = Literal["bf16-compute", "fp32-compute"]
-Init: TypeAlias = Literal["materialized", "meta"]
-CheckpointFit: TypeAlias = Literal[
-    "exact", "bf16", "fp32", "extra-key", "missing-key", "tied-twice", "tied-once", "other-run", "other-world"
-]
+FsdpVersion: TypeAlias = Literal[1, 2]
 
-Context: TypeAlias = Literal["ordinary", "no_grad", "inference"]
+
+class AxisValue(str, Enum):
+    """A value of an axis, equal to its name in ids and JSON; ``meaning`` explains it to users."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Strategy(AxisValue):
+    """Which of torch's two FSDPs shards the model."""
+
+    FSDP2 = "fsdp2", "fully_shard"
+    FSDP1 = "fsdp1", "FullyShardedDataParallel(use_orig_params=False), verl's default"
+    FSDP1_ORIG = "fsdp1-orig", "FullyShardedDataParallel(use_orig_params=True)"
+
+    @property
+    def version(self) -> FsdpVersion:
+        """1 for FullyShardedDataParallel, 2 for fully_shard."""
+        match self:
+            case Strategy.FSDP2:
+                return 2
+            case Strategy.FSDP1 | Strategy.FSDP1_ORIG:
+                return 1
+            case _:
+                assert_never(self)
+
+    @property
+    def uses_original_parameters(self) -> bool:
+        """Whether FSDP1 shows the parameters of the wrapped model rather than one flat parameter per unit."""
+        match self:
+            case Strategy.FSDP1_ORIG:
+                return True
+            case Strategy.FSDP2 | Strategy.FSDP1:
+                return False
+            case _:
+                assert_never(self)
+
+
+class OffloadFlag(AxisValue):
+    """One of the three settings with which verl moves memory to the host."""
+
+    POLICY = "policy", "offload_policy=true"
+    PARAM = "param", "param_offload=true"
+    OPTIMIZER = "optimizer", "optimizer_offload=true"
+
+    @property
+    def moves(self) -> str:
+        """What goes to the host."""
+        match self:
+            case OffloadFlag.POLICY | OffloadFlag.PARAM:
+                return "shards"
+            case OffloadFlag.OPTIMIZER:
+                return "optimizer state"
+            case _:
+                assert_never(self)
+
+
+@dataclass(frozen=True, order=True)
+class Offload:
+    """Which of verl's three offload flags are set, in the order of :class:`OffloadFlag`.
+
+    The policy takes precedence, as in verl: beside it, the two manual flags have no effect.
+    """
+
+    flags: tuple[OffloadFlag, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Offload:
+        """Reads ``none``, or flags joined by ``+`` in their order. Raises ValueError for anything else."""
+        offload = cls(()) if text == "none" else cls(tuple(OffloadFlag(word) for word in text.split("+")))
+        if offload not in OFFLOADS:
+            raise ValueError(f"{text!r} is not a value of the axis offload")
+        return offload
+
+    @classmethod
+    def of(cls, *, policy: bool = False, param: bool = False, optimizer: bool = False) -> Offload:
+        flags = {OffloadFlag.POLICY: policy, OffloadFlag.PARAM: param, OffloadFlag.OPTIMIZER: optimizer}
+        return cls(tuple(flag for flag, is_set in flags.items() if is_set))
+
+    def __str__(self) -> str:
+        return "+".join(self.flags) or "none"
+
+    def __bool__(self) -> bool:
+        return bool(self.flags)
+
+    @property
+    def policy(self) -> bool:
+        """Whether torch owns the placement of the shards."""
+        return OffloadFlag.POLICY in self.flags
+
+    @property
+    def by_hand(self) -> tuple[OffloadFlag, ...]:
+        """The flags for which the framework moves memory itself: none beside the policy."""
+        return () if self.policy else self.flags
+
+    @property
+    def meaning(self) -> str:
+        if not self.flags:
+            return "param_offload=false, optimizer_offload=false, offload_policy=false"
+        settings = ", ".join(flag.meaning for flag in self.flags)
+        if self.by_hand:
+            return f"{settings}: the framework moves the {' and '.join(flag.moves for flag in self.by_hand)}"
+        if len(self.flags) > 1:
+            return f"{settings}: the policy takes precedence, as in verl"
+        return f"{settings}: CPUOffloadPolicy / CPUOffload(offload_params=True)"
+
+
+_MANUAL_FLAGS = ((), (OffloadFlag.PARAM,), (OffloadFlag.OPTIMIZER,), (OffloadFlag.PARAM, OffloadFlag.OPTIMIZER))
+OFFLOADS: tuple[Offload, ...] = tuple(
+    Offload((*policy, *manual)) for policy, manual in itertools.product(((), (OffloadFlag.POLICY,)), _MANUAL_FLAGS)
+)
+
+
+class Staging(AxisValue):
+    """Whether the shards are moved to the device before the method is called."""
+
+    UNSTAGED = "unstaged", "the method reads the shards where the offload left them"
+    STAGED = "staged", "verl's load_fsdp_model_to_gpu first: model.to(device), or flat_param_to"
+
+    @property
+    def is_staged(self) -> bool:
+        match self:
+            case Staging.STAGED:
+                return True
+            case Staging.UNSTAGED:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Model(AxisValue):
+    """Which model is built."""
+
+    QWEN3 = "qwen3", "a dense Qwen3 with two layers"
+    QWEN3_TIED = "qwen3-tied", "Qwen3 with lm_head tied to the embedding"
+    QWEN3_BUFFERS = "qwen3-buffers", "Qwen3 with a persistent buffer in each layer"
+    QWEN2 = "qwen2", "a dense Qwen2 (biases in the attention)"
+    QWEN3_MOE = "qwen3-moe", "Qwen3-MoE with fused 3-D experts"
+    QWEN3_5 = "qwen3.5", "Qwen3.5 with linear and full attention"
+    QWEN3_LORA = "qwen3-lora", "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen"
+    CUSTOM = "custom", "the configuration or checkpoint given with --model DIR"
+
+    @property
+    def is_tied(self) -> bool:
+        return self is Model.QWEN3_TIED
+
+    @property
+    def has_buffers(self) -> bool:
+        return self is Model.QWEN3_BUFFERS
+
+    @property
+    def has_adapters(self) -> bool:
+        return self is Model.QWEN3_LORA
+
+    @property
+    def has_experts(self) -> bool:
+        return self is Model.QWEN3_MOE
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the user gives the model, so that nothing but its configuration is known of it."""
+        return self is Model.CUSTOM
+
+
+class Dims(AxisValue):
+    """Whether the ranks get shards of one size."""
+
+    EVEN = "even", "every sharded dimension is divisible by 2 and 4"
+    UNEVEN = "uneven", "odd vocabulary and intermediate sizes: some shards are shorter"
+
+    @property
+    def is_even(self) -> bool:
+        match self:
+            case Dims.EVEN:
+                return True
+            case Dims.UNEVEN:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Phase(AxisValue):
+    """Whether the model has been trained before the method is called."""
+
+    TRAINED = "trained", "after forward, backward and optimizer step"
+    FRESH = "fresh", "before the first forward"
+
+    @property
+    def is_trained(self) -> bool:
+        match self:
+            case Phase.TRAINED:
+                return True
+            case Phase.FRESH:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Backend(AxisValue):
+    """The backends of the default process group."""
+
+    MIXED = "mixed", "a backend for each device type: cpu:gloo and the accelerator's own"
+    DEVICE_ONLY = "device-only", "the accelerator's backend alone, as init_process_group('nccl') gives"
+
+    @property
+    def has_cpu_collectives(self) -> bool:
+        match self:
+            case Backend.MIXED:
+                return True
+            case Backend.DEVICE_ONLY:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Sharding(AxisValue):
+    """The mesh over which the model is sharded."""
+
+    FULL = "full", "one shard group over all ranks"
+    HSDP = "hsdp", "a (world/2, 2) mesh: replicated, and sharded by two"
+    TP = "tp", "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second"
+    EXPERTS = "experts", "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer"
+    REPLICATE = "replicate", "replicate() in place of fully_shard, torch 2.12 and newer"
+    SIZE1 = "size1", "a (world, 1) mesh: verl's fsdp_size=1"
+
+    @property
+    def needs_fsdp2(self) -> bool:
+        match self:
+            case Sharding.TP | Sharding.EXPERTS | Sharding.REPLICATE:
+                return True
+            case Sharding.FULL | Sharding.HSDP | Sharding.SIZE1:
+                return False
+            case _:
+                assert_never(self)
+
+    @property
+    def has_one_mesh(self) -> bool:
+        """Whether every parameter is sharded over one group of all ranks."""
+        return self is Sharding.FULL
+
+    @property
+    def keeps_whole_tensors(self) -> bool:
+        """Whether each rank has the whole of every parameter, however many ranks there are."""
+        match self:
+            case Sharding.REPLICATE | Sharding.SIZE1:
+                return True
+            case Sharding.FULL | Sharding.HSDP | Sharding.TP | Sharding.EXPERTS:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Pinning(AxisValue):
+    """Whether CPUOffloadPolicy keeps the shards in pinned host memory."""
+
+    PINNED = "pinned", "CPUOffloadPolicy(pin_memory=True)"
+    UNPINNED = "unpinned", "CPUOffloadPolicy(pin_memory=False)"
+
+    @property
+    def is_pinned(self) -> bool:
+        match self:
+            case Pinning.PINNED:
+                return True
+            case Pinning.UNPINNED:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Transfer(AxisValue):
+    """How a manual offload copies."""
+
+    BLOCKING = "blocking", "manual offload waits for its copies"
+    NONBLOCKING = "nonblocking", "manual offload copies with non_blocking=True"
+
+    @property
+    def is_blocking(self) -> bool:
+        match self:
+            case Transfer.BLOCKING:
+                return True
+            case Transfer.NONBLOCKING:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Precision(AxisValue):
+    """The dtype in which FSDP computes."""
+
+    BF16_COMPUTE = (
+        "bf16-compute",
+        "mixed precision: parameters are computed with in bfloat16, gradients reduced in float32",
+    )
+    FP32_COMPUTE = "fp32-compute", "no mixed precision: FSDP casts nothing, and gathers the shards as they are"
+
+    @property
+    def casts(self) -> bool:
+        """Whether FSDP gathers the parameters in another dtype than that of the shards."""
+        match self:
+            case Precision.BF16_COMPUTE:
+                return True
+            case Precision.FP32_COMPUTE:
+                return False
+            case _:
+                assert_never(self)
+
+
+class Init(AxisValue):
+    """Where the model is before a load."""
+
+    MATERIALIZED = "materialized", "before a load the model holds other weights than the checkpoint"
+    META = "meta", "before a load the model is on the meta device"
+
+    @property
+    def is_meta(self) -> bool:
+        match self:
+            case Init.META:
+                return True
+            case Init.MATERIALIZED:
+                return False
+            case _:
+                assert_never(self)
+
+
+class CheckpointFit(AxisValue):
+    """How the checkpoint of a load differs from the state dict of the model, and who saved it."""
+
+    EXACT = "exact", "the checkpoint has what the model has"
+    BF16 = "bf16", "it is bfloat16, the model's parameters are float32"
+    FP32 = "fp32", "it is float32, the model's parameters are bfloat16"
+    EXTRA_KEY = "extra-key", "it has a tensor more than the model"
+    MISSING_KEY = "missing-key", "it lacks a tensor of the model"
+    TIED_TWICE = "tied-twice", "it has both names of the tied weight"
+    TIED_ONCE = "tied-once", "it has the tied weight under its first name alone, as safetensors files do"
+    OTHER_RUN = "other-run", "other processes saved it, as many as load it"
+    OTHER_WORLD = "other-world", "other processes saved it, of another number"
+
+    @property
+    def must_load(self) -> bool:
+        """Whether the checkpoint has the names, shapes and dtypes of the model's state dict.
+
+        One that processes of another number saved need not load: a file for each rank cannot be cut again.
+        """
+        match self:
+            case CheckpointFit.EXACT | CheckpointFit.TIED_TWICE | CheckpointFit.OTHER_RUN:
+                return True
+            case CheckpointFit.BF16 | CheckpointFit.FP32 | CheckpointFit.EXTRA_KEY | CheckpointFit.MISSING_KEY:
+                return False
+            case CheckpointFit.TIED_ONCE | CheckpointFit.OTHER_WORLD:
+                return False
+            case _:
+                assert_never(self)
+
+    @property
+    def saved_elsewhere(self) -> bool:
+        """Whether other processes save the checkpoint than those that load it."""
+        return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD)
+
+    @property
+    def is_of_weights_alone(self) -> bool:
+        """Whether it differs in a way that the checkpoint of an optimizer cannot."""
+        return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY)
+
+    @property
+    def is_of_every_method(self) -> bool:
+        """Whether methods are tried with it that load an optimizer, an adapter or both."""
+        return self in (CheckpointFit.EXACT, CheckpointFit.FP32)
+
+    @property
+    def is_of_tied_weights(self) -> bool:
+        return self in (CheckpointFit.TIED_TWICE, CheckpointFit.TIED_ONCE)
+
+
+class Context(AxisValue):
+    """The context of autograd in which the method is called."""
+
+    ORDINARY = "ordinary", "the method is called as it stands"
+    NO_GRAD = "no_grad", "it is called, and what it yields is read, inside of torch.no_grad()"
+    INFERENCE = "inference", "it is called, and what it yields is read, inside of torch.inference_mode()"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One dimension of the matrix. The first value is the default; each has its meaning beside it."""
+    """One dimension of a matrix. The first value is the default; ``values`` has the meaning of each.
 
-    name: AxisName
-    values: dict[str, str]
+    parse: reads a value of the matrix of our own; the axes of a framework have plain strings.
+    """
+
+    name: str
+    values: Mapping[str, str]
     always_in_id: bool = False
+    parse: Callable[[str], Any] = str
 
     @property
     def default(self) -> str:
         return next(iter(self.values))
 
 
+def _axis(name: AxisName, values: type[AxisValue], *, always_in_id: bool = False) -> Axis:
+    meanings = {member.value: member.meaning for member in values}
+    return Axis(name=name, values=meanings, always_in_id=always_in_id, parse=values)
+
+
 AXES: tuple[Axis, ...] = (
-    Axis(
-        name="strategy",
-        always_in_id=True,
-        values={
-            "fsdp2": "fully_shard",
-            "fsdp1": "FullyShardedDataParallel(use_orig_params=False), verl's default",
-            "fsdp1-orig": "FullyShardedDataParallel(use_orig_params=True)",
-        },
-    ),
+    _axis("strategy", Strategy, always_in_id=True),
     Axis(
         name="offload",
+        values={str(offload): offload.meaning for offload in OFFLOADS},
         always_in_id=True,
-        values={
-            "none": "param_offload=false, optimizer_offload=false, offload_policy=false",
-            "param": "param_offload=true: the framework moves the shards to the CPU by hand",
-            "optimizer": "optimizer_offload=true: the framework moves the optimizer state",
-            "param+optimizer": "param_offload=true, optimizer_offload=true",
-            "policy": "offload_policy=true: CPUOffloadPolicy / CPUOffload(offload_params=True)",
-            "policy+param": "offload_policy=true, param_offload=true: the policy takes precedence, as in verl",
-            "policy+optimizer": "offload_policy=true, optimizer_offload=true: the policy takes precedence",
-            "policy+param+optimizer": "all three true: the policy takes precedence",
-        },
+        parse=Offload.parse,
     ),
-    Axis(
-        name="staging",
-        always_in_id=True,
-        values={
-            "unstaged": "the path reads the shards where the offload left them",
-            "staged": "verl's load_fsdp_model_to_gpu first: model.to(device), or flat_param_to",
-        },
-    ),
-    Axis(
-        name="model",
-        values={
-            "qwen3": "a dense Qwen3 with two layers",
-            "qwen3-tied": "Qwen3 with lm_head tied to the embedding",
-            "qwen3-buffers": "Qwen3 with a persistent buffer in each layer",
-            "qwen2": "a dense Qwen2 (biases in the attention)",
-            "qwen3-moe": "Qwen3-MoE with fused 3-D experts",
-            "qwen3.5": "Qwen3.5 with linear and full attention",
-            "qwen3-lora": "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen",
-            "custom": "the configuration or checkpoint given with --model DIR",
-        },
-    ),
-    Axis(
-        name="dims",
-        values={
-            "even": "every sharded dimension is divisible by 2 and 4",
-            "uneven": "odd vocabulary and intermediate sizes: some shards are shorter",
-        },
-    ),
-    Axis(
-        name="phase",
-        values={
-            "trained": "after forward, backward and optimizer step",
-            "fresh": "before the first forward",
-        },
-    ),
-    Axis(
-        name="backend",
-        values={
-            "mixed": "a backend for each device type: cpu:gloo and the accelerator's own",
-            "device-only": "the accelerator's backend alone, as init_process_group('nccl') gives",
-        },
-    ),
-    Axis(
-        name="sharding",
-        values={
-            "full": "one shard group over all ranks",
-            "hsdp": "a (world/2, 2) mesh: replicated, and sharded by two",
-            "tp": "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second",
-            "experts": "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer",
-            "replicate": "replicate() in place of fully_shard, torch 2.12 and newer",
-            "size1": "a (world, 1) mesh: verl's fsdp_size=1",
-        },
-    ),
-    Axis(
-        name="pinning",
-        values={
-            "pinned": "CPUOffloadPolicy(pin_memory=True)",
-            "unpinned": "CPUOffloadPolicy(pin_memory=False)",
-        },
-    ),
-    Axis(
-        name="transfer",
-        values={
-            "blocking": "manual offload waits for its copies",
-            "nonblocking": "manual offload copies with non_blocking=True",
-        },
-    ),
-    Axis(
-        name="precision",
-        values={
-            "bf16-compute": "mixed precision: parameters are computed with in bfloat16, gradients reduced in float32",
-            "fp32-compute": "no mixed precision: FSDP casts nothing, and gathers the shards as they are",
-        },
-    ),
-    Axis(
-        name="init",
-        values={
-            "materialized": "before a load the model holds other weights than the checkpoint",
-            "meta": "before a load the model is on the meta device",
-        },
-    ),
-    Axis(
-        name="checkpoint",
-        values={
-            "exact": "the checkpoint has what the model has",
-            "bf16": "it is bfloat16, the model's parameters are float32",
-            "fp32": "it is float32, the model's parameters are bfloat16",
-            "extra-key": "it has a tensor more than the model",
-            "missing-key": "it lacks a tensor of the model",
-            "tied-twice": "it has both names of the tied weight",
-            "tied-once": "it has the tied weight under its first name alone, as safetensors files do",
-            "other-run": "other processes saved it, as many as load it",
-            "other-world": "other processes saved it, of another number",
-        },
-    ),
-    Axis(
-        name="context",
-        values={
-            "ordinary": "the path is called as it stands",
-            "no_grad": "it is called, and what it yields is read, inside of torch.no_grad()",
-            "inference": "it is called, and what it yields is read, inside of torch.inference_mode()",
-        },
-    ),
+    _axis("staging", Staging, always_in_id=True),
+    _axis("model", Model),
+    _axis("dims", Dims),
+    _axis("phase", Phase),
+    _axis("backend", Backend),
+    _axis("sharding", Sharding),
+    _axis("pinning", Pinning),
+    _axis("transfer", Transfer),
+    _axis("precision", Precision),
+    _axis("init", Init),
+    _axis("checkpoint", CheckpointFit),
+    _axis("context", Context),
 )
-
 AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
-AXIS_OF_VALUE: dict[str, AxisName] = {value: axis.name for axis in AXES for value in axis.values}
+AXIS_OF_VALUE: dict[str, str] = {value: axis.name for axis in AXES for value in axis.values}
 
 
 def check_axis_value(axis: str, value: str) -> str:

@@ -9,6 +9,7 @@ default, then the path: ``fsdp2/policy/staged/uneven/state_dict``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,9 +23,11 @@ from fsdp_doctor.matrix.axes import (
     CheckpointFit,
     Context,
     Dims,
+    FsdpVersion,
     Init,
     Model,
     Offload,
+    OffloadFlag,
     Phase,
     Pinning,
     Precision,
@@ -40,101 +43,100 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, Fra
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Scenario:
-    """A point on every axis but the path; each field holds a value of the axis of that name."""
+    """A point on every axis but the method; each field holds a value of the axis of that name."""
 
     strategy: Strategy
     offload: Offload
     staging: Staging
-    model: Model = "qwen3"
-    dims: Dims = "even"
-    phase: Phase = "trained"
-    backend: Backend = "mixed"
-    sharding: Sharding = "full"
-    pinning: Pinning = "pinned"
-    transfer: Transfer = "blocking"
-    precision: Precision = "bf16-compute"
-    init: Init = "materialized"
-    checkpoint: CheckpointFit = "exact"
-    context: Context = "ordinary"
+    model: Model = Model.QWEN3
+    dims: Dims = Dims.EVEN
+    phase: Phase = Phase.TRAINED
+    backend: Backend = Backend.MIXED
+    sharding: Sharding = Sharding.FULL
+    pinning: Pinning = Pinning.PINNED
+    transfer: Transfer = Transfer.BLOCKING
+    precision: Precision = Precision.BF16_COMPUTE
+    init: Init = Init.MATERIALIZED
+    checkpoint: CheckpointFit = CheckpointFit.EXACT
+    context: Context = Context.ORDINARY
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, str]:
+        """The name of the value on each axis, as ids and JSON have it."""
+        return {axis.name: str(getattr(self, axis.name)) for axis in AXES}
+
+    def to_json(self) -> dict[str, str]:
+        """As :func:`any_case_of` reads it."""
+        return dict(self.values)
 
     @property
     def id(self) -> str:
         return "/".join(
-            value for axis in AXES if (value := getattr(self, axis.name)) != axis.default or axis.always_in_id
+            value for axis in AXES if (value := self.values[axis.name]) != axis.default or axis.always_in_id
         )
 
-    def changed(self, **values: str) -> Scenario:
+    def changed(self, **values: str | Offload) -> Scenario:
         """This scenario with other values on some axes. Raises KeyError and ValueError as :func:`scenario_of`."""
-        return scenario_of(dataclasses.asdict(self) | values)
+        return scenario_of({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property
     def generation(self) -> str:
         """Which generation of workers may run it: their process groups are made with its backend."""
-        return self.backend
+        return str(self.backend)
 
     def without_offload(self) -> Scenario:
         """The scenario that differs from this one by its offload alone, and has the default one."""
-        return self.changed(offload=AXIS["offload"].default)
+        return dataclasses.replace(self, offload=Offload())
 
     @property
     def policy(self) -> bool:
         """Whether torch owns the placement: the policy overrides the manual offloads, as in verl."""
-        return "policy" in self.offload
+        return self.offload.policy
 
     @property
     def param_offload(self) -> bool:
-        return not self.policy and "param" in self.offload
+        return OffloadFlag.PARAM in self.offload.by_hand
 
     @property
     def optimizer_offload(self) -> bool:
-        return not self.policy and "optimizer" in self.offload
+        return OffloadFlag.OPTIMIZER in self.offload.by_hand
 
     @property
-    def checkpoint_fits(self) -> bool:
-        """Whether the checkpoint has the names, shapes and dtypes of the model's state dict, so that it must load.
-
-        One that processes of another number saved need not: a file for each rank cannot be cut again.
-        """
-        return self.checkpoint in ("exact", "tied-twice", "other-run")
+    def version(self) -> FsdpVersion:
+        """1 for FullyShardedDataParallel, 2 for fully_shard."""
+        return self.strategy.version
 
     @property
-    def saved_elsewhere(self) -> bool:
-        """Whether other processes save the checkpoint than those that load it."""
-        return self.checkpoint in ("other-run", "other-world")
+    def is_of_loading(self) -> bool:
+        """Whether it says something that only a method that loads can be tried with."""
+        return self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT
 
     @property
     def contradiction(self) -> str:
         """Why no model can be on all these points at once; empty if one can."""
-        if self.pinning == "unpinned" and not (self.policy and self.version == 2):
+        if not self.pinning.is_pinned and not (self.policy and self.version == 2):
             return "only FSDP2's CPUOffloadPolicy can be told not to pin"
-        if self.transfer == "nonblocking" and not (self.param_offload or self.optimizer_offload):
+        if not self.transfer.is_blocking and not self.offload.by_hand:
             return "only a manual offload can be non-blocking"
-        if self.sharding in ("tp", "experts", "replicate") and self.version == 1:
+        if self.sharding.needs_fsdp2 and self.version == 1:
             return f"only FSDP2 can be sharded as {self.sharding}"
-        if self.sharding == "experts" and self.model not in ("qwen3-moe", "custom"):
+        if self.sharding is Sharding.EXPERTS and not (self.model.has_experts or self.model.is_custom):
             return "only a model with experts has a mesh for them"
-        if self.precision == "fp32-compute" and self.checkpoint == "fp32":
+        if not self.precision.casts and self.checkpoint is CheckpointFit.FP32:
             return "a model that loads the checkpoint fp32 has bfloat16 parameters, and computes in float32 nowhere"
-        if self.dims == "uneven" and self.model == "custom":
+        if self.model.is_custom and not self.dims.is_even:
             return "the dimensions of a model given with --model are its own"
-        if self.checkpoint in ("tied-twice", "tied-once") and self.model not in ("qwen3-tied", "custom"):
+        if self.checkpoint.is_of_tied_weights and not (self.model.is_tied or self.model.is_custom):
             return f"only a model with tied weights has a checkpoint that is {self.checkpoint}"
-        return self._contradiction_on_meta if self.init == "meta" else ""
-
-    @property
-    def _contradiction_on_meta(self) -> str:
+        if not self.init.is_meta:
+            return ""
         if self.version == 1:
             return "FullyShardedDataParallel materializes a model when it wraps it"
-        if self.phase == "trained":
+        if self.phase.is_trained:
             return "a model on the meta device has not been trained"
-        if self.param_offload or self.staging == "staged":
+        if self.param_offload or self.staging.is_staged:
             return "there is nothing on the meta device that could be moved"
         return ""
-
-    @property
-    def version(self) -> int:
-        """1 for FullyShardedDataParallel, 2 for fully_shard."""
-        return 2 if self.strategy == "fsdp2" else 1
 
 
 @dataclass(frozen=True, order=True)
@@ -176,7 +178,7 @@ def leading_words(case: AnyCase) -> tuple[str, str, str]:
 
 
 def any_case_of(scenario: Mapping[str, str], path: str) -> AnyCase:
-    """Of what ``dataclasses.asdict`` makes of a scenario. Raises KeyError and ValueError as :func:`scenario_of`."""
+    """The case of a scenario that came as JSON. Raises KeyError and ValueError as :func:`scenario_of`."""
     if "framework" in scenario:
         fields: dict[str, Any] = dict(scenario)
         read = FrameworkScenario(**fields)
@@ -214,5 +216,5 @@ def scenario_of(values: Mapping[str, str]) -> Scenario:
     for axis, value in values.items():
         if value not in AXIS[axis].values:
             raise ValueError(f"{value!r} is not a value of the axis {axis}")
-    fields: dict[str, Any] = dict(values)
+    fields: dict[str, Any] = {axis: AXIS[axis].parse(value) for axis, value in values.items()}
     return Scenario(**fields)

@@ -1,22 +1,81 @@
-"""The paths under test, those that extract and those that load.
+"""The methods under test, those that extract and those that load; their table is ``methods.toml``.
 
-This table is read without torch. The functions behind the names are in ``case/paths``.
+This module imports no torch. The functions behind the names are in ``case/paths``.
 """
 
 from __future__ import annotations
 
 import functools
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import msgspec
+
+from fsdp_doctor.matrix.axes import FsdpVersion
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Contract, Direction
-from fsdp_doctor.matrix.extraction_paths import EXTRACTION_PATHS, FIX
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.matrix.loading_paths import LOADING_FIX, LOADING_PATHS, OPTIMIZER_FIX
-from fsdp_doctor.matrix.path import Path
 
-PATHS: tuple[Path, ...] = (*EXTRACTION_PATHS, *LOADING_PATHS)
+FIX, LOADING_FIX, OPTIMIZER_FIX = "full_tensors", "load_full_tensors", "load_optimizer_state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """One way to extract weights or to load them; its contract says which.
+
+    function: ``module:name`` in ``fsdp_doctor.case.paths``. summary: the method in code. used_by: who calls it.
+    is_fix: it is ours; it runs with --fix.
+    undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
+        which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
+    without_mesh: FSDP1 has it only for a model that was given no device mesh.
+    offloads: it moves the shards off the device before it yields, and so promises their memory back.
+    optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
+    only: axes on which it makes sense for these values alone.
+    """
+
+    name: str
+    fsdp: tuple[FsdpVersion, ...]
+    function: str
+    summary: str
+    contract: Contract = field(default_factory=Contract)
+    used_by: str = ""
+    is_fix: bool = False
+    undoes_staging: bool = False
+    without_mesh: bool = False
+    offloads: bool = False
+    optimizer_first: bool = False
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def direction(self) -> Direction:
+        return self.contract.direction
+
+    def applies(self, scenario: Scenario) -> bool:
+        """Whether it makes sense there at all; whether it works is for the probe to say."""
+        on_axes = all(scenario.values[axis] in values for axis, values in self.only.items())
+        suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
+        return scenario.version in self.fsdp and on_axes and suits
+
+    def _suits_loading(self, scenario: Scenario) -> bool:
+        """Whether what it loads can be on meta, and a checkpoint of its form can be as the scenario has it."""
+        contract = self.contract
+        if scenario.sharding.needs_fsdp2:  # loads are not tried with these
+            return False
+        if scenario.init.is_meta and contract.loads != "model":
+            return False
+        if scenario.checkpoint.saved_elsewhere:
+            return self.is_fix or contract.given in ("dcp", "rank_files")
+        whole_model = contract.loads == "model" and contract.weights == "own"
+        return scenario.checkpoint.is_of_every_method or whole_model
+
+
+PATHS: tuple[Path, ...] = tuple(
+    msgspec.convert(
+        msgspec.toml.decode(pathlib.Path(__file__).with_name("methods.toml").read_bytes())["method"], list[Path]
+    )
+)
 FIXES: frozenset[str] = frozenset(path.name for path in PATHS if path.is_fix)
-
 PATH_NAMES: tuple[str, ...] = tuple(dict.fromkeys(path.name for path in PATHS))
 
 
@@ -26,47 +85,43 @@ def is_user_path(name: str) -> bool:
 
 
 def paths_for(scenario: Scenario, direction: Direction | None = None) -> tuple[Path, ...]:
-    """The rows that make sense in a scenario, the fixes among them; those of one direction if one is given."""
+    """The methods that make sense in a scenario, the fixes among them; those of one direction if one is given."""
     return tuple(path for path in PATHS if path.applies(scenario) and direction in (None, path.direction))
 
 
-# What fits a model otherwise than the exact one: of the weights, there is none of an optimizer's state.
-_CHECKPOINTS_OF_WEIGHTS = ("bf16", "extra-key", "missing-key")
-
-
 def impossible(path: Path, scenario: Scenario) -> str:
-    """Why the path cannot be tried in the scenario, wherever it runs; empty if it can."""
-    if path.direction == "out" and path.contract.form == "optimizer" and scenario.phase == "fresh":
+    """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
+    if path.direction == "out" and path.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
     if path.direction == "in" and path.contract.loads != "model":
-        if scenario.init == "meta":
+        if scenario.init.is_meta:
             return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"
-        if scenario.checkpoint in _CHECKPOINTS_OF_WEIGHTS:
+        if scenario.checkpoint.is_of_weights_alone:
             return f"{scenario.checkpoint} is a checkpoint of weights, and {path.name} loads an optimizer"
-    if path.without_mesh and scenario.sharding != "full":
+    if path.without_mesh and not scenario.sharding.has_one_mesh:
         return f"{path.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
-    if path.contract.form == "flat" and scenario.strategy == "fsdp1-orig":
+    if path.contract.form == "flat" and scenario.strategy.uses_original_parameters:
         return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
     return scenario.contradiction
 
 
 @functools.cache
 def find_path(name: str, fsdp: int) -> Path:
-    """The row of that name for FSDP1 or FSDP2; a ``module:function`` gets a row of its own."""
+    """The method of that name for FSDP1 or FSDP2; a ``module:function`` becomes one with the default contract."""
     if is_user_path(name):
-        return Path(name=name, fsdp=(1, 2), contract=Contract(), function=name, summary=f"{name}(model)")
+        return Path(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)")
     return next(path for path in PATHS if path.name == name and fsdp in path.fsdp)
 
 
 def direction_of(case: AnyCase) -> Direction:
-    """Whether the path of a case extracts or loads, of the matrix or of a framework."""
+    """Whether the method of a case extracts or loads, of the matrix or of a framework."""
     if isinstance(case, FrameworkCase):
         return case.way.direction
     return find_path(case.path, case.scenario.version).direction
 
 
 def fix_for(name: str, fsdp: int) -> str:
-    """The name of our own path that does what the path of that name does."""
+    """The name of our own method that does what the method of that name does."""
     contract = find_path(name, fsdp).contract
     if contract.form == "local":
         return name

@@ -16,7 +16,7 @@ from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.expression import compile_expression
 from fsdp_doctor.matrix.extent import (
     Level,
-    default_departures,
+    default_variants,
     full_matrix,
     has_paths_in_use_alone,
     is_sampled,
@@ -130,9 +130,9 @@ def _fixes_beside(case: AnyCase) -> list[AnyCase]:
 def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
     """The scenarios that have the values asked for: of the level ``quick`` or ``full``, else of their product.
 
-    So a filter beside ``full`` leaves cases out and adds none. Where the full matrix has nothing of what is asked
-    for, because it departs from the default in one axis at a time and two were named, it is as without it:
-    the values asked for, and the defaults on every other axis.
+    A filter beside ``full`` leaves cases out and adds none. Where the full matrix has none with all the values asked
+    for, because it varies one axis at a time, the result is that without ``full``: the values asked for, and the
+    defaults on every other axis.
     """
     for axis, values in selection.axes.items():
         for value in values:
@@ -143,16 +143,16 @@ def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]
     model = "custom" if selection.custom_model else AXIS["model"].default
     if selection.level == "quick":
         return [scenario for scenario in quick_scenarios(direction, model) if _has(scenario, asked)]
-    found = [one for one in full_matrix(direction, model) if _has(one, asked)] if selection.level == "full" else []
-    if found:
-        return dict.fromkeys(found)
-    departures = (scenario for scenario in default_departures(direction) if not (asked and is_sampled(scenario)))
-    beside = (scenario for scenario in departures if _has(scenario, asked))
-    return dict.fromkeys([*product(direction, asked), *beside])
+    if selection.level == "full":
+        matching = dict.fromkeys(scenario for scenario in full_matrix(direction, model) if _has(scenario, asked))
+        if matching:
+            return matching
+    variants = (scenario for scenario in default_variants(direction) if not (asked and is_sampled(scenario)))
+    return dict.fromkeys([*product(direction, asked), *(scenario for scenario in variants if _has(scenario, asked))])
 
 
 def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
-    return all(getattr(scenario, axis) in values for axis, values in asked.items())
+    return all(scenario.values[axis] in values for axis, values in asked.items())
 
 
 def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:

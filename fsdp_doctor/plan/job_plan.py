@@ -338,11 +338,11 @@ def _role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, RoleS
         for sequences in sorted({1, role.sequences // 2}, reverse=True):
             yield f"a micro batch of {sequences}", cost, dataclasses.replace(role, sequences=sequences)
     for setting, offload in _more_offloads(role):
-        cost = "the link to the host is in every step" if "policy" in offload else "moved twice in every step"
+        cost = "the link to the host is in every step" if offload.policy else "moved twice in every step"
         scenario = role.scenario.changed(offload=offload)
         yield setting, cost, dataclasses.replace(role, scenario=scenario)
-    if role.scenario.offload != "none":
-        resident = role.scenario.changed(offload="none")
+    if role.scenario.offload:
+        resident = role.scenario.changed(offload=Offload())
         yield "no offload", "more of the device, less of the host", dataclasses.replace(role, scenario=resident)
     if role.shard_ranks < ranks:
         cost = "gathers go over all ranks, between nodes too"
@@ -361,11 +361,10 @@ def _more_offloads(role: RoleSetup) -> list[tuple[str, Offload]]:
         return []
     offloads: list[tuple[str, Offload]] = []
     if role.trains and not scenario.optimizer_offload:
-        both: Offload = "param+optimizer" if scenario.param_offload else "optimizer"
-        offloads.append(("optimizer_offload=true", both))
+        offloads.append(("optimizer_offload=true", Offload.of(param=scenario.param_offload, optimizer=True)))
     if not scenario.param_offload:
-        offloads.append(("param_offload=true", "param+optimizer" if scenario.optimizer_offload else "param"))
+        offloads.append(("param_offload=true", Offload.of(param=True, optimizer=scenario.optimizer_offload)))
     if role.trains and not (scenario.param_offload and scenario.optimizer_offload):
-        offloads.append(("param_offload=true and optimizer_offload=true", "param+optimizer"))
-    offloads.append(("offload_policy=true", "policy"))
+        offloads.append(("param_offload=true and optimizer_offload=true", Offload.of(param=True, optimizer=True)))
+    offloads.append(("offload_policy=true", Offload.of(policy=True)))
     return offloads

@@ -79,7 +79,7 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
     if asked not in devices.NAMES:
         known = ", ".join(devices.NAMES)
         raise UsageError(f"{_said(item)}: unknown device {asked!r}; use one of {known}")
-    backend = scenario.backend if scenario is not None else "mixed"
+    backend = scenario.backend if scenario is not None else Backend.MIXED
     return MarkedTest(needs=RanksNeeded(ranks=number, device=asked, backend=backend), timeout=timeout)
 
 

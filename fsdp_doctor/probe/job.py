@@ -66,7 +66,7 @@ def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
     """Rank 0 says what the job is; see :func:`receive_job`."""
     shared = {
         "device": dataclasses.asdict(job.device),
-        "cases": [[dataclasses.asdict(case.scenario), case.path] for case in job.cases],
+        "cases": [[case.scenario.to_json(), case.path] for case in job.cases],
         "user_paths": job.user_paths,
         "custom_model": str(job.custom_model) if job.custom_model else None,
         "scratch": str(job.scratch),

@@ -67,7 +67,7 @@ class Savers:
             # What it loads, a generation of the conductor's saves.
             return None
         cannot_be_tried = impossible(find_path(case.path, case.scenario.version), case.scenario)
-        if not case.scenario.saved_elsewhere or cannot_be_tried or self._place.num_nodes > 1:
+        if not case.scenario.checkpoint.saved_elsewhere or cannot_be_tried or self._place.num_nodes > 1:
             return None
         key = directory_of(case.scenario, self._job.scratch)
         if key not in self._without:

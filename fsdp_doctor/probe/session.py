@@ -64,7 +64,7 @@ def _without_mesh(case: AnyCase) -> bool:
 
 def with_exact_checkpoints(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
     """The cases, and after them those that a refusal of theirs is judged by."""
-    misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.checkpoint_fits)
+    misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.checkpoint.must_load)
     return tuple(dict.fromkeys([*cases, *(case.with_exact_checkpoint for case in misfits)]))
 
 

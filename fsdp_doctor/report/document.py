@@ -182,7 +182,7 @@ def report_from_dict(data: dict[str, Any]) -> Report:
 def result_to_dict(result: CaseResult) -> dict[str, Any]:
     return {
         "id": result.id,
-        "scenario": dataclasses.asdict(result.case.scenario),
+        "scenario": result.case.scenario.to_json(),
         "path": result.case.path,
         "verdict": _verdict_to_dict(result.verdict),
         "seconds": result.seconds,

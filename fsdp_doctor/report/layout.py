@@ -40,7 +40,7 @@ def grids(report: Report) -> list[Grid]:
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        grouped.setdefault(scenario.without_offload(), {})[result.case.path, scenario.offload] = result
+        grouped.setdefault(scenario.without_offload(), {})[result.case.path, str(scenario.offload)] = result
     return [
         Grid(
             title=_title(group),

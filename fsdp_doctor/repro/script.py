@@ -22,9 +22,9 @@ _ROOM = pathlib.Path(__file__).parent
 _PATHS = _ROOM.parent / "case" / "paths"
 _WIDTH = 100
 _IN_CONTEXT: dict[Context, str] = {
-    "ordinary": "{}",
-    "no_grad": "torch.no_grad()({})",
-    "inference": "torch.inference_mode()({})",
+    Context.ORDINARY: "{}",
+    Context.NO_GRAD: "torch.no_grad()({})",
+    Context.INFERENCE: "torch.inference_mode()({})",
 }
 _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.py.jinja"}
 _SEEN_IN_VALUES = ("ok", "wrong", "incomplete", "misplaced", "poisoned")
@@ -90,7 +90,7 @@ def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
 def _asks_others(case: Case, expectation: Expectation) -> bool:
     """Whether an exception that every rank raises is another end than one that some raise: a refusal."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
-    return not case.scenario.checkpoint_fits and (crash or expectation.kind in ("ok", "refused"))
+    return not case.scenario.checkpoint.must_load and (crash or expectation.kind in ("ok", "refused"))
 
 
 def _standing_alone(case: Case) -> Path:

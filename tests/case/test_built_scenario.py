@@ -18,10 +18,10 @@ from fsdp_doctor.case.runtime import Runtime, of_present_group
 from fsdp_doctor.case.trainer import Start, Trainer
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.cases import Scenario, scenario_of
 
 _TWO = Setting("emulated", 2)
-_PLAIN = Scenario(strategy="fsdp2", offload="none", staging="unstaged")
+_PLAIN = scenario_of({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"})
 _UNDER_POLICY = _PLAIN.changed(offload="policy")
 # What is built, what is asked for, and the facts in which the two differ.
 _OTHERWISE: tuple[tuple[Scenario, Scenario, set[str]], ...] = (

@@ -82,7 +82,7 @@ def _is_right(config: dict[str, Any], result: CheckResult) -> bool:
 def _short(use: Any) -> str:
     if use.scenario is None:
         return str(use.why_not)
-    values = {axis: getattr(use.scenario, axis) for axis in _SHOWN}
+    values = {axis: use.scenario.values[axis] for axis in _SHOWN}
     return "/".join(value for axis, value in values.items() if value != _DEFAULTS.get(axis))
 
 

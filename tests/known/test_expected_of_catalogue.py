@@ -11,7 +11,7 @@ from program import ROOT
 from fsdp_doctor.known.catalogue import expected_failures, expected_outcomes, known_failures
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.matrix.loading_paths import LOADING_FIX, OPTIMIZER_FIX
+from fsdp_doctor.matrix.paths import LOADING_FIX, OPTIMIZER_FIX
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.probe import baseline
 from fsdp_doctor.report.document import context_of, recognized

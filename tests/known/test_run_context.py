@@ -8,11 +8,11 @@ import pytest
 
 from fsdp_doctor.known.run_context import EVEN_DIMS, RunContext
 from fsdp_doctor.matrix.axes import AXIS, Sharding
-from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.cases import Scenario, scenario_of
 
 
 def _scenario(**values: str) -> Scenario:
-    return Scenario(strategy="fsdp2", offload="none", staging="unstaged").changed(**values)
+    return scenario_of({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"}).changed(**values)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ def test_a_scenario_has_a_field_for_each_axis_in_the_same_order():
     ],
 )
 def test_an_id_holds_three_axes_always_and_the_others_away_from_their_default(fields, expected):
-    assert Scenario(**(BASE | fields)).id == expected
+    assert scenario_of(BASE | fields).id == expected
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("fsdp2", "policy", "staged", "uneven"))))
 def test_the_values_of_an_id_are_understood_in_any_order(order):
-    expected = Scenario(strategy="fsdp2", offload="policy", staging="staged", dims="uneven")
+    expected = scenario_of({"strategy": "fsdp2", "offload": "policy", "staging": "staged", "dims": "uneven"})
     assert parse_case_id("/".join([*order, "dcp"]), PATH_NAMES) == Case(expected, "dcp")
 
 
@@ -103,17 +103,17 @@ def test_an_id_may_end_in_a_function_of_the_user():
     ],
 )
 def test_the_policy_turns_the_manual_offloads_off(offload, policy, param, optimizer):
-    scenario = Scenario(**(BASE | {"offload": offload}))
+    scenario = scenario_of(BASE | {"offload": offload})
     assert (scenario.policy, scenario.param_offload, scenario.optimizer_offload) == (policy, param, optimizer)
 
 
 @pytest.mark.parametrize(("strategy", "version"), [("fsdp2", 2), ("fsdp1", 1), ("fsdp1-orig", 1)])
 def test_both_kinds_of_fsdp1_are_version_1(strategy, version):
-    assert Scenario(**(BASE | {"strategy": strategy})).version == version
+    assert scenario_of(BASE | {"strategy": strategy}).version == version
 
 
 def test_a_scenario_comes_back_from_its_dict():
-    scenario = Scenario(**{axis.name: list(axis.values)[-1] for axis in AXES})
+    scenario = scenario_of({axis.name: list(axis.values)[-1] for axis in AXES})
     assert scenario_of(dataclasses.asdict(scenario)) == scenario
 
 

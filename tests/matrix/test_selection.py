@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.cases import scenario_of
 from fsdp_doctor.matrix.paths import FIX, FIXES, find_path, fix_for, paths_for
 from fsdp_doctor.matrix.selection import Selection, select
 
@@ -16,7 +16,7 @@ def ids(**options):
 
 
 def values(cases, axis):
-    return {getattr(case.scenario, axis) for case in cases}
+    return {case.scenario.values[axis] for case in cases}
 
 
 def is_plain(case):
@@ -30,10 +30,10 @@ def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_st
         for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values
-        for path in paths_for(Scenario(strategy=strategy, offload=offload, staging=staging), "out")
+        for path in paths_for(scenario_of({"strategy": strategy, "offload": offload, "staging": staging}), "out")
         if not path.is_fix
     }
-    found = [(c.scenario.strategy, c.scenario.offload, c.scenario.staging, c.path) for c in cases]
+    found = [(c.scenario.strategy, str(c.scenario.offload), c.scenario.staging, c.path) for c in cases]
     assert set(found) == expected
     assert len(found) == len(expected)
     for axis in AXES:
@@ -45,7 +45,7 @@ def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_wha
     cases = [case for case in select(Selection(directions=("in",))) if is_plain(case)]
     plain = {c for c in cases if c.scenario.init == "materialized" and c.scenario.checkpoint == "exact"}
     assert {c.scenario for c in plain} == {
-        Scenario(strategy=strategy, offload=offload, staging=staging, phase="fresh")
+        scenario_of({"strategy": strategy, "offload": offload, "staging": staging, "phase": "fresh"})
         for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values

@@ -12,7 +12,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Case, scenario_of
 from fsdp_doctor.probe.job import Job, Limits
 from fsdp_doctor.probe.savers import Savers, number_of_savers
 from fsdp_doctor.probe.supervisor import Interruption
@@ -115,7 +115,9 @@ def test_one_device_has_no_other_number_of_ranks(
     tmp_path: pathlib.Path, saved_by: int, num_nodes: int, kind: str | None
 ) -> None:
     """On several nodes the case says itself why it cannot be run."""
-    scenario = Scenario(strategy="fsdp2", offload="none", staging="unstaged", phase="fresh", checkpoint="other-world")
+    scenario = scenario_of(
+        {"strategy": "fsdp2", "offload": "none", "staging": "unstaged", "phase": "fresh", "checkpoint": "other-world"}
+    )
     job = Job(
         device=RunDevice(type="cpu"),
         cases=(Case(scenario, "dcp.load"),),

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from fsdp_doctor.errors import DoctorFault, UsageError
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Case, scenario_of
 from fsdp_doctor.report.document import SCHEMA_VERSION, CaseResult, Report, report_to_dict
 from fsdp_doctor.report.journal import Journal, read_report
 from fsdp_doctor.verdict.classification import Verdict
@@ -18,7 +18,7 @@ PATHS = ("state_dict", "dcp", "unshard", "from_local")
 
 
 def result(path, kind="crash"):
-    case = Case(Scenario(strategy="fsdp2", offload="policy", staging="staged"), path)
+    case = Case(scenario_of({"strategy": "fsdp2", "offload": "policy", "staging": "staged"}), path)
     failure = Failure(type="RuntimeError", message="it\nbroke \u2028 é \x00", traceback="Traceback\n", time=1.5)
     record = Record(
         case_id=case.id, stage="extract", failure=failure, problems=(Problem(kind="wrong", detail="w"),), done=True

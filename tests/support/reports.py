@@ -7,7 +7,7 @@ import pathlib
 import fsdp_doctor
 from fsdp_doctor.machine.environment import without_torch
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.cases import Case, scenario_of
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import (
     CaseResult,
@@ -63,7 +63,7 @@ def every_kind(**fields):
 
 def everything():
     """A report in which nothing is left at its default."""
-    case = Case(Scenario(**{axis.name: list(axis.values)[-1] for axis in AXES}), "mod:fn")
+    case = Case(scenario_of({axis.name: list(axis.values)[-1] for axis in AXES}), "mod:fn")
     record = Record(
         case_id=case.id,
         stage="next step",

@@ -52,11 +52,11 @@ def in_context(context: Context, function: PathFunction) -> PathFunction:
     What is done with an entry, between it and the next one, is outside.
     """
     match context:
-        case "ordinary":
+        case Context.ORDINARY:
             return function
-        case "no_grad":
+        case Context.NO_GRAD:
             entered: Callable[[], contextlib.AbstractContextManager[Any]] = torch.no_grad
-        case "inference":
+        case Context.INFERENCE:
             entered = torch.inference_mode
         case _:
             assert_never(context)

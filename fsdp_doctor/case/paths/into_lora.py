@@ -1,4 +1,4 @@
-"""Loading an adapter as peft does it; see matrix/loading_paths.py.
+"""Loading an adapter as peft does it; see matrix/methods.toml.
 
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """

@@ -41,7 +41,13 @@ _ENGINES = {
 }
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO", "XLA", "TPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
 # By the first letters of the name of a torch.distributed.fsdp.ShardingStrategy, or its number.
-_SHARDING: dict[str, Sharding] = {"HYBRID": "hsdp", "NO_SHA": "size1", "4": "hsdp", "5": "hsdp", "3": "size1"}
+_SHARDING: dict[str, Sharding] = {
+    "HYBRID": Sharding.HSDP,
+    "NO_SHA": Sharding.SIZE1,
+    "4": Sharding.HSDP,
+    "5": Sharding.HSDP,
+    "3": Sharding.SIZE1,
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class _Versions(VersionRange):
     offload_backend: Backend
 
 
-_VERSIONS = (_Versions("before 1.7.0", "<1.7", "device-only"), _Versions("since 1.7.0", ">=1.7", "mixed"))
+_VERSIONS = (_Versions("before 1.7.0", "<1.7", Backend.DEVICE_ONLY), _Versions("since 1.7.0", ">=1.7", Backend.MIXED))
 
 
 class Accelerate(Framework):

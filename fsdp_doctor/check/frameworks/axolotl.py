@@ -28,7 +28,11 @@ from fsdp_doctor.check.use import Chosen, OffloadChoice, Role, Use
 from fsdp_doctor.matrix.axes import Backend, Sharding
 
 _VERSION = ("fsdp_version",)
-_SHARDING: dict[str, Sharding] = {"HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp", "NO_SHARD": "size1"}
+_SHARDING: dict[str, Sharding] = {
+    "HYBRID_SHARD": Sharding.HSDP,
+    "HYBRID_SHARD_ZERO2": Sharding.HSDP,
+    "NO_SHARD": Sharding.SIZE1,
+}
 _LORA = ("lora", "qlora")
 # Keys that no other framework has beside base_model.
 _AXOLOTL_KEYS = (
@@ -49,9 +53,9 @@ class _Versions(VersionRange):
 
 
 _VERSIONS = (
-    _Versions("before v0.9", "<0.9", "device-only", reads_version=False),
-    _Versions("v0.9", ">=0.9,<0.10", "device-only"),
-    _Versions("since v0.10", ">=0.10", "mixed"),
+    _Versions("before v0.9", "<0.9", Backend.DEVICE_ONLY, reads_version=False),
+    _Versions("v0.9", ">=0.9,<0.10", Backend.DEVICE_ONLY),
+    _Versions("since v0.10", ">=0.10", Backend.MIXED),
 )
 
 

@@ -35,7 +35,11 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import Sharding
 
 _OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
-_SHARDING: dict[str, Sharding] = {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp", "no_shard": "size1"}
+_SHARDING: dict[str, Sharding] = {
+    "hybrid_shard": Sharding.HSDP,
+    "hybrid_shard_zero2": Sharding.HSDP,
+    "no_shard": Sharding.SIZE1,
+}
 # Keys of the Trainer that no configuration of another framework has together with fsdp_config.
 _TRAINER_KEYS = ("output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps")
 
@@ -134,9 +138,9 @@ def _read_use(settings: Settings, options: tuple[str, ...], versions: _Versions)
     policy = fsdp if "offload" in options else None
     if versions.reads_cpu_offload:
         policy = get_if_true(settings, *keys("cpu_offload")) or policy
-    sharding: Sharding = "full"
+    sharding: Sharding = Sharding.FULL
     if version == 1:
-        sharding = next((_SHARDING[word] for word in options if word in _SHARDING), "full")
+        sharding = next((_SHARDING[word] for word in options if word in _SHARDING), Sharding.FULL)
     plugin = Plugin(
         version=version,
         version_why=(settings.first(*keys("version")) if versions.reads_version else None)

@@ -35,7 +35,11 @@ _FSDP_NAMES = {
     "FSDPStrategy": False,
 }
 _OTHER_NAMES = re.compile(r"[A-Za-z_]*(?:ddp|DDP|DeepSpeed|deepspeed|auto|Single)\w*")
-_SHARDING: dict[str, Sharding] = {"HYBRID_SHARD": "hsdp", "_HYBRID_SHARD_ZERO2": "hsdp", "NO_SHARD": "size1"}
+_SHARDING: dict[str, Sharding] = {
+    "HYBRID_SHARD": Sharding.HSDP,
+    "_HYBRID_SHARD_ZERO2": Sharding.HSDP,
+    "NO_SHARD": Sharding.SIZE1,
+}
 _NCCL_ALONE = "Lightning's default is NCCL alone"
 
 

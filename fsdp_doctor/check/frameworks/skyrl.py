@@ -35,16 +35,16 @@ _MOVED = "distributed/fsdp_strategy.py moves it by hand where all are colocated,
 class _Versions(VersionRange):
     """fsdp: the strategy that the word ``fsdp`` means. default: the word where none is set. adapter: its path."""
 
-    fsdp: Strategy = "fsdp1"
+    fsdp: Strategy = Strategy.FSDP1
     default: str = "fsdp2"
-    backend: Backend = "mixed"
+    backend: Backend = Backend.MIXED
     adapter: str = "lora.layered_summon"
 
 
 _VERSIONS = (
-    _Versions("skyrl before 0.2, and skyrl_train", "<0.2", backend="device-only"),
+    _Versions("skyrl before 0.2, and skyrl_train", "<0.2", backend=Backend.DEVICE_ONLY),
     _Versions("skyrl 0.2", ">=0.2,<0.3"),
-    _Versions("skyrl since 0.3", ">=0.3", fsdp="fsdp2", default="fsdp", adapter="lora.adapter"),
+    _Versions("skyrl since 0.3", ">=0.3", fsdp=Strategy.FSDP2, default="fsdp", adapter="lora.adapter"),
 )
 
 
@@ -98,7 +98,7 @@ class SkyRl(Framework):
 
 def _read_use(settings: Settings, role: Role, versions: _Versions, given: Given) -> Use:
     row, table = settings.first(_STRATEGY), _key_table(role)
-    strategy = versions.fsdp if (settings.text(_STRATEGY) or versions.default) == "fsdp" else "fsdp2"
+    strategy = versions.fsdp if (settings.text(_STRATEGY) or versions.default) == "fsdp" else Strategy.FSDP2
     offload = _read_offload(settings, role, strategy)
     return use_of(
         role,

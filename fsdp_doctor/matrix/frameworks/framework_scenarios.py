@@ -27,6 +27,9 @@ class FrameworkScenario:
     def id(self) -> str:
         return f"{self.framework}:{self.configuration}"
 
+    def to_json(self) -> dict[str, str]:
+        return {"framework": self.framework, "configuration": self.configuration}
+
     @property
     def matrix(self) -> FrameworkMatrix:
         return FRAMEWORKS[self.framework]

@@ -60,7 +60,7 @@ class Verl(Framework):
         ranges = models.versions_of(model, settings, given.framework_version)
         strategy = model.strategy(settings)
         if strategy is not None and ranges and all(versions.fsdp1_only for versions in ranges):
-            strategy = "fsdp1"
+            strategy = Strategy.FSDP1
         if strategy is None:
             why = model.strategy_setting(settings)
             return not_under_fsdp(role, why, *conflicts.find_offload_conflicts(model, strategy, settings))
@@ -88,7 +88,7 @@ class Verl(Framework):
 
 def _read_use(model: VerlModel, strategy: Strategy, versions: VerlVersions, settings: Settings, given: Given) -> Use:
     """strategy: regardless of use_orig_params."""
-    strategy = "fsdp1" if versions.fsdp1_only else strategy
+    strategy = Strategy.FSDP1 if versions.fsdp1_only else strategy
     offload, adapter = _read_offload(model, settings, strategy), model.adapter(settings)
     chosen: dict[AxisName, Chosen] = {
         "strategy": _choose_strategy(model, strategy, versions, settings),

@@ -19,7 +19,7 @@ from fsdp_doctor.check.use import Role
 from fsdp_doctor.matrix.axes import Backend, Strategy
 
 ENGINE_KEYS = ("strategy", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size", "use_orig_params")
-_STRATEGIES: dict[str, Strategy] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
+_STRATEGIES: dict[str, Strategy] = {"fsdp": Strategy.FSDP1, "fsdp2": Strategy.FSDP2}
 # The engines other than verl's own FSDP. The first two are Megatron; the others have an FSDP2 that is not read.
 _OTHER_ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan", "automodel")
 _WITHOUT_FSDP = _OTHER_ENGINES[:2]
@@ -168,8 +168,8 @@ class VerlVersions(VersionRange):
     merged_late: bool = True
     nonblocking: bool = False
     asks_offloaded: bool = False
-    backend: Backend = "mixed"
-    critic_backend: Backend = "mixed"
+    backend: Backend = Backend.MIXED
+    critic_backend: Backend = Backend.MIXED
     always_ref: bool = False
     fsdp1_only: bool = False
 
@@ -180,12 +180,12 @@ _LEGACY = VerlVersions(
     engine=False,
     stages=False,
     asks_offloaded=True,
-    critic_backend="device-only",
+    critic_backend=Backend.DEVICE_ONLY,
 )
 _V0_3 = dataclasses.replace(
     _LEGACY, label="v0.3", versions=">=0.3,<0.4", asks_offloaded=False, always_ref=True, fsdp1_only=True
 )
-_V0_2 = dataclasses.replace(_V0_3, label="before v0.3", versions="<0.3", backend="device-only")
+_V0_2 = dataclasses.replace(_V0_3, label="before v0.3", versions="<0.3", backend=Backend.DEVICE_ONLY)
 _FIRST_ENGINE = VerlVersions(
     "v0.6 and v0.7, use_legacy_worker_impl=disable",
     ">=0.6,<0.8",
@@ -200,7 +200,7 @@ _V0_9 = VerlVersions(  # PRs 6604, 7005, 7014
 _NEWEST = dataclasses.replace(_V0_9, label="after v0.9.0", versions=">=0.9.1", nonblocking=True)  # PR 7347
 RELEASES = (_V0_2, _V0_3, _LEGACY, _FIRST_ENGINE, _V0_8, _V0_9, _NEWEST)
 # fsdp_sft_trainer.py, which has NCCL alone.
-_OLD_SFT_V0_5 = VerlVersions("v0.5 to v0.7.0", ">=0.5,<0.8", backend="device-only", stages=False)
+_OLD_SFT_V0_5 = VerlVersions("v0.5 to v0.7.0", ">=0.5,<0.8", backend=Backend.DEVICE_ONLY, stages=False)
 _OLD_SFT_V0_4 = dataclasses.replace(_OLD_SFT_V0_5, label="v0.4", versions=">=0.4,<0.5", saves_whole=True)
 OLD_SFT_RELEASES = (
     dataclasses.replace(_OLD_SFT_V0_4, label="before v0.4", versions="<0.4", fsdp1_only=True),
@@ -217,7 +217,7 @@ def versions_of(model: VerlModel, settings: Settings, version: Version | None) -
     if model is SFT:  # It has the engine alone, and no setting that chooses.
         return [
             dataclasses.replace(
-                item, backend="device-only", label="v0.6 and v0.7" if item is _FIRST_ENGINE else item.label
+                item, backend=Backend.DEVICE_ONLY, label="v0.6 and v0.7" if item is _FIRST_ENGINE else item.label
             )
             for item in releases
             if item.engine
