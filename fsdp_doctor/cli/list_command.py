@@ -15,7 +15,7 @@ from fsdp_doctor.cli.values import split
 from fsdp_doctor.matrix.axes import AXES, Axis
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkAxis, FrameworkPath
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkPath
 from fsdp_doctor.matrix.frameworks.framework_scenarios import frameworks_named
 from fsdp_doctor.matrix.paths import PATHS, Path
 from fsdp_doctor.report.layout import counted
@@ -72,7 +72,7 @@ def _kind(path: Path | FrameworkPath) -> str:
     return f"{path.direction}, {'+'.join(f'fsdp{version}' for version in path.fsdp)}"
 
 
-def _axes_as_text(axes: Iterable[Axis | FrameworkAxis]) -> str:
+def _axes_as_text(axes: Iterable[Axis]) -> str:
     lines = []
     for axis in axes:
         lines.append(f"{axis.name}  (default {axis.default})")

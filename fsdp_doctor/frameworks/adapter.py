@@ -1,36 +1,41 @@
-"""What an adapter of a framework is: how its own code builds, trains, offloads, saves, loads and extracts.
+"""The interface of an adapter: how a framework's own code builds, trains, offloads, saves, loads and extracts.
 
-An adapter is a module of this room with a class of :class:`Adapter`, named ``ADAPTER``. It imports its framework inside
-of functions alone, and uses the framework's public names as its users do. What it does not know of an installed version
-it leaves to raise: an AttributeError, ImportError or TypeError that the adapter's own lines raise is told as
-``unsupported`` with the framework's version, never as a verdict.
+An adapter is a module ``on_NAME.py`` of this room with an instance of :class:`Adapter`, named ``ADAPTER``. It imports
+its framework only inside functions, and uses the framework's public names as its users do. An AttributeError,
+ImportError or TypeError raised by a line of the adapter itself is reported as ``unsupported`` with the framework's
+version, never as a verdict.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
 import importlib
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.case import models
+from fsdp_doctor.case.lora_reference import is_adapter
+from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.axes import Dims, Model
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
 
 FileFormat: TypeAlias = Literal["safetensors", "torch.save", "dcp"]
-# After how many steps a run is looked at, offloaded and saved.
+# Training steps before a session is examined, offloaded and saved.
 STEPS_BEFORE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFiles:
-    """An extraction's result that lies in files; every rank reads them.
+    """The result of an extraction that is in files; every rank reads them.
 
     directory: of ``*.safetensors`` files, of files of ``torch.save`` (``*.bin``, ``*.pt``), or of a distributed
         checkpoint. part: of a nested checkpoint the keys that lead to the weights, for example ``("model",)``.
@@ -48,7 +53,7 @@ Extraction: TypeAlias = Callable[[pathlib.Path], Extracted]
 
 
 class FrameworkSession(abc.ABC):
-    """A model that the framework's own code wrapped, with its optimizer. Every rank calls every method alike.
+    """A model wrapped by the framework's own code, with its optimizer. Every rank calls every method alike.
 
     A framework that is driven step by step implements :meth:`step`, :meth:`save` and :meth:`load`. One that owns its
     loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
@@ -67,40 +72,41 @@ class FrameworkSession(abc.ABC):
     @property
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """The wrapped model, with FSDP's root in it."""
+        """The wrapped model, which contains FSDP's root."""
 
     @property
     @abc.abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
-        """torch's optimizer itself, without what the framework puts around it."""
+        """torch's optimizer itself, without the framework's wrapper."""
 
     def step(self, tokens: torch.Tensor) -> None:
-        """One training step of the framework's own on a batch of this rank: int64, (2, 16), on the CPU."""
+        """Trains on a batch of this rank: int64, (2, 16), on the CPU."""
         raise NotImplementedError
 
     def offload(self) -> None:  # noqa: B027, most have none
-        """The framework's manual offload between a training step and an extraction, where the configuration has one."""
+        """Runs the framework's manual offload after a training step, where the configuration has one."""
 
     def onload(self) -> None:  # noqa: B027, as above
-        """Its counterpart before the next training step."""
+        """Undoes :meth:`offload` before the next training step."""
 
     def save(self, directory: pathlib.Path) -> None:
-        """Saves for a resume, at the latest before the next training step. The directory is not yet made."""
+        """Saves for a resume, at the latest before the next training step. The directory does not exist yet."""
         raise NotImplementedError
 
     def load(self, directory: pathlib.Path) -> None:
-        """Loads what :meth:`save` left there, in this session or in another."""
+        """Loads the checkpoint that :meth:`save` of this session or of another wrote."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def extractions(self) -> Mapping[str, Extraction]:
-        """By the name of its path, the call that extracts; it is given a directory, not yet made, for files."""
+        """The extractions by the names of their methods. Each is given a directory, not yet made, for files."""
 
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
-        """Trains that many steps more, and calls ``at(n)`` after the nth of them; ``at(0)`` before the first.
+        """Trains ``num_steps`` more steps, and calls ``at(n)`` after the nth of them; ``at(0)`` before the first.
 
-        resume_from: what :meth:`save` of another session left after its first STEPS_BEFORE steps: it is loaded before
-            ``at(0)``, and training goes on with the batches that followed there. What ``at`` raises is passed on.
+        resume_from: the directory that :meth:`save` of another session wrote after its first STEPS_BEFORE steps. It is
+            loaded before ``at(0)``, and training goes on with the batches that followed there. An exception of ``at``
+            is not caught.
         """
         if resume_from is not None:
             self.load(resume_from)
@@ -115,7 +121,7 @@ class FrameworkSession(abc.ABC):
 class Adapter(abc.ABC):
     """One framework.
 
-    matrix: what there is to try of it, which is read without this module. modules: what a session imports.
+    matrix: its configurations and methods. modules: the modules that a session imports.
     """
 
     matrix: ClassVar[FrameworkMatrix]
@@ -123,18 +129,18 @@ class Adapter(abc.ABC):
 
     def unavailable(self) -> str:
         """Why it cannot be run here; empty if it can. Imports nothing of the framework."""
-        own = self.matrix.distributions[0]
-        return "" if installed_versions([own]) else f"{own} is not installed"
+        package = self.matrix.distributions[0]
+        return "" if installed_versions([package]) else f"{package} is not installed"
 
     def preload(self) -> None:
-        """Imports what a session needs, once, in the process that workers are forked from: no thread may stay."""
+        """Imports ``modules`` once, in the process from which workers are forked: no thread may stay."""
         for name in self.modules:
             importlib.import_module(name)
 
-    def on_emulated(self, shims: Shimming) -> None:  # noqa: B027, some need nothing
-        """Makes the framework find the emulated device, in a worker; never called for another device.
+    def on_emulated(self, shims: Shims) -> None:  # noqa: B027, some need nothing
+        """Makes the framework find the emulated device. Called in a worker, for no other device.
 
-        Changes what ``matrix.shims`` lists, all of it and nothing else.
+        Must make every change that ``matrix.shims`` lists, and no other.
         """
 
     @abc.abstractmethod
@@ -143,3 +149,139 @@ class Adapter(abc.ABC):
 
         configuration: the value of each of the framework's axes. Called in a worker of its own for each configuration.
         """
+
+
+_BATCH = (2, 16)
+_MODEL: Mapping[str, tuple[Model, Dims]] = {
+    "qwen3": (Model.QWEN3, Dims.EVEN),
+    "uneven": (Model.QWEN3, Dims.UNEVEN),
+    "tied": (Model.QWEN3_TIED, Dims.EVEN),
+    "buffers": (Model.QWEN3_BUFFERS, Dims.EVEN),
+    "lora": (Model.QWEN3_LORA, Dims.EVEN),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainModel:
+    """A small model that a framework is given to wrap, and the batches to train it on.
+
+    name: on the axis ``model`` of a framework. weights: ``own``, or ``other`` for a session that is to load those of
+    another. workspace: a directory that the session may write to, the same on every rank.
+    """
+
+    name: str
+    weights: models.Weights
+    device: torch.device
+    place: Place
+    workspace: pathlib.Path
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.name == "lora"
+
+    def module(self) -> nn.Module:
+        """Builds the model: float32, on the CPU, in training mode; with peft's adapters if it has any."""
+        module = self._build(self.weights)
+        if not self.has_adapters or self.weights == "own":
+            return module
+        # A run that resumes starts from the same frozen weights, with new adapters.
+        adapters = {name: values for name, values in module.state_dict().items() if is_adapter(name)}
+        module = self._build("own")
+        module.load_state_dict(adapters, strict=False)
+        return module
+
+    def without_adapters(self) -> nn.Module:
+        """Builds it as it is before peft's adapters are added, for a framework that adds them itself."""
+        return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
+
+    def pretrained(self) -> pathlib.Path:
+        """Writes :meth:`without_adapters` as a Hugging Face directory of this rank's own, and returns the directory.
+
+        With ``save_pretrained`` only one of several ranks would write it.
+        """
+        from safetensors.torch import save_model
+
+        directory = self.workspace / f"pretrained-{self.weights}-{self.place.rank}"
+        if not directory.exists():
+            directory.mkdir()
+            module: Any = self.without_adapters()
+            module.config.architectures = [type(module).__name__]
+            module.config.to_json_file(directory / "config.json")
+            save_model(module, str(directory / "model.safetensors"), metadata={"format": "pt"})
+        return directory
+
+    def with_buffers(self, module: nn.Module) -> nn.Module:
+        """Adds the model's buffers to a module that the framework made of :meth:`pretrained`: no class has them."""
+        if self.name == "buffers":
+            models.add_buffers(module, models.SEED[self.weights])
+        return module
+
+    def batch(self, number: int) -> torch.Tensor:
+        """The tokens of a training step on this rank: int64, (2, 16), on the CPU."""
+        return self._tokens(_BATCH, seed=1000 * self.place.rank + number)
+
+    def sequences(self, count: int) -> torch.Tensor:
+        """A data set, the same on every rank, for a framework that reads one: int64, (count, 16), on the CPU."""
+        return self._tokens((count, _BATCH[1]), seed=0)
+
+    def _tokens(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
+        return torch.randint(0, self._vocabulary_size, shape, generator=torch.Generator().manual_seed(seed))
+
+    @functools.cached_property
+    def _vocabulary_size(self) -> int:
+        return models.vocabulary_size(self._build(self.weights))
+
+    def _build(self, weights: models.Weights) -> nn.Module:
+        return models.build(*_MODEL[self.name], None, weights)
+
+
+class Shims:
+    """Makes the changes that a framework's matrix lists as its shims, each by the name under which it is listed."""
+
+    def __init__(self, matrix: FrameworkMatrix) -> None:
+        self._framework = matrix.name
+        self._missing = {shim.name for shim in matrix.shims}
+
+    def replace(self, name: str, value: Any) -> Any:
+        """Replaces ``module:qualified.name`` by ``value``, and returns what was there.
+
+        Raises AttributeError or ImportError where there is no such name.
+        """
+        self.note(name)
+        module, _, qualified = name.partition(":")
+        *owners, last = qualified.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        before = getattr(owner, last)
+        setattr(owner, last, value)
+        return before
+
+    def set_variable(self, name: str, value: str) -> None:
+        self.note(name)
+        os.environ[name] = value
+
+    def note(self, name: str) -> None:
+        """Records a change that the adapter makes itself: a plug-in or a stand-in."""
+        if name not in self._missing:
+            raise AssertionError(f"{self._framework}: its matrix does not list {name} as a shim")
+        self._missing.remove(name)
+
+    def translate_backend(self) -> None:
+        """Gives the process groups of a framework that asks for nccl the emulated device's backend."""
+        original = dist.init_process_group
+
+        def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            # A group that is bound to a device is split by DeviceMesh, which the emulated backend cannot do.
+            kwargs.pop("device_id", None)
+            if isinstance(backend, str):
+                backend = backend.replace("cuda:nccl", "emulated:emulated").replace("nccl", "emulated")
+            return original(backend, *args, **kwargs)
+
+        self.replace("torch.distributed:init_process_group", init_process_group)
+        dist.distributed_c10d.init_process_group = init_process_group
+
+    def check_complete(self) -> None:
+        """Raises AssertionError if a change that the matrix lists was not made."""
+        if self._missing:
+            raise AssertionError(f"{self._framework}: its matrix lists {', '.join(sorted(self._missing))}, not made")

@@ -12,10 +12,8 @@ from fsdp_doctor.case.draining_run import DrainingRun
 from fsdp_doctor.case.recorded_run import RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Unsupported
-from fsdp_doctor.frameworks.adapter import FrameworkSession
-from fsdp_doctor.frameworks.framework_worker import FrameworkWorker
-from fsdp_doctor.frameworks.installed import adapter_of, in_words, why_unavailable
-from fsdp_doctor.frameworks.plain_model import PlainModel
+from fsdp_doctor.frameworks.adapter import FrameworkSession, PlainModel
+from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, adapter_of, name_and_version, why_unavailable
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 _ROOM = pathlib.Path(__file__).parent
@@ -132,7 +130,7 @@ class FrameworkRun(DrainingRun, abc.ABC):
 
     def _lacking(self, error: BaseException) -> str:
         """What the installed framework lacks: a package that it imports, or a name for its adapter. Else empty."""
-        own = in_words(adapter_of(self._case.scenario.framework))
+        own = name_and_version(self._case.scenario.framework)
         if isinstance(error, ModuleNotFoundError) and self.record.stage == "build":
             return f"{own} needs what is not installed: {error}"
         where = error.__traceback__

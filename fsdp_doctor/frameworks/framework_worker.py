@@ -1,25 +1,30 @@
-"""What a framework finds in a worker: torchrun's variables, a store, directories of its own, and the shims, if any."""
+"""The process of a framework: its import, torchrun's variables, a store, directories, and the shims."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from fsdp_doctor.case import runtime
-from fsdp_doctor.frameworks import installed
-from fsdp_doctor.frameworks.installed import adapter_of, why_unavailable
-from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.errors import first_line
+from fsdp_doctor.frameworks.adapter import Adapter, Shims
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.environment import USERS_HOME
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
-# What says where a network is, or how to get in.
+# Variables with addresses of a network, or credentials for it.
 _OF_NETWORK = ("hf_endpoint", "hf_token", "hugging_face_hub_token", "wandb_api_key", "http_proxy", "https_proxy")
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -32,13 +37,14 @@ _OFFLINE = {
 _CACHES = ("HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _DIRECTORIES = (*_CACHES, "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 
+_unavailable: dict[FrameworkName, str] = {}
+# Rank 0's stores, which it serves as long as its worker lives.
+_served: list[dist.TCPStore] = []
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkWorker:
-    """One rank's worker for one framework.
-
-    scratch: a directory that the run may write to, the same on every rank.
-    """
+    """One rank's worker for one framework. scratch: a directory of the run, the same on every rank."""
 
     framework: FrameworkName
     place: Place
@@ -46,29 +52,112 @@ class FrameworkWorker:
     scratch: pathlib.Path
 
 
-def environment(scratch: pathlib.Path, frameworks: Iterable[FrameworkName]) -> dict[str, str]:
-    """This process's, with a home and caches below ``scratch``, without variables of networks and of the frameworks."""
-    home = scratch / "home"
-    home.mkdir(parents=True, exist_ok=True)
-    prefixes = tuple(prefix for name in frameworks for prefix in adapter_of(name).matrix.own_variables)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(prefixes) and name.lower() not in _OF_NETWORK
-    }
-    own = {"HOME": str(home), USERS_HOME: os.path.expanduser("~")}
-    return kept | _OFFLINE | own | {name: str(home / name.lower()) for name in _DIRECTORIES}
+def adapter_of(name: FrameworkName) -> Adapter:
+    """Returns the adapter without importing its framework."""
+    adapter: Adapter = importlib.import_module(f"fsdp_doctor.frameworks.on_{name}").ADAPTER
+    return adapter
+
+
+def name_and_version(name: FrameworkName) -> str:
+    """The framework's package with its installed version, for a sentence."""
+    package = FRAMEWORKS[name].distributions[0]
+    return f"{package} {installed_versions([package]).get(package, '')}".strip()
+
+
+def why_unavailable(name: FrameworkName) -> str:
+    """Why it cannot be run here, after :func:`preload`; empty if it can."""
+    return _unavailable[name]
 
 
 def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds: float) -> None:
-    """Imports frameworks in the environment in which they will run, for the process that workers are forked from."""
+    """Imports frameworks in the environment in which they will run, for the process from which workers are forked.
+
+    :func:`why_unavailable` says what went wrong. Output of the import is dropped. seconds: the time for each import.
+    """
     before = dict(os.environ)
     for framework in frameworks:
-        _replace_environment(environment(scratch, [framework]))
+        _replace_environment(_environment(scratch, framework))
         try:
-            installed.preload(framework, seconds)
+            _unavailable[framework] = adapter_of(framework).unavailable() or _import(framework, seconds)
         finally:
             _replace_environment(before)
+
+
+def _import(name: FrameworkName, seconds: float) -> str:
+    """Imports a framework. Returns why it cannot be used; empty if it can."""
+    try:
+        with _without_output(), _interrupted_after(seconds):
+            adapter_of(name).preload()
+    except BaseException as error:
+        # SystemExit too: a framework that ends the process which imports it must not end the run.
+        return f"{name_and_version(name)} cannot be imported: {type(error).__name__}: {first_line(error)}"
+    if torch.cuda.is_initialized():
+        return f"{name_and_version(name)} initializes CUDA as it is imported, and no worker can be forked after that"
+    return ""
+
+
+@contextlib.contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Drops all output to the descriptors of stdout and stderr, also that of native code."""
+    kept = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.close(nowhere)
+
+
+def start(
+    framework: FrameworkName, place: Place, run_device: RunDevice, scratch: pathlib.Path, store: dist.Store
+) -> FrameworkWorker:
+    """Prepares a worker for a framework that makes its process groups itself. Every rank must call it.
+
+    store: a store of this generation, in which rank 0 publishes the port of the one that the framework is given.
+    """
+    device = runtime.device_of(place, run_device)
+    _replace_environment(_environment(scratch, framework))
+    os.environ |= _store_variables(place, store)
+    if device.type == "cuda":
+        runtime.wait_for_cuda_without_spinning(place.local_rank)
+    runtime.set_up_device(device, run_device)
+    if device.type == "emulated" and not why_unavailable(framework):
+        torch.get_device_module(device).set_device(device)
+        shims = Shims(FRAMEWORKS[framework])
+        adapter_of(framework).on_emulated(shims)
+        shims.check_complete()
+    return FrameworkWorker(framework=framework, place=place, device=device, scratch=scratch)
+
+
+def _environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[str, str]:
+    """This process's variables, with a home and caches below ``scratch``, without those of networks and frameworks."""
+    home = scratch / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(FRAMEWORKS[framework].variables) and name.lower() not in _OF_NETWORK
+    }
+    homes = {"HOME": str(home), USERS_HOME: os.path.expanduser("~")}
+    return kept | _OFFLINE | homes | {name: str(home / name.lower()) for name in _DIRECTORIES}
 
 
 def _replace_environment(variables: Mapping[str, str]) -> None:
@@ -76,33 +165,8 @@ def _replace_environment(variables: Mapping[str, str]) -> None:
     os.environ |= variables
 
 
-def start(
-    framework: FrameworkName, place: Place, run_device: RunDevice, scratch: pathlib.Path, store: dist.Store
-) -> FrameworkWorker:
-    """Sets a worker up for a framework that makes its process groups itself. Every rank must call it.
-
-    store: over which the ranks find the store that they give the framework, of this generation alone.
-    """
-    device = runtime.device_of(place, run_device)
-    _replace_environment(environment(scratch, [framework]))
-    os.environ |= _store_variables(place, store)
-    if device.type == "cuda":
-        runtime.wait_for_cuda_without_spinning(place.local_rank)
-    runtime.set_up_device(device, run_device)
-    if device.type == "emulated" and not why_unavailable(framework):
-        torch.get_device_module(device).set_device(device)
-        adapter = adapter_of(framework)
-        with Shimming(adapter.matrix) as shims:
-            adapter.on_emulated(shims)
-    return FrameworkWorker(framework=framework, place=place, device=device, scratch=scratch)
-
-
-# Rank 0's serves as long as its worker lives.
-_served: list[dist.TCPStore] = []
-
-
 def _store_variables(place: Place, store: dist.Store) -> Mapping[str, str]:
-    """torchrun's variables for a store that nobody has used yet, which rank 0 serves on a free port."""
+    """torchrun's variables for a new store, which rank 0 serves on a free port."""
     if place.rank == 0:
         _served.append(dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
         store.set("port", str(_served[-1].port))

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.accelerate_matrix import ACCELERATE
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 
 def launch_environment(configuration: Mapping[str, str]) -> dict[str, str]:
@@ -111,14 +109,14 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class AccelerateAdapter(Adapter):
-    matrix = ACCELERATE
+    matrix = FRAMEWORKS["accelerate"]
     modules = (
         "accelerate.utils.fsdp_utils",
         "transformers.models.qwen3.modeling_qwen3",
         "torch.distributed.checkpoint",
     )
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         see_accelerator(shims)
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
@@ -126,7 +124,7 @@ class AccelerateAdapter(Adapter):
         return AccelerateSession(configuration, plain)
 
 
-def see_accelerator(shims: Shimming) -> None:
+def see_accelerator(shims: Shims) -> None:
     """What accelerate needs to take the emulated device for CUDA; also for those that build on it."""
     from accelerate.utils import DistributedType
 

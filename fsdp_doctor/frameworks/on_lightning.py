@@ -14,10 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, Adapter, Extraction, FrameworkSession, SavedFiles
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.lightning_matrix import LIGHTNING
+from fsdp_doctor.frameworks.adapter import (
+    STEPS_BEFORE,
+    Adapter,
+    Extraction,
+    FrameworkSession,
+    PlainModel,
+    SavedFiles,
+    Shims,
+)
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
 
@@ -150,10 +156,10 @@ def _module(network: nn.Module, configuration: Mapping[str, str]) -> Any:
 
 
 class LightningAdapter(Adapter):
-    matrix = LIGHTNING
+    matrix = FRAMEWORKS["lightning"]
     modules = ("lightning.pytorch", "lightning.pytorch.strategies", "transformers.models.qwen3.modeling_qwen3")
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         from lightning.pytorch.accelerators import AcceleratorRegistry
 
         AcceleratorRegistry.register("cuda", _accelerator(), override=True)

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.skyrl_matrix import CUDA_FUNCTIONS, SKYRL
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
+_CUDA_FUNCTIONS = ("current_device", "set_device", "synchronize", "empty_cache", "manual_seed_all")
 _LORA_RANK = 4
 
 
@@ -106,11 +105,11 @@ def _policy(plain: PlainModel) -> nn.Module:
 
 
 class SkyrlAdapter(Adapter):
-    matrix = SKYRL
+    matrix = FRAMEWORKS["skyrl"]
     # SkyRL itself is imported in a worker, where its stand-ins are.
     modules = ("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "peft")
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         import typing_extensions
 
         for name in ("flash_attn", "flash_attn.bert_padding"):
@@ -121,7 +120,7 @@ class SkyrlAdapter(Adapter):
         shims.note("flash_attn.bert_padding")
         shims.replace("typing:TypedDict", typing_extensions.TypedDict)
         device = torch.get_device_module("emulated")
-        for name in CUDA_FUNCTIONS:
+        for name in _CUDA_FUNCTIONS:
             shims.replace(f"torch.cuda:{name}", getattr(device, name))
         shims.replace("torch:Tensor.cuda", lambda tensor, *arguments, **options: tensor.to("emulated"))
 

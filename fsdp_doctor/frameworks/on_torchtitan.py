@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.torchtitan_matrix import TORCHTITAN
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _SEED = {"own": 0, "other": 1, "meta": 0}
 _SEQUENCE = 16
@@ -142,10 +140,10 @@ def _stand_ins() -> tuple[Any, Any]:
 
 
 class TorchtitanAdapter(Adapter):
-    matrix = TORCHTITAN
+    matrix = FRAMEWORKS["torchtitan"]
     modules = ("torchtitan.trainer", "torchtitan.models.qwen3.config_registry")
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         from torchtitan.models.common.attention import ScaledDotProductAttention
 
         shims.replace(

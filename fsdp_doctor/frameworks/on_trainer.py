@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, Adapter, Extraction, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.adapter import (
+    STEPS_BEFORE,
+    Adapter,
+    Extraction,
+    FrameworkSession,
+    PlainModel,
+    SavedFiles,
+    Shims,
+)
 from fsdp_doctor.frameworks.on_accelerate import see_accelerator
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.trainer_matrix import TRAINER
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
 
@@ -103,14 +109,14 @@ class TrainerSession(FrameworkSession):
 
 
 class TrainerAdapter(Adapter):
-    matrix = TRAINER
+    matrix = FRAMEWORKS["trainer"]
     modules: ClassVar[tuple[str, ...]] = (
         "transformers.trainer",
         "accelerate.utils.fsdp_utils",
         "transformers.models.qwen3.modeling_qwen3",
     )
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         see_accelerator(shims)
         shims.replace("transformers.training_args:is_torch_bf16_gpu_available", lambda: True)
 

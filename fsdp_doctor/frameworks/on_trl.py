@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, Shims
 from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, training_arguments
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.trl_matrix import STAND_IN, TRL
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
 
@@ -86,12 +84,12 @@ def _tokenizer() -> Any:
 
 
 class TrlAdapter(Adapter):
-    matrix = TRL
+    matrix = FRAMEWORKS["trl"]
     modules = (*TRAINER.modules, "trl.trainer.sft_trainer", "trl.generation.vllm_generation")
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         TRAINER.on_emulated(shims)
-        shims.note(STAND_IN)
+        shims.note("vllm:LLM, trl.generation.vllm_client:VLLMClient")
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
         return TrlSession(configuration, plain)

@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, SavedFiles
-from fsdp_doctor.frameworks.plain_model import PlainModel
-from fsdp_doctor.frameworks.shimming import Shimming
-from fsdp_doctor.matrix.frameworks.verl_matrix import VERL
+from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 
 class VerlSession(FrameworkSession):
@@ -132,7 +130,7 @@ def _adapter(plain: PlainModel) -> str:
 
 
 class VerlAdapter(Adapter):
-    matrix = VERL
+    matrix = FRAMEWORKS["verl"]
     modules = (
         "transformers.models.qwen3.modeling_qwen3",
         "verl.workers.engine.fsdp.transformer_impl",
@@ -140,7 +138,7 @@ class VerlAdapter(Adapter):
         "verl.trainer.config",
     )
 
-    def on_emulated(self, shims: Shimming) -> None:
+    def on_emulated(self, shims: Shims) -> None:
         from verl.plugin.platform import set_platform
 
         set_platform(_platform())

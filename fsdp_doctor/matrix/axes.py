@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from typing_extensions import Self, assert_never
 
@@ -425,46 +425,50 @@ class Context(AxisValue):
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One dimension of a matrix. The first value is the default; ``values`` has the meaning of each.
-
-    parse: reads a value of the matrix of our own; the axes of a framework have plain strings.
-    """
+    """One dimension of a matrix, ours or a framework's: its values with their meanings, the default first."""
 
     name: str
     values: Mapping[str, str]
     always_in_id: bool = False
-    parse: Callable[[str], Any] = str
 
     @property
     def default(self) -> str:
         return next(iter(self.values))
 
 
-def _axis(name: AxisName, values: type[AxisValue], *, always_in_id: bool = False) -> Axis:
-    meanings = {member.value: member.meaning for member in values}
-    return Axis(name=name, values=meanings, always_in_id=always_in_id, parse=values)
+_ENUMS: dict[str, type[AxisValue]] = {
+    "strategy": Strategy,
+    "staging": Staging,
+    "model": Model,
+    "dims": Dims,
+    "phase": Phase,
+    "backend": Backend,
+    "sharding": Sharding,
+    "pinning": Pinning,
+    "transfer": Transfer,
+    "precision": Precision,
+    "init": Init,
+    "checkpoint": CheckpointFit,
+    "context": Context,
+}
 
 
-AXES: tuple[Axis, ...] = (
-    _axis("strategy", Strategy, always_in_id=True),
-    Axis(
-        name="offload",
-        values={str(offload): offload.meaning for offload in OFFLOADS},
-        always_in_id=True,
-        parse=Offload.parse,
-    ),
-    _axis("staging", Staging, always_in_id=True),
-    _axis("model", Model),
-    _axis("dims", Dims),
-    _axis("phase", Phase),
-    _axis("backend", Backend),
-    _axis("sharding", Sharding),
-    _axis("pinning", Pinning),
-    _axis("transfer", Transfer),
-    _axis("precision", Precision),
-    _axis("init", Init),
-    _axis("checkpoint", CheckpointFit),
-    _axis("context", Context),
+def parse_value(axis: str, text: str) -> AxisValue | Offload:
+    """Reads a value of an axis. Raises KeyError for an axis that there is not, ValueError for a value it lacks."""
+    if text not in AXIS[axis].values:
+        raise ValueError(f"{text!r} is not a value of the axis {axis}")
+    return Offload.parse(text) if axis == "offload" else _ENUMS[axis](text)
+
+
+def _meanings(axis: AxisName) -> dict[str, str]:
+    if axis == "offload":
+        return {str(offload): offload.meaning for offload in OFFLOADS}
+    return {member.value: member.meaning for member in _ENUMS[axis]}
+
+
+AXES: tuple[Axis, ...] = tuple(
+    Axis(name=name, values=_meanings(name), always_in_id=name in ("strategy", "offload", "staging"))
+    for name in get_args(AxisName)
 )
 AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
 AXIS_OF_VALUE: dict[str, str] = {value: axis.name for axis in AXES for value in axis.values}

@@ -36,6 +36,7 @@ from fsdp_doctor.matrix.axes import (
     Strategy,
     Transfer,
     nearest,
+    parse_value,
 )
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario, framework_scenario
@@ -213,8 +214,5 @@ def scenario_of(values: Mapping[str, str]) -> Scenario:
 
     Raises KeyError for an axis that there is not, ValueError for a value that its axis does not have.
     """
-    for axis, value in values.items():
-        if value not in AXIS[axis].values:
-            raise ValueError(f"{value!r} is not a value of the axis {axis}")
-    fields: dict[str, Any] = {axis: AXIS[axis].parse(value) for axis, value in values.items()}
+    fields: dict[str, Any] = {axis: parse_value(axis, value) for axis, value in values.items()}
     return Scenario(**fields)

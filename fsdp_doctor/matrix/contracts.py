@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from typing_extensions import Unpack
@@ -65,6 +65,27 @@ class Contract:
     given: GivenForm = "full"
     loads: Loads = "model"
     strict: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to extract weights or to load them, ours or a framework's.
+
+    summary: the method in code. only: by axis, the values with which it makes sense.
+    """
+
+    name: str
+    summary: str
+    contract: Contract = field(default_factory=Contract)
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def direction(self) -> Direction:
+        return self.contract.direction
+
+    def has_values(self, values: Mapping[str, str]) -> bool:
+        """Whether it makes sense in a scenario with these values by axis."""
+        return all(values[axis] in allowed for axis, allowed in self.only.items())
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -7,55 +7,44 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from fsdp_doctor.matrix.axes import FsdpVersion
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
-from fsdp_doctor.matrix.contracts import Contract, Direction
+from fsdp_doctor.matrix.contracts import Direction, Method
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 FIX, LOADING_FIX, OPTIMIZER_FIX = "full_tensors", "load_full_tensors", "load_optimizer_state"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
-    """One way to extract weights or to load them; its contract says which.
+class Path(Method):
+    """A method of the matrix.
 
-    function: ``module:name`` in ``fsdp_doctor.case.paths``. summary: the method in code. used_by: who calls it.
+    function: ``module:name`` in ``fsdp_doctor.case.paths``. used_by: who calls it.
     is_fix: it is ours; it runs with --fix.
     undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
     without_mesh: FSDP1 has it only for a model that was given no device mesh.
     offloads: it moves the shards off the device before it yields, and so promises their memory back.
     optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
-    only: axes on which it makes sense for these values alone.
     """
 
-    name: str
     fsdp: tuple[FsdpVersion, ...]
     function: str
-    summary: str
-    contract: Contract = field(default_factory=Contract)
     used_by: str = ""
     is_fix: bool = False
     undoes_staging: bool = False
     without_mesh: bool = False
     offloads: bool = False
     optimizer_first: bool = False
-    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def direction(self) -> Direction:
-        return self.contract.direction
 
     def applies(self, scenario: Scenario) -> bool:
         """Whether it makes sense there at all; whether it works is for the probe to say."""
-        on_axes = all(scenario.values[axis] in values for axis, values in self.only.items())
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
-        return scenario.version in self.fsdp and on_axes and suits
+        return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
         """Whether what it loads can be on meta, and a checkpoint of its form can be as the scenario has it."""

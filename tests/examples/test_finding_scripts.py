@@ -30,10 +30,10 @@ import os, torch
 torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 """
 _WITH_SHIMS = """
-from fsdp_doctor.frameworks.installed import adapter_of
-from fsdp_doctor.frameworks.shimming import Shimming
+from fsdp_doctor.frameworks.adapter import Shims
+from fsdp_doctor.frameworks.framework_worker import adapter_of
 adapter = adapter_of({framework!r})
-shims = Shimming(adapter.matrix)
+shims = Shims(adapter.matrix)
 adapter.on_emulated(shims)
 """
 

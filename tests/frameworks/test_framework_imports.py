@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from fsdp_doctor.frameworks import installed
+from fsdp_doctor.frameworks import framework_worker
 from fsdp_doctor.frameworks.adapter import Adapter, FrameworkSession
-from fsdp_doctor.matrix.frameworks.accelerate_matrix import ACCELERATE
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 
 class _Broken(Adapter):
-    matrix = ACCELERATE
+    matrix = FRAMEWORKS["accelerate"]
     modules = ()
 
     def __init__(self, importing: Callable[[], None], reason: str = "") -> None:
@@ -34,13 +35,13 @@ class _Broken(Adapter):
 @pytest.fixture(autouse=True)
 def _forgets_what_was_imported() -> Iterator[None]:
     yield
-    installed._unavailable.clear()
+    framework_worker._unavailable.clear()
 
 
-def _reason_of(monkeypatch: pytest.MonkeyPatch, adapter: Adapter, seconds: float = 30.0) -> str:
-    monkeypatch.setattr(installed, "adapter_of", lambda name: adapter)
-    installed.preload("accelerate", seconds)
-    return installed.why_unavailable("accelerate")
+def _reason_of(monkeypatch: pytest.MonkeyPatch, scratch: pathlib.Path, adapter: Adapter, seconds: float = 30.0) -> str:
+    monkeypatch.setattr(framework_worker, "adapter_of", lambda name: adapter)
+    framework_worker.preload(["accelerate"], scratch, seconds)
+    return framework_worker.why_unavailable("accelerate")
 
 
 def _raises() -> None:
@@ -66,15 +67,22 @@ def _prints_without_end() -> None:
     ],
 )
 def test_an_import_that_fails_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], importing: Callable[[], None], reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
+    importing: Callable[[], None],
+    reason: str,
 ) -> None:
-    assert _reason_of(monkeypatch, _Broken(importing), seconds=0.2).endswith(reason)
+    assert _reason_of(monkeypatch, tmp_path, _Broken(importing), seconds=0.2).endswith(reason)
     assert capfd.readouterr() == ("", "")
 
 
-def test_one_that_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _reason_of(monkeypatch, _Broken(_exits, "accelerate is not installed")) == "accelerate is not installed"
+def test_one_that_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    assert (
+        _reason_of(monkeypatch, tmp_path, _Broken(_exits, "accelerate is not installed"))
+        == "accelerate is not installed"
+    )
 
 
-def test_one_that_can_be_imported_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _reason_of(monkeypatch, _Broken(lambda: None)) == ""
+def test_one_that_can_be_imported_has_no_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    assert _reason_of(monkeypatch, tmp_path, _Broken(lambda: None)) == ""

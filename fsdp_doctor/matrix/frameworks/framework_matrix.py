@@ -1,36 +1,25 @@
-"""What there is to try of one framework: its configurations and its own ways out and in, in its own words; no torch."""
+"""What there is to try of one framework: its configurations and its own methods, in its own words; no torch."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.matrix.contracts import Contract, Direction
+import msgspec
 
+from fsdp_doctor.matrix.axes import Axis
+from fsdp_doctor.matrix.contracts import Direction, Method
+
+# In the order of their users.
 FrameworkName: TypeAlias = Literal["accelerate", "trainer", "verl", "trl", "lightning", "torchtitan", "skyrl"]
 PathKind: TypeAlias = Literal["prepare", "extraction", "rollback", "resume"]
 ShimKind: TypeAlias = Literal["function", "variable", "plug-in", "stand-in"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class FrameworkAxis:
-    """A setting of the framework. The first value is the default; each has its meaning beside it.
-
-    No value of one axis of a framework is also a value of another.
-    """
-
-    name: str
-    values: Mapping[str, str]
-    always_in_id: bool = False
-
-    @property
-    def default(self) -> str:
-        return next(iter(self.values))
-
-
-# The doctor's own: which of its small models the framework is given. What an adapter cannot have, its axis lacks.
+# The values of the axis ``model``: the doctor's small models that a framework can be given.
 MODELS: Mapping[str, str] = {
     "qwen3": "a dense Qwen3 with two layers",
     "uneven": "the same with odd vocabulary and intermediate sizes: some shards are shorter",
@@ -40,44 +29,30 @@ MODELS: Mapping[str, str] = {
 }
 
 
-def model_axis(*names: str) -> FrameworkAxis:
-    """The axis ``model``, with those of MODELS that the adapter can be given, qwen3 first."""
-    return FrameworkAxis(name="model", values={name: MODELS[name] for name in ("qwen3", *names)})
-
-
 @dataclass(frozen=True, kw_only=True)
-class FrameworkPath:
-    """One of the framework's own ways in or out.
+class FrameworkPath(Method):
+    """One of the framework's own methods to extract, save or load.
 
-    kind: ``prepare`` the framework wraps a model, whose weights must be the plain model's, and a training step must
-        change all that trains. ``extraction`` it gives weights, in memory or in files, which ``contract`` says more
-        of. ``rollback`` it saves, trains on, and loads into the same session. ``resume`` it saves, and another process
-        with other weights loads. After both loads the weights, every value of the optimizer and the next two steps
-        must be those of the run that went on.
-    summary: the path in code. only: axes on which it makes sense for these values alone.
+    kind: ``prepare``: the framework wraps a model, which must then have the plain model's weights, and a training step
+        must change every parameter that trains. ``extraction``: it gives weights, in memory or in files, as
+        ``contract`` says. ``rollback``: it saves, trains on, and loads into the same session. ``resume``: it saves,
+        and another process with other weights loads. After both loads the weights, every value of the optimizer and
+        the next two steps must be those of the run that was not interrupted.
     """
 
-    name: str
     kind: PathKind
-    summary: str
-    contract: Contract = field(default_factory=Contract)
-    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def direction(self) -> Direction:
         return "out" if self.kind == "extraction" else "in"
 
-    def applies(self, values: Mapping[str, str]) -> bool:
-        """Whether it makes sense in a configuration of these values by axis."""
-        return all(values[axis] in allowed for axis, allowed in self.only.items())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shim:
-    """Something that is changed where the device is emulated, so that the framework finds it; nothing is elsewhere.
+    """A change of the framework that is made only on the emulated device, so that the framework finds it.
 
     name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in.
-    kind: ``stand-in`` for something that is not there and that the framework needs.
+    kind: ``stand-in`` replaces something that the framework needs and that is not installed.
     """
 
     name: str
@@ -87,29 +62,61 @@ class Shim:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkMatrix:
-    """One framework: its axes, what the matrix has of their product, and its paths.
+    """One framework: its axes, the configurations that are tried, and its methods.
 
     distributions: the packages whose versions a report names, the framework's own first.
-    axes: ``offload`` among them. configurations: values joined by slashes, as in an id.
-    own_variables: prefixes of environment variables that configure it; a worker starts without them.
+    axes: ``offload`` is one of them. configurations: values joined by slashes, as in an id.
+    variables: prefixes of the environment variables that configure it; a worker starts without them.
     """
 
     name: FrameworkName
     title: str
     distributions: tuple[str, ...]
-    axes: tuple[FrameworkAxis, ...]
+    axes: tuple[Axis, ...]
     configurations: tuple[str, ...]
     paths: tuple[FrameworkPath, ...]
-    shims: tuple[Shim, ...] = ()
-    own_variables: tuple[str, ...] = ()
+    shims: tuple[Shim, ...]
+    variables: tuple[str, ...]
 
-    def axis(self, name: str) -> FrameworkAxis:
+    def axis(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
 
     def path(self, name: str) -> FrameworkPath:
         return next(path for path in self.paths if path.name == name)
 
 
-def product(*choices: Iterable[str]) -> tuple[str, ...]:
-    """Every combination, joined by slashes; an empty value is left out."""
-    return tuple("/".join(filter(None, words)) for words in itertools.product(*choices))
+class _Table(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A file ``NAME.toml``.
+
+    builds_on: the framework whose shims and variables it needs, too. models: of MODELS, those that it can be given.
+    configurations: products of the values of several axes; an empty value is left out.
+    """
+
+    title: str
+    distributions: tuple[str, ...]
+    models: tuple[str, ...]
+    configurations: tuple[tuple[tuple[str, ...], ...], ...]
+    axes: tuple[Axis, ...]
+    methods: tuple[FrameworkPath, ...]
+    builds_on: FrameworkName | None = None
+    shims: tuple[Shim, ...] = ()
+    variables: tuple[str, ...] = ()
+
+
+@functools.cache
+def read_matrix(name: FrameworkName) -> FrameworkMatrix:
+    """Reads the table of one framework."""
+    table = msgspec.toml.decode(pathlib.Path(__file__).with_name(f"{name}.toml").read_bytes(), type=_Table)
+    base = read_matrix(table.builds_on) if table.builds_on else None
+    return FrameworkMatrix(
+        name=name,
+        title=table.title,
+        distributions=table.distributions,
+        axes=(*table.axes, Axis(name="model", values={model: MODELS[model] for model in table.models})),
+        configurations=tuple(
+            "/".join(filter(None, values)) for choices in table.configurations for values in itertools.product(*choices)
+        ),
+        paths=table.methods,
+        shims=(*(base.shims if base else ()), *table.shims),
+        variables=(*(base.variables if base else ()), *table.variables),
+    )

@@ -64,7 +64,7 @@ class FrameworkScenario:
 
     def paths(self) -> tuple[FrameworkPath, ...]:
         """Those that make sense in it, in the order in which they run."""
-        return tuple(path for path in self.matrix.paths if path.applies(self.values))
+        return tuple(path for path in self.matrix.paths if path.has_values(self.values))
 
 
 @dataclass(frozen=True, order=True)
