@@ -44,22 +44,40 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-# By the panel of the help in which they are listed.
+# By the panel of the help in which they are listed, the commands, and by its name each group of commands.
 _COMMANDS = {
     "Diagnosis": (probe_command, explain_command, check_command, repro_command, bundle_command),
     "Memory and speed": (bench_command,),
-    "Reports and versions": (report_command, diff_command, expect_command, sweep_command, merge_command),
-    "More": (list_command, fingerprint_command, env_command),
+    "More": (list_command, env_command),
 }
-_memory = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
-for _command in (memory_measure, memory_plan, memory_rollout):
-    _memory.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
+_GROUPS = {
+    "memory": (memory_measure, memory_plan, memory_rollout),
+    "report": (report_command, diff_command, merge_command, expect_command, sweep_command),
+    "checkpoint": (fingerprint_command,),
+}
+_GROUP_HELP = {
+    "memory": ("Memory and speed", "Measure or predict where a job's memory goes."),
+    "report": ("Reports and checkpoints", "Show, compare, merge and make reports of probes."),
+    "checkpoint": ("Reports and checkpoints", "Look into checkpoints."),
+}
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
         app.command(_command.NAME, epilog=_command.EXIT_CODES, rich_help_panel=_panel)(flattened(_command.run))
-app.add_typer(
-    _memory, name="memory", help="Measure or predict where a job's memory goes.", rich_help_panel="Memory and speed"
-)
+for _name, (_panel, _help) in _GROUP_HELP.items():
+    _group = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+    for _command in _GROUPS[_name]:
+        _group.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
+    app.add_typer(_group, name=_name, help=_help, rich_help_panel=_panel)
+# By their earlier names, the commands that have been renamed.
+_RENAMED = {
+    "plan": "memory plan",
+    "rollout": "memory rollout",
+    "diff": "report diff",
+    "expect": "report expect",
+    "merge": "report merge",
+    "sweep": "report sweep",
+    "fingerprint": "checkpoint fingerprint",
+}
 
 
 @app.callback(invoke_without_command=True)
@@ -112,10 +130,12 @@ def _run() -> None:
 def _refuse_old_spelling(words: Sequence[str]) -> None:
     """Raises UsageError for a command that has another name now."""
     match words:
-        case ["plan" | "rollout" as old, *_]:
-            raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor memory {old}` now")
+        case [old, *_] if old in _RENAMED:
+            raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor {_RENAMED[old]}` now")
         case ["memory", *rest] if rest[:1] not in (["-h"], ["--help"]) and (not rest or rest[0].startswith("-")):
             raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
+        case ["report", word, *_] if word not in ("-h", "--help", *(command.NAME for command in _GROUPS["report"])):
+            raise UsageError("`fsdp-doctor report FILE` is `fsdp-doctor report show FILE` now")
 
 
 def _say_why(error: FsdpDoctorError) -> None:

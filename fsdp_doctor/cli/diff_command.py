@@ -1,4 +1,4 @@
-"""``fsdp-doctor diff``: two reports, case by case."""
+"""``fsdp-doctor report diff``: two reports, case by case."""
 
 from __future__ import annotations
 

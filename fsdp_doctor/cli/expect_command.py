@@ -1,4 +1,4 @@
-"""``fsdp-doctor expect``: a report as expectations that people can read and review."""
+"""``fsdp-doctor report expect``: a report as expectations that people can read and review."""
 
 from __future__ import annotations
 

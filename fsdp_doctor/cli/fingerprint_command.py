@@ -1,4 +1,4 @@
-"""``fsdp-doctor fingerprint``: of a checkpoint, or two side by side."""
+"""``fsdp-doctor checkpoint fingerprint``: of a checkpoint, or two side by side."""
 
 from __future__ import annotations
 

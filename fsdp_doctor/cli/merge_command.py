@@ -1,4 +1,4 @@
-"""``fsdp-doctor merge``: several reports as one, case by environment."""
+"""``fsdp-doctor report merge``: several reports as one, case by environment."""
 
 from __future__ import annotations
 

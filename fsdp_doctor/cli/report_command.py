@@ -1,4 +1,4 @@
-"""``fsdp-doctor report``: a JSON report in another format."""
+"""``fsdp-doctor report show``: a JSON report in another format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from fsdp_doctor.cli import files, values
 
-NAME = "report"
+NAME = "show"
 EXIT_CODES = "Exit codes: 0 printed, whatever the verdicts; 2 usage; 4 the output cannot be written."
 
 

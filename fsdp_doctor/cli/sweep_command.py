@@ -1,4 +1,4 @@
-"""``fsdp-doctor sweep``: the probe with several versions of torch."""
+"""``fsdp-doctor report sweep``: the probe with several versions of torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _check_options(options: Sequence[str]) -> None:
     if given["resume"] or any(given[name] for name in _WRITTEN_HERE):
         raise UsageError(
             "a sweep writes the reports itself and continues them; leave out --json, --markdown, --junit, --svg and "
-            "--resume, and make other formats with `fsdp-doctor report`"
+            "--resume, and make other formats with `fsdp-doctor report show`"
         )
 
 

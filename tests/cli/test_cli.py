@@ -80,7 +80,11 @@ def test_a_model_directory_that_is_none_is_exit_code_2(
 def test_a_report_that_is_none_of_ours_is_exit_code_2(tmp_path: pathlib.Path, content: str, sentence: str) -> None:
     file = tmp_path / "report.json"
     file.write_text(content)
-    for command in (["report", str(file)], [*_PROBE, "--last-failed", str(file)], [*_PROBE, "--expect", str(file)]):
+    for command in (
+        ["report", "show", str(file)],
+        [*_PROBE, "--last-failed", str(file)],
+        [*_PROBE, "--expect", str(file)],
+    ):
         done = doctor(*command)
         assert done.code == 2, done.stderr
         assert sentence in _complaint(done.stderr)
@@ -130,6 +134,12 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
         (("memory", "--strategy", "fsdp2"), "memory measure"),
         (("plan", "--config", "verl.yaml"), "memory plan"),
         (("rollout",), "memory rollout"),
+        (("report", "report.json"), "report show FILE"),
+        (("diff", "a.json", "b.json"), "report diff"),
+        (("merge",), "report merge"),
+        (("expect",), "report expect"),
+        (("sweep",), "report sweep"),
+        (("fingerprint",), "checkpoint fingerprint"),
     ],
 )
 def test_an_old_spelling_of_a_command_is_refused_with_the_new_one(words: tuple[str, ...], new: str) -> None:

@@ -32,7 +32,7 @@ PAGES = sorted(
 )
 _OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|-[a-z])(?![\w-])")
 # Whatever starts it, torchrun with its own options among them.
-_COMMAND = re.compile(r"fsdp[-_]doctor +((?:memory +)?[a-z]+)")
+_COMMAND = re.compile(r"fsdp[-_]doctor +((?:(?:memory|report|checkpoint) +)?[a-z]+)")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")

@@ -30,8 +30,8 @@ _PRINTING = [
     ("explain", _LOG),
     ("check", _CONFIG),
     ("repro", "fsdp2/policy/staged/state_dict"),
-    ("report", _REPORT),
-    ("diff", _REPORT, _EMULATED_REPORT),
+    ("report", "show", _REPORT),
+    ("report", "diff", _REPORT, _EMULATED_REPORT),
     ("env",),
 ]
 _PROBE = ("probe", "--device", "cpu", "--nproc", "1", "--case", _CASE)

@@ -76,9 +76,9 @@ def _check_commands(directory: pathlib.Path) -> None:
     checked = _run("check", str(_EXAMPLE / "config.txt"), "--torch-version", "2.9", code=1)
     _expect("offload_policy" in checked, "check does not name the setting that fails")
     markdown = directory / "report.md"
-    _run("report", str(_REPORT), "--format", "markdown", "--output", str(markdown))
+    _run("report", "show", str(_REPORT), "--format", "markdown", "--output", str(markdown))
     _expect("fsdp2" in markdown.read_text(encoding="utf-8"), "report writes no case")
-    _run("diff", str(_REPORT), str(_REPORT))
+    _run("report", "diff", str(_REPORT), str(_REPORT))
     script = directory / "repro.py"
     _run("repro", "fsdp2/policy/staged/state_dict", "--out", str(script))
     compile(script.read_text(encoding="utf-8"), str(script), "exec")

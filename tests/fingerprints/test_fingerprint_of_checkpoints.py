@@ -1,4 +1,4 @@
-"""``fsdp-doctor fingerprint``: checkpoints of every form have the fingerprint of the model, streamed."""
+"""``fsdp-doctor checkpoint fingerprint``: checkpoints of every form have the fingerprint of the model, streamed."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path:
 
 
 def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:
-    done = doctor("fingerprint", str(tmp_path / "nowhere"))
+    done = doctor("checkpoint", "fingerprint", str(tmp_path / "nowhere"))
     assert (done.code, done.stdout) == (2, "")
     assert done.stderr == f"fsdp-doctor: {tmp_path / 'nowhere'} does not exist\n"
 

@@ -118,7 +118,7 @@ def test_every_known_failure_has_the_place_that_explain_prints(elements: _Elemen
 
 
 def test_the_committed_page_is_that_of_the_committed_runs() -> None:
-    """Otherwise: `fsdp-doctor merge docs/compat/merged.json.gz --html docs/compat/index.html`."""
+    """Otherwise: `fsdp-doctor report merge docs/compat/merged.json.gz --html docs/compat/index.html`."""
     merged = read_merged(_COMPAT / "merged.json.gz")
     assert compat_page(merged) == (_COMPAT / "index.html").read_text()
 
@@ -143,7 +143,7 @@ def test_of_reports_without_results_merge_writes_the_merged_report_and_says_why_
 ) -> None:
     report = _report_file(tmp_path, "a.json", num_selected=5, complete=False)
     outputs = ("--json", str(tmp_path / "merged.json"), "--html", str(tmp_path / "page.html"))
-    done = doctor("merge", report, *outputs)
+    done = doctor("report", "merge", report, *outputs)
     sentence = "fsdp-doctor: the reports have no results, so there is nothing to show on a page\n"
     assert (done.code, done.stderr) == (2, sentence)
     assert json.loads((tmp_path / "merged.json").read_text())["cases"] == []
@@ -153,8 +153,8 @@ def test_of_reports_without_results_merge_writes_the_merged_report_and_says_why_
 def test_a_merged_report_has_the_page_of_the_reports_that_it_was_made_of(tmp_path: pathlib.Path) -> None:
     report = _report_file(tmp_path, "a.json", *pages.results_of("2.13.0"))
     merged = str(tmp_path / "merged.json.gz")
-    assert doctor("merge", report, "--json", merged, "--html", str(tmp_path / "one.html")).code == 0
-    assert doctor("merge", merged, "--html", str(tmp_path / "two.html")).code == 0
+    assert doctor("report", "merge", report, "--json", merged, "--html", str(tmp_path / "one.html")).code == 0
+    assert doctor("report", "merge", merged, "--html", str(tmp_path / "two.html")).code == 0
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
@@ -169,14 +169,14 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
     tmp_path: pathlib.Path, output: str, code: int, sentence: str
 ) -> None:
     report = _report_file(tmp_path, "a.json", *pages.results_of("2.13.0")[:3])
-    done = doctor("merge", report, "--html", output)
+    done = doctor("report", "merge", report, "--html", output)
     assert (done.code, done.stderr) == (code, f"fsdp-doctor: {sentence}\n")
 
 
 def test_two_outputs_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
     report = _report_file(tmp_path, "a.json", *pages.results_of("2.13.0")[:3])
     same = str(tmp_path / "x")
-    done = doctor("merge", report, "--html", same, "--json", same)
+    done = doctor("report", "merge", report, "--html", same, "--json", same)
     assert (done.code, done.stderr) == (2, "fsdp-doctor: two of --json, --html name the same file\n")
 
 

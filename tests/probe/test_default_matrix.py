@@ -67,10 +67,10 @@ def test_the_catalogue_foretells_every_verdict() -> None:
 
 @pytest.mark.parametrize("form", ["table", "lines", "markdown", "junit", "json"])
 def test_every_format_for_people_names_the_entry(form: str) -> None:
-    shown = doctor("report", str(default_matrix_file()), "--format", form).stdout
+    shown = doctor("report", "show", str(default_matrix_file()), "--format", form).stdout
     assert "fsdp2-pinned-policy-half-moved" in shown
 
 
 def test_the_table_prints_the_remedy() -> None:
-    shown = doctor("report", str(default_matrix_file())).stdout
+    shown = doctor("report", "show", str(default_matrix_file())).stdout
     assert "remedy: Leave a model under CPUOffloadPolicy where it is." in shown

@@ -138,10 +138,10 @@ def test_the_command_alone_starts_torchrun_on_two_ranks_and_writes_every_output(
     assert [result.id for result in read_report(files["json"]).results if result.case.path not in FIXES] == _IDS
     assert "full_tensors" in done.stdout
     for name in ("markdown", "junit"):
-        again = inside.doctor("report", str(files["json"]), "--format", name)
+        again = inside.doctor("report", "show", str(files["json"]), "--format", name)
         assert again.stdout == files[name].read_text()
     svg = tmp_path / "again.svg"
-    assert inside.doctor("report", str(files["json"]), "--format", "svg", "-o", str(svg)).code == 0
+    assert inside.doctor("report", "show", str(files["json"]), "--format", "svg", "-o", str(svg)).code == 0
     assert "full_tensors" in svg.read_text()
 
 

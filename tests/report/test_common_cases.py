@@ -1,4 +1,4 @@
-"""fsdp-doctor diff --common: a case that only one report has is listed and does not count."""
+"""fsdp-doctor report diff --common: a case that only one report has is listed and does not count."""
 
 from __future__ import annotations
 

@@ -110,16 +110,16 @@ def files(report: Report, tmp_path_factory: pytest.TempPathFactory) -> tuple[pat
 def test_the_command_prints_a_line_for_each_difference_and_ends_with_1(
     files: tuple[pathlib.Path, pathlib.Path],
 ) -> None:
-    done = doctor("diff", *map(str, files))
+    done = doctor("report", "diff", *map(str, files))
     assert done.code == 1
     assert done.stdout.splitlines() == ["fsdp2/none/unstaged/state_dict\tverdict\tok\twrong"]
     assert "2339 of 2340 cases are the same" in done.stderr
-    as_json = json.loads(doctor("diff", "--json", *map(str, files)).stdout)
+    as_json = json.loads(doctor("report", "diff", "--json", *map(str, files)).stdout)
     assert as_json == [{"case_id": _OK, "what": "verdict", "left": "ok", "right": "wrong"}]
 
 
 def test_the_command_ends_with_0_where_nothing_differs(files: tuple[pathlib.Path, pathlib.Path]) -> None:
-    done = doctor("diff", str(files[0]), str(files[0]))
+    done = doctor("report", "diff", str(files[0]), str(files[0]))
     assert (done.code, done.stdout) == (0, "")
 
 
@@ -134,7 +134,7 @@ def test_bad_input_is_refused_in_a_sentence(
     files: tuple[pathlib.Path, pathlib.Path], arguments: tuple[str, ...], sentence: str
 ) -> None:
     left, right = (str(file) for file in files)
-    done = doctor("diff", left, *((right,) if arguments[0].startswith("--") else ()), *arguments)
+    done = doctor("report", "diff", left, *((right,) if arguments[0].startswith("--") else ()), *arguments)
     assert done.code == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
@@ -143,6 +143,6 @@ def test_bad_input_is_refused_in_a_sentence(
 def test_a_damaged_gzip_file_is_refused(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "report.json.gz"
     file.write_bytes(_FILE.read_bytes()[:1000])
-    done = doctor("report", str(file))
+    done = doctor("report", "show", str(file))
     assert done.code == 2
     assert "cannot read the report" in done.stderr

@@ -34,7 +34,7 @@ class _Swept:
     run: Run
 
     def again(self, *arguments: str) -> Run:
-        return doctor("sweep", "--directory", str(self.directory), *arguments, env=self.variables)
+        return doctor("report", "sweep", "--directory", str(self.directory), *arguments, env=self.variables)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> _Swept:
     directory = tmp_path_factory.mktemp("sweep")
     variables = index_with_torch(directory / "wheels", "2.98.1")
     reports = directory / "reports"
-    done = doctor("sweep", "--torch", "2.99,2.98", "--directory", str(reports), *_OPTIONS, env=variables)
+    done = doctor("report", "sweep", "--torch", "2.99,2.98", "--directory", str(reports), *_OPTIONS, env=variables)
     return _Swept(reports, variables, done)
 
 
@@ -69,7 +69,7 @@ def test_it_leaves_reports_and_logs_and_no_environment(swept: _Swept) -> None:
 def test_both_are_in_the_merged_report(swept: _Swept) -> None:
     files = [str(swept.directory / f"torch{version}.json") for version in ("2.98", "2.99")]
     merged = swept.directory.parent / "merged.json"
-    done = doctor("merge", *files, "--json", str(merged), "--cases")
+    done = doctor("report", "merge", *files, "--json", str(merged), "--cases")
     assert done.code == 0, done.stderr
     first, second, third = json.loads(merged.read_text())["environments"], *done.stdout.splitlines()
     assert [one["complete"] for one in first] == [True, False]
@@ -88,7 +88,7 @@ def test_what_is_complete_is_not_run_again_and_a_report_of_other_options_is_not_
 
 
 def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept, tmp_path: pathlib.Path) -> None:
-    arguments = ("sweep", "--torch", "2.98", "--directory", str(tmp_path), *_OPTIONS)
+    arguments = ("report", "sweep", "--torch", "2.98", "--directory", str(tmp_path), *_OPTIONS)
     started = Started(sys.executable, "-m", "fsdp_doctor", *arguments, env=swept.variables)
     assert started.first_message() == "fsdp-doctor: torch 2.98: installing\n"
     os.kill(started.pid, signal.SIGTERM)
@@ -104,7 +104,7 @@ def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept,
     variables = swept.variables | {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": "0"}
     selection = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
     options = ("--device", "cpu", *selection, *user_paths("processes:keeps_the_run_busy"), "--timeout", "8")
-    command = ("sweep", "--torch", "2.98", "--directory", str(reports), "--", *options)
+    command = ("report", "sweep", "--torch", "2.98", "--directory", str(reports), "--", *options)
     started = Started(sys.executable, "-m", "fsdp_doctor", *command, env=variables)
     started.told(fifo)
     started.interrupt()
@@ -134,7 +134,7 @@ def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept,
 def test_a_sweep_that_cannot_mean_anything_is_refused_before_it_installs(
     arguments: tuple[str, ...], said: str, tmp_path: pathlib.Path
 ) -> None:
-    done = doctor("sweep", *arguments, cwd=tmp_path)
+    done = doctor("report", "sweep", *arguments, cwd=tmp_path)
     assert done.code == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -224,5 +224,7 @@ def test_the_oldest_torch_with_an_emulated_device_is_what_the_device_says() -> N
 @pytest.mark.skipif(shutil.which("uv") is None, reason="there is no uv here")
 def test_uv_makes_the_environment_where_there_is_one(tmp_path: pathlib.Path) -> None:
     variables = index_with_torch(tmp_path / "wheels", "2.98.1")
-    done = doctor("sweep", "--torch", "2.98", "--directory", str(tmp_path / "reports"), *_OPTIONS, env=variables)
+    done = doctor(
+        "report", "sweep", "--torch", "2.98", "--directory", str(tmp_path / "reports"), *_OPTIONS, env=variables
+    )
     assert done.code == 0, done.stderr
