@@ -146,8 +146,8 @@ def run(
         typer.Option(
             metavar="known|TOML|REPORT",
             help="The expected verdicts: as the catalogue has them for this torch, device and number of ranks, "
-            "as in a TOML file that `fsdp-doctor report expect` writes, or as in a JSON report. Exit code 1 if there are "
-            "others, which are listed.",
+            "as in a TOML file that `fsdp-doctor report expect` writes, or as in a JSON report. Exit code 1 if there "
+            "are others, which are listed.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,

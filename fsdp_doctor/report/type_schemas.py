@@ -11,7 +11,10 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from fsdp_doctor.matrix.axes import OFFLOADS, Offload
 
 JsonSchema: TypeAlias = "dict[str, Any]"
 
@@ -63,6 +66,10 @@ class TypeSchemas:
             return {"$ref": f"#/$defs/{self.definitions[hint]}"}
         if hint in PLAIN:
             return dict(PLAIN[hint])
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            return {"enum": [member.value for member in hint]}
+        if hint is Offload:
+            return {"enum": [str(offload) for offload in OFFLOADS]}
         origin, arguments = get_origin(hint), get_args(hint)
         if origin is Literal:
             return of_literal(hint)

@@ -183,7 +183,7 @@ def test_a_file_that_a_command_names_is_read_and_the_command_goes_before_it(
     (tmp_path / "sft.yaml").write_text(_YAML)
     (use,) = check([str(script)], framework_version="5.9").uses
     assert use.scenario is not None
-    assert (use.scenario.strategy, use.scenario.offload) == ("fsdp2", offload)
+    assert (use.scenario.strategy, str(use.scenario.offload)) == ("fsdp2", offload)
 
 
 @pytest.mark.parametrize("text", [None, "a: [\n"])
