@@ -148,12 +148,6 @@ def start_probe(
     return Started(*command, env=env)
 
 
-def launched_probe(directory: pathlib.Path, *arguments: str, device: str = "cpu") -> Run:
-    """``fsdp-doctor probe`` in a new interpreter, which starts torchrun; with its report read back."""
-    json_file = directory / "report.json"
-    return start_probe(json_file, *arguments, device=device).wait(json_file)
-
-
 def forked_doctor(*arguments: str, ranks: int = 2, env: dict[str, str] | None = None) -> Run:
     """``fsdp-doctor ARGUMENTS`` on every rank, as torchrun starts it, but that no interpreter starts.
 

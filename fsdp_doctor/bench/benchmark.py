@@ -26,8 +26,7 @@ from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, extr
 from fsdp_doctor.bench.results import BenchResult, Measured
 from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, sharded
 from fsdp_doctor.case import offloading
-from fsdp_doctor.case.paths.arguments import PathArguments, called_by_name
-from fsdp_doctor.case.paths.lookup import function_of, load_user_path
+from fsdp_doctor.case.paths.lookup import PathArguments, called_by_name, function_of, load_user_path
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs

@@ -1,8 +1,8 @@
-"""Whether a model is what the id of its scenario says: facts read from it are held against those that are asked for.
+"""Checks that a model is what the id of its scenario says, by facts that the model shows.
 
-The two sides share nothing with each other or with the code that builds: what is found is read from the model, the
-optimizer and the process group, what is asked for follows from the words of the id alone. Only metadata is read, so
-nothing waits for a copy in flight; no collective.
+The facts that are found are read from the model, the optimizer and the process group; those that are asked for follow
+from the id alone. Neither side uses the other or the code that builds. Only metadata is read, so nothing waits for a
+copy in flight; no collective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.matrix.axes import Backend, Model, Sharding, Strategy
+from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 UnitKind: TypeAlias = Literal["root", "decoder layer", "embedding", "adapter", "other"]
@@ -32,16 +32,15 @@ Spread: TypeAlias = tuple[tuple[Literal["replicated", "sharded"], int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFacts:
-    """What a scenario is; None of what is asked for where it does not matter, and of what is found where it is absent.
+    """Facts of a built model. None: a fact that is not asked for, or that the model does not show.
 
-    units: how many FSDP modules there are of each kind. spreads: over which ranks parameters are replicated and
-    sharded. groups: how many process groups that is.
-    policy: of the offload, ``pinned`` or ``unpinned`` where it says whether it pins.
-    casts_to, reduces_in: of the mixed precision. dtypes: of the parameters.
+    units: the number of FSDP modules of each kind. spreads: over which ranks parameters are replicated and sharded.
+    groups: the number of process groups. policy: the offload policy, and whether it pins where it says so.
+    casts_to, reduces_in: the mixed precision. dtypes: of the parameters.
     shards_on, shown_on: device types of the parameters' shards, and those that the parameters report.
     pinned: whether the shards in host memory are pinned. moments_on: device types of the optimizer's state, without
     its step counters. has_stepped: whether the optimizer has a state.
-    model: the class of the model. backends: by device type. ranks: how many there are.
+    model: the class of the model. backends: by device type. ranks: the number of ranks.
     """
 
     strategy: Strategy | Literal["several", "none"] | None = None
@@ -67,11 +66,11 @@ class BuiltFacts:
 
 
 class NotAsNamed(Exception):
-    """A scenario was built otherwise than its id says: no verdict about torch."""
+    """A scenario was built otherwise than its id says, which is the doctor's fault and no verdict about torch."""
 
 
 def mismatches(found: BuiltFacts, asked: BuiltFacts) -> list[str]:
-    """One sentence for each fact that is asked for and was not found, which begins with the name of the fact."""
+    """One sentence for each fact that differs from the one asked for; it begins with the fact's name."""
     return [
         f"{field.name}: {_in_words(getattr(found, field.name))} where {_in_words(wanted)} was asked for"
         for field in dataclasses.fields(BuiltFacts)
@@ -80,9 +79,9 @@ def mismatches(found: BuiltFacts, asked: BuiltFacts) -> list[str]:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, *, device: str, ranks: int) -> None:
-    """Raises NotAsNamed if the model, in the state in which a path meets it, is not what the id says.
+    """Raises NotAsNamed if the model, when the method is called, is not what the id says. Local to a rank.
 
-    device: the type of the compute device. ranks: how many the run was asked to have. Local to a rank.
+    device: the type of the compute device. ranks: the number that the run was asked to have.
     """
     different = mismatches(facts_of(model, optimizer), asked_for(scenario, device=device, ranks=ranks))
     if different:
@@ -93,7 +92,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
 
 
 def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts:
-    """Read from a sharded model in any state, its optimizer, and the default process group."""
+    """Reads the facts of a sharded model in any state, its optimizer, and the default process group."""
     held = reader.read(model)
     names = {name for every in held.all_names() for name in every}
     parameters = list(_parameters(held))
@@ -195,7 +194,7 @@ def _precisions(held: HeldModel) -> Iterator[tuple[torch.dtype | None, torch.dty
 
 
 def _class_name(module: nn.Module) -> str:
-    """Of the model that was given to FSDP and to peft: fully_shard puts its name before that of the class."""
+    """The class of the model that was given to FSDP and to peft; fully_shard adds a prefix to its name."""
     get_base_model = getattr(module, "get_base_model", None)
     base = get_base_model() if get_base_model is not None else module
     return type(base).__name__.removeprefix("FSDP").removeprefix("Replicate")
@@ -233,13 +232,13 @@ _CLASSES: dict[Model, str] = {
 
 
 def asked_for(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
-    """What the id of a scenario says of the state in which a path meets the model.
+    """The facts that the id of a scenario implies, when the method is called.
 
-    device: the type of the compute device. ranks: how many the run was asked to have. Of a model of the user's own
-    what follows from its configuration is not asked for.
+    device: the type of the compute device. ranks: the number that the run was asked to have. Facts that follow from
+    the configuration of a model of the user's own are not asked for.
     """
-    built_in = scenario.model != "custom"
-    casts = scenario.precision == "bf16-compute"
+    built_in = not scenario.model.is_custom
+    casts = scenario.precision.casts
     return BuiltFacts(
         strategy=scenario.strategy,
         units=_units_asked_for(scenario) if built_in else None,
@@ -248,17 +247,17 @@ def asked_for(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         policy=frozenset({_policy_asked_for(scenario, device)}),
         casts_to=frozenset({torch.bfloat16 if casts else None}),
         reduces_in=frozenset({torch.float32 if casts else None}),
-        dtypes=frozenset({torch.bfloat16 if scenario.checkpoint == "fp32" else torch.float32}),
+        dtypes=frozenset({torch.bfloat16 if scenario.checkpoint is CheckpointFit.FP32 else torch.float32}),
         shards_on=_shards_asked_on(scenario, device),
-        shown_on=frozenset({device}) if scenario.staging == "staged" and scenario.version == 2 else None,
+        shown_on=frozenset({device}) if scenario.staging.is_staged and scenario.version == 2 else None,
         pinned=_pinned_asked_for(scenario, device),
         moments_on=_moments_asked_on(scenario, device),
-        has_stepped=scenario.phase == "trained",
+        has_stepped=scenario.phase.is_trained,
         model=_CLASSES[scenario.model] if built_in else None,
-        is_tied=scenario.model == "qwen3-tied" if built_in else None,
-        has_adapters=scenario.model == "qwen3-lora" if built_in else None,
-        has_buffers=scenario.model == "qwen3-buffers" if built_in else None,
-        has_even_vocabulary=scenario.dims == "even" if built_in else None,
+        is_tied=scenario.model.is_tied if built_in else None,
+        has_adapters=scenario.model.has_adapters if built_in else None,
+        has_buffers=scenario.model.has_buffers if built_in else None,
+        has_even_vocabulary=scenario.dims.is_even if built_in else None,
         backends=_backends_asked_for(scenario, device),
         ranks=ranks,
     )
@@ -266,9 +265,9 @@ def asked_for(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
 
 def _units_asked_for(scenario: Scenario) -> Counter[UnitKind]:
     units: Counter[UnitKind] = Counter({"root": 1, "decoder layer": _LAYERS})
-    if scenario.version == 2 and scenario.model != "qwen3-tied":
+    if scenario.version == 2 and not scenario.model.is_tied:
         units["embedding"] = 1
-    if scenario.version == 1 and scenario.model == "qwen3-lora":
+    if scenario.version == 1 and scenario.model.has_adapters:
         units["adapter"] = 2 * _ADAPTED_LINEARS * _LAYERS
     return units
 
@@ -310,16 +309,16 @@ def _policy_asked_for(scenario: Scenario, device: str) -> Literal["none", "cpu",
     if scenario.version == 1:
         return "cpu"
     # Without an accelerator there is nothing to pin memory for.
-    return "pinned" if scenario.pinning == "pinned" and device != "cpu" else "unpinned"
+    return "pinned" if scenario.pinning.is_pinned and device != "cpu" else "unpinned"
 
 
 def _shards_asked_on(scenario: Scenario, device: str) -> frozenset[str] | None:
-    if scenario.init == "meta":
+    if scenario.init.is_meta:
         return frozenset({"meta"})
     if scenario.policy:
-        # What a model.to(device) under CPUOffloadPolicy does to the shards is torch's affair.
-        return None if scenario.version == 2 and scenario.staging == "staged" else frozenset({"cpu"})
-    return frozenset({"cpu" if scenario.param_offload and scenario.staging == "unstaged" else device})
+        # Where a model.to(device) under CPUOffloadPolicy puts the shards is up to torch.
+        return None if scenario.version == 2 and scenario.staging.is_staged else frozenset({"cpu"})
+    return frozenset({"cpu" if scenario.param_offload and not scenario.staging.is_staged else device})
 
 
 def _pinned_asked_for(scenario: Scenario, device: str) -> frozenset[bool] | None:
@@ -327,15 +326,15 @@ def _pinned_asked_for(scenario: Scenario, device: str) -> frozenset[bool] | None
     if device == "cpu" or on != frozenset({"cpu"}):
         return frozenset() if on == frozenset({device}) != frozenset({"cpu"}) else None
     if scenario.policy and scenario.version == 2:
-        return frozenset({scenario.pinning == "pinned"})
+        return frozenset({scenario.pinning.is_pinned})
     if scenario.policy:
         # FSDP1 pins when it first runs.
-        return frozenset({True}) if scenario.phase == "trained" else None
-    return frozenset({False}) if scenario.transfer == "blocking" else None
+        return frozenset({True}) if scenario.phase.is_trained else None
+    return frozenset({False}) if scenario.transfer.is_blocking else None
 
 
 def _moments_asked_on(scenario: Scenario, device: str) -> frozenset[str]:
-    if scenario.phase == "fresh":
+    if not scenario.phase.is_trained:
         return frozenset()
     return frozenset({"cpu" if scenario.policy or scenario.optimizer_offload else device})
 

@@ -1,192 +1,269 @@
-"""What every case of the matrix is, whatever its path does: build, exercise the path, agree, train on."""
+"""The life of a case on one rank, from the model that is built to the record that is reported."""
 
 from __future__ import annotations
 
-import abc
-import pathlib
+import dataclasses
+import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from fsdp_doctor.case import built_scenario
-from fsdp_doctor.case.leftovers import Leftovers
-from fsdp_doctor.case.paths.arguments import PathArguments, PathFunction
-from fsdp_doctor.case.recorded_run import RecordedRun, RecordSink
+import torch
+from typing_extensions import assert_never
+
+from fsdp_doctor.case import built_scenario, checkpoints
+from fsdp_doctor.case.extraction import Extraction
+from fsdp_doctor.case.loading import Loading
+from fsdp_doctor.case.paths.lookup import (
+    PathArguments,
+    PathFunction,
+    called_by_name,
+    function_of,
+    in_context,
+    load_user_path,
+)
+from fsdp_doctor.case.recorder import Agreement, Recorder, RecordSink
 from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.side_effects import SideEffects, torch_functions
 from fsdp_doctor.case.trainer import Trainer, Unsupported
-from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import Path, impossible, is_user_path
+from fsdp_doctor.matrix.cases import Case, Scenario
+from fsdp_doctor.matrix.contracts import Contract, Direction
+from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
+from fsdp_doctor.verdict.records import Record, failure_from
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """A case, its path and the function behind it, and what the rank has to run it with.
+class CaseRun:
+    """The life of one case of the matrix. :meth:`run` is all of it; the plugin calls its parts.
 
-    report: called with the record each time the case reaches another stage.
-    """
-
-    case: Case
-    path: Path
-    function: PathFunction
-    runtime: Runtime
-    leftovers: Leftovers
-    report: RecordSink
-
-
-class CaseRun(RecordedRun, abc.ABC):
-    """A case of the matrix, in a scenario that our own trainer builds.
-
-    given: what the path is called with, once the case is prepared. undoes_staging: as that of the path.
+    given: what the method is called with, once the case is prepared.
+    undoes_staging: whether a staged module is moved back to the CPU before the next step.
     """
 
     given: PathArguments
 
-    def __init__(self, assignment: Assignment) -> None:
-        super().__init__(assignment.case.id, assignment.report)
-        self._case = assignment.case
-        self._path = assignment.path
-        self._contract = assignment.path.contract
-        self.undoes_staging = assignment.path.undoes_staging
-        self._function = assignment.function
-        self._runtime = assignment.runtime
-        self._leftovers = assignment.leftovers
+    def __init__(
+        self,
+        case: Case,
+        method: Path,
+        function: PathFunction,
+        *,
+        runtime: Runtime,
+        side_effects: SideEffects,
+        saved: checkpoints.SavedCheckpoints,
+        report: RecordSink,
+    ) -> None:
+        self._scenario = case.scenario
+        self._method = method
+        self._function = function
+        self._runtime = runtime
+        self._side_effects = side_effects
+        self._recorder = Recorder(case.id, report)
+        self.undoes_staging = method.undoes_staging
+        self._steps: Extraction | Loading
+        match method.direction:
+            case "out":
+                self._steps = Extraction(case.scenario, method, runtime, self._recorder)
+            case "in":
+                self._steps = Loading(case.scenario, method, runtime, self._recorder, saved)
+            case _:
+                assert_never(method.direction)
 
-    @abc.abstractmethod
-    def _new_trainer(self) -> Trainer:
-        """The scenario's trainer, sharded, and trained where its phase says so."""
+    @property
+    def record(self) -> Record:
+        return self._recorder.record
 
-    @abc.abstractmethod
-    def _bring_to_state(self, trainer: Trainer) -> None:
-        """Brings the scenario to the state in which the path runs."""
-
-    @abc.abstractmethod
-    def _verify(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
-        """Runs the path by ``call`` and verifies what it did; see :meth:`exercise`."""
-
-    @abc.abstractmethod
-    def _train_on(self, trainer: Trainer) -> None:
-        """Has the trainer train the step that follows, and looks at what it starts from."""
-
-    @abc.abstractmethod
-    def _is_reusable(self, trainer: Trainer) -> bool:
-        """Whether the trainer is again what :meth:`_new_trainer` gave; asked when nothing went wrong."""
+    @property
+    def direction(self) -> Direction:
+        return self._method.direction
 
     def run(self, kept: Trainer | None) -> Trainer | None:
-        """The whole case. Returns the trainer, in the state between two steps, if it may be used again."""
+        """Runs the whole case. Returns the trainer, between two steps, if the next case may use it."""
         trainer = self._cycle(kept)
         if trainer is not None and self._is_called_again():
-            trainer = self._cycle_again(trainer)
-        self._add(retire=self.record.retire or self._counts_against_others(trainer), done=True)
-        self._report(self.record)
+            # What is measured is the first call, as of every other method.
+            first = self.record
+            self._recorder.add(call=2)
+            trainer = self._cycle(trainer)
+            self._recorder.add(seconds=first.seconds, peak_extra_bytes=first.peak_extra_bytes)
+        if self._runtime.with_ledgers and trainer is None and not self.record.retire:
+            # torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers.
+            self._recorder.add(retire="a model that would be counted with the next")
+        self._recorder.add(done=True)
+        self._recorder.report()
         return trainer
 
     def _cycle(self, kept: Trainer | None) -> Trainer | None:
-        """From one state between two steps to the next, the path between them."""
+        """From one state between two training steps to the next, with the method between them."""
         trainer = self.prepare(kept)
         if trainer is not None:
-            self._leftovers.look_before()
+            self._side_effects.look_before()
             self.exercise(trainer, lambda: self._function(self.given), owned=True)
         reusable = self.go_on(trainer)
-        self._torch_functions.reapply()
-        self._add(retire=self._leftovers.undo())
+        self._recorder.clean_up(self._side_effects)
         return reusable
 
-    def _is_called_again(self) -> bool:
-        """Weights are sent after every step: what a user's function keeps from one call shows in the next.
-
-        The same on every rank, each of which has a trainer that may be used again. A watched life has one call.
-        """
-        if not is_user_path(self._path.name) or self._runtime.with_ledgers or not self.record.healthy:
-            return False
-        return self._agree() and self._sound_everywhere
-
-    def _cycle_again(self, trainer: Trainer) -> Trainer | None:
-        """What is measured is the first call, as of every other path."""
-        first = self.record
-        self._add(call=2)
-        again = self._cycle(trainer)
-        self._add(seconds=first.seconds, peak_extra_bytes=first.peak_extra_bytes)
-        return again
-
-    def _counts_against_others(self, reusable: Trainer | None) -> str:
-        """torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers."""
-        return "a model that would be counted with the next" if self._runtime.with_ledgers and reusable is None else ""
-
     def prepare(self, kept: Trainer | None) -> Trainer | None:
-        """The scenario's trainer in the state in which the path runs; None where the record says why there is none."""
-        with self._catching():
+        """Builds and trains the model, or takes the kept one; offloads and stages it. None where that failed."""
+        recorder, scenario = self._recorder, self._scenario
+        with recorder.catching():
             trainer = kept or self._build()
-            self._bring_to_state(trainer)
-            self._enter("fingerprint")
+            self._steps.take_reference(trainer)
+            recorder.enter("offload")
+            with recorder.measured(trainer.watch, "offloaded"):
+                trainer.offload()
+            if scenario.staging.is_staged:
+                recorder.enter("staging")
+                with recorder.measured(trainer.watch, "staged"):
+                    trainer.stage()
+            self._steps.note_state(trainer)
+            recorder.enter("fingerprint")
+            runtime = self._runtime
             built_scenario.check(
-                trainer.model,
-                trainer.optimizer,
-                self._case.scenario,
-                device=self._runtime.device.type,
-                ranks=self._runtime.world_size,
+                trainer.model, trainer.optimizer, scenario, device=runtime.device.type, ranks=runtime.world_size
             )
-            self.given = self._arguments(trainer)
+            self.given = PathArguments(
+                model=trainer.model,
+                device=runtime.device,
+                optimizer=trainer.optimizer,
+                scratch=runtime.directory_of(self.record),
+                control=runtime.control,
+                state=self._steps.state,
+                buffers=self._steps.buffers,
+            )
             return trainer
         return None
 
     def exercise(self, trainer: Trainer, call: Callable[[], Any], *, owned: bool) -> None:
-        """Has ``call`` run the path, and verifies what it did.
+        """Has ``call`` run the method, and verifies what it did.
 
-        owned: whether the path runs in ``call`` alone and nobody else holds its result, so that its memory can be told.
+        owned: whether nobody but ``call`` holds the method's result, so that its memory can be measured.
         """
-        with self._catching():
-            self._verify(trainer, call, owned)
+        with self._recorder.catching():
+            self._steps.run_method(trainer, call, owned)
 
     def go_on(self, trainer: Trainer | None) -> Trainer | None:
-        """Agrees with the other ranks and trains on. Returns the trainer if it may be used again."""
-        goes_on = not self.record.unsupported and self._agree() and self._unbroken
-        if goes_on and trainer:
-            with self._catching():
+        """Agrees with the other ranks and trains the next step. Returns the trainer if it may be used again."""
+        recorder = self._recorder
+        agreement = Agreement() if self.record.unsupported else recorder.agree(self._runtime)
+        if agreement.works and recorder.unbroken and trainer:
+            with recorder.catching():
                 self._train_on(trainer)
-            self._agree()
-        reusable = self._unbroken and not self._changed_somewhere and trainer is not None and self._is_reusable(trainer)
+            agreement = recorder.agree(self._runtime)
+        reusable = recorder.unbroken and not agreement.poisoned and self._steps.is_reusable()
         return trainer if reusable else None
 
-    @property
-    def direction(self) -> Direction:
-        """Of the path."""
-        return self._path.direction
+    def _train_on(self, trainer: Trainer) -> None:
+        recorder, name = self._recorder, self._method.name
+        recorder.enter("next step")
+        self._steps.prepare_optimizer(trainer)
+        with recorder.measured(trainer.watch, "offloaded again", name):
+            trainer.unstage(undo_staging=self.undoes_staging)
+        with recorder.measured(trainer.watch, "loaded", name):
+            trainer.load()
+        recorder.enter("fingerprint")
+        self._steps.check_resumed(trainer)
+        recorder.enter("next step")
+        with recorder.measured(trainer.watch, "trained again", name):
+            self._steps.train_step(trainer)
+        recorder.enter("fingerprint")
+        self._steps.check_trained(trainer)
 
     def _build(self) -> Trainer:
-        self._enter("build")
-        reason = _why_not(self._case, self._path, self._runtime)
-        if reason:
+        self._recorder.enter("build")
+        if reason := _why_not(self._method, self._scenario, self._runtime):
             raise Unsupported(reason)
-        return self._new_trainer()
+        return self._steps.build()
 
-    def _arguments(self, trainer: Trainer) -> PathArguments:
-        return PathArguments(
-            model=trainer.model,
-            device=self._runtime.device,
-            optimizer=trainer.optimizer,
-            scratch=self._scratch,
-            control=self._runtime.control,
+    def _is_called_again(self) -> bool:
+        """Whether the user's function is called once more: what it keeps from one call shows in the next.
+
+        The same on every rank. A case whose memory is measured has one call.
+        """
+        if not is_user_path(self._method.name) or self._runtime.with_ledgers or not self.record.healthy:
+            return False
+        agreement = self._recorder.agree(self._runtime)
+        return agreement.works and agreement.sound
+
+
+class CaseRunner:
+    """Runs cases one after the other on this rank, and keeps a scenario while it stays whole.
+
+    report: called with the record each time the case reaches another stage.
+    """
+
+    def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: RecordSink) -> None:
+        torch_functions()
+        self._runtime = runtime
+        self._user_paths = {name: load_user_path(name) for name in user_paths}
+        self._report = report
+        self._side_effects = SideEffects(runtime.device)
+        self._trainer: Trainer | None = None
+        self._saved = checkpoints.SavedCheckpoints(runtime)
+
+    def examine(self, case: Case) -> Record:
+        """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
+        method = find_path(case.path, case.scenario.version)
+        if is_user_path(case.path):
+            function, contract = self._user_paths[case.path]
+            method = dataclasses.replace(method, contract=contract)
+        else:
+            function = function_of(method)
+        run = self._open(case, method, in_context(case.scenario.context, called_by_name(function)))
+        self._trainer = run.run(self._take_kept(case.scenario, method))
+        return run.record
+
+    def open(self, case: Case, contract: Contract) -> CaseRun:
+        """Returns the run of a case whose method the caller runs itself; the caller keeps its trainer, too."""
+        method = dataclasses.replace(find_path(case.path, case.scenario.version), contract=contract)
+        return self._open(case, method, _never_called)
+
+    def save(self, case: Case) -> Record:
+        """Saves the checkpoint that a case in other processes is given. Every rank must call it with the same case."""
+        record = Record(case_id=case.id, stage="checkpoint")
+        self._report(record)
+        try:
+            checkpoints.save(case.scenario, self._runtime)
+        except Unsupported as reason:
+            record = dataclasses.replace(record, unsupported=str(reason))
+        except Exception as error:
+            record = dataclasses.replace(record, failure=failure_from(error))
+        record = dataclasses.replace(record, done=True)
+        self._report(record)
+        return record
+
+    def _open(self, case: Case, method: Path, function: PathFunction) -> CaseRun:
+        return CaseRun(
+            case,
+            method,
+            function,
+            runtime=self._runtime,
+            side_effects=self._side_effects,
+            saved=self._saved,
+            report=self._report,
         )
 
-    @property
-    def _scratch(self) -> pathlib.Path:
-        """A directory of this call's own, not yet made."""
-        name = self._case.id.replace("/", "-")
-        return self._runtime.scratch / (name if self.record.call == 1 else f"{name}-{self.record.call}")
+    def _take_kept(self, scenario: Scenario, method: Path) -> Trainer | None:
+        """The trainer of the last case if it is of this scenario; a load needs a new one."""
+        kept, self._trainer = self._trainer, None
+        same = kept is not None and (kept.scenario, kept.with_mesh) == (scenario, not method.without_mesh)
+        if same and method.direction == "out":
+            return kept
+        del kept
+        # The memory of a dropped scenario is not to be counted against the next.
+        gc.collect()
+        if self._runtime.has_accelerator:
+            torch.get_device_module(self._runtime.device).empty_cache()
+        return None
 
-    @property
-    def _watches_state(self) -> bool:
-        """Reading the model would wait for copies in flight, and so hide the race that a non-blocking
-        scenario is there to show: nothing of ours looks at it there until the path is through."""
-        return self._case.scenario.transfer == "blocking"
+
+def _never_called(given: PathArguments) -> None:
+    raise AssertionError("the method of an open case is run by its opener")
 
 
-def _why_not(case: Case, path: Path, runtime: Runtime) -> str:
-    """Why the path cannot be tried in this scenario; empty if it can."""
-    if reason := impossible(path, case.scenario):
+def _why_not(method: Path, scenario: Scenario, runtime: Runtime) -> str:
+    """Why the method cannot be tried in this scenario; empty if it can."""
+    if reason := impossible(method, scenario):
         return reason
-    on_disk = path.name == "dcp" or path.contract.given in ("dcp", "rank_files")
+    on_disk = method.name == "dcp" or method.contract.given in ("dcp", "rank_files")
     if on_disk and runtime.num_nodes > 1:
         return "the checkpoint directory is not shared between the nodes"
     return ""

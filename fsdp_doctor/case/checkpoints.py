@@ -1,11 +1,12 @@
 """The checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
 
-What is in it is taken with the reference, without any path under test. Where other processes save it, they save
-it as frameworks do, and leave beside it what was in it and what their next step made of it.
+Its contents are taken with the reference, without any method under test. Where other processes save it, they save
+it as frameworks do, and leave beside it the contents and what their next step made of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pathlib
@@ -14,22 +15,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import framework_saves, held_pieces, reference
-from fsdp_doctor.case.held_pieces import Full
+from fsdp_doctor.case import held_pieces, lora_reference, reference
+from fsdp_doctor.case.held_pieces import Full, expected_part
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.step_outcome import StepOutcome, outcome_of_step
 from fsdp_doctor.case.trainer import Start, Trainer
+from fsdp_doctor.case.training_state import StepOutcome, outcome_of, train_one_step
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase
+from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase, Sharding
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.contracts import Loads
+from fsdp_doctor.matrix.contracts import Contract, Loads
 
 EXTRA_KEY = "extra.weight"
-EXTRA_SHAPE = (3, 3)
+_EXTRA_SHAPE = (3, 3)
 # Of AdamW: not those of the run that is saved, so that a load which does not bring them is seen.
 _OTHER_OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
+_DCP, _RANK_FILES = "dcp", "rank_files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +52,8 @@ class Checkpoint:
     missing_key: the name that a checkpoint which lacks one lacks.
     moments: ``<parameter>.<state>``, unsharded. options: of the one param group.
     raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's.
-    went_on: what the run's next step made of it; None where it ran on another number of ranks, which reduce other
-        batches.
-    directory: what the frameworks' own ways of saving left, in processes that are gone; None where nobody saved it.
+    went_on: what the run's next step made of it; None where another number of ranks ran it, on other batches.
+    directory: with the files of the frameworks' own ways of saving; None where no other process saved it.
     """
 
     weights: Full
@@ -70,20 +81,20 @@ def source_of(scenario: Scenario) -> Scenario:
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
-    """Runs the source of a scenario for three steps, and saves it after the second. Every rank must call it.
+    """Trains the source of a scenario for three steps. Returns the run after the second. Every rank must call it.
 
     save: called after the second step too.
     """
-    trainer = Trainer(source_of(scenario), runtime, start=Start(same_batches=_replicas_part(scenario)))
+    trainer = Trainer(source_of(scenario), runtime, start=Start(same_batches=_needs_same_batches(scenario)))
     trainer.step()
     trainer.step()
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
-    held = reader.read(trainer.model)
-    tied = [names for names in held.all_names() if len(names) > 1]
+    tied = [names for names in reader.read(trainer.model).all_names() if len(names) > 1]
     (group,) = trainer.optimizer.state_dict()["param_groups"]
     raw_optimizer = copy.deepcopy(trainer.optimizer.state_dict())
     data_position = trainer.data_position()
     save(trainer)
+    train_one_step(trainer)
     return Checkpoint(
         weights=truth.full,
         tied_names=frozenset(name for names in tied for name in names[1:]),
@@ -92,7 +103,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
         options={key: value for key, value in group.items() if key != "params"},
         raw_optimizer=raw_optimizer,
         data_position=data_position,
-        went_on=outcome_of_step(trainer),
+        went_on=outcome_of(trainer.model, trainer.optimizer),
     )
 
 
@@ -105,14 +116,39 @@ def save(scenario: Scenario, runtime: Runtime) -> None:
     """Takes the checkpoint of a scenario and leaves it for processes that come later. Every rank must call it."""
     directory = directory_of(scenario, runtime.scratch)
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = take(scenario, runtime, lambda trainer: framework_saves.save(trainer, directory))
+    checkpoint = take(scenario, runtime, lambda trainer: save_as_frameworks(trainer, directory))
     if runtime.rank == 0:
         torch.save((runtime.world_size, dataclasses.replace(checkpoint, raw_optimizer={})), directory / "whole.pt")
     torch.save((checkpoint.data_position, checkpoint.went_on), directory / f"rank_{runtime.rank}.pt")
 
 
+def save_as_frameworks(trainer: Trainer, directory: pathlib.Path) -> None:
+    """Saves model and optimizer as a distributed checkpoint, and as verl's FSDPCheckpointManager, by rank.
+
+    Every rank must call it.
+    """
+    model, optimizer = trainer.model, trainer.optimizer
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=directory / _DCP)
+    sharded: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+        sharded = FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
+    with sharded:
+        _write_rank_files(directory / _RANK_FILES, trainer.runtime, model.state_dict(), optimizer.state_dict())
+
+
+def _write_rank_files(
+    directory: pathlib.Path, runtime: Runtime, model: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    suffix = f"world_size_{runtime.world_size}_rank_{runtime.rank}.pt"
+    torch.save(model, directory / f"model_{suffix}")
+    torch.save(optimizer, directory / f"optim_{suffix}")
+
+
 def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
-    """What :func:`save` left. A rank more than there were then goes on with the data of one of them."""
+    """Reads what :func:`save` left. A rank more than there were then goes on with the data of one of them."""
     directory = directory_of(scenario, runtime.scratch)
     saved_by: int
     checkpoint: Checkpoint
@@ -126,7 +162,7 @@ def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     )
 
 
-def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
+def _as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
     """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
@@ -141,7 +177,7 @@ def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tens
         case CheckpointFit.BF16:
             return {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved.items()}
         case CheckpointFit.EXTRA_KEY:
-            return {**saved, EXTRA_KEY: torch.ones(EXTRA_SHAPE)}
+            return {**saved, EXTRA_KEY: torch.ones(_EXTRA_SHAPE)}
         case CheckpointFit.MISSING_KEY:
             return {name: tensor for name, tensor in saved.items() if name != checkpoint.missing_key}
         case CheckpointFit.TIED_ONCE:
@@ -153,30 +189,30 @@ def as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tens
 def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
     """What the model is to hold after a load of a checkpoint of that fit, in the dtypes of its parameters.
 
-    What the checkpoint lacks is left out.
+    A name that the checkpoint lacks is left out.
     """
-    saved = {name: checkpoint.weights[name] for name in checkpoint.tied_names} | as_saved(checkpoint, fit)
-    return {name: saved[name].to(own.dtype) for name, own in checkpoint.weights.items() if name in saved}
+    saved = {name: checkpoint.weights[name] for name in checkpoint.tied_names} | _as_saved(checkpoint, fit)
+    return {name: saved[name].to(weight.dtype) for name, weight in checkpoint.weights.items() if name in saved}
 
 
 def start_of(scenario: Scenario) -> Start:
-    """What a trainer is before a load: other weights, or none yet, and other options than the run that was saved."""
+    """What a trainer has before a load: other weights, or none yet, and other options than the run that was saved."""
     return Start(
-        weights="meta" if scenario.init == "meta" else "other",
+        weights="meta" if scenario.init.is_meta else "other",
         options=_OTHER_OPTIONS,
-        same_batches=_replicas_part(scenario),
+        same_batches=_needs_same_batches(scenario),
     )
 
 
-def _replicas_part(scenario: Scenario) -> bool:
+def _needs_same_batches(scenario: Scenario) -> bool:
     """Whether each rank would train a model of its own: FSDP1 reduces no gradient over a shard group of one.
 
     A checkpoint has one set of weights, so there every rank is given the same batches.
     """
-    return scenario.version == 1 and scenario.sharding == "size1"
+    return scenario.version == 1 and scenario.sharding is Sharding.SIZE1
 
 
-class Saved:
+class SavedCheckpoints:
     """The checkpoints of one generation of workers, each taken once. Every rank must call every method alike."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -192,19 +228,19 @@ class Saved:
         return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:
-        """A trainer of the scenario, trained where its phase says so."""
+        """Builds a trainer of the scenario, and trains it where its phase says so."""
         trainer = Trainer(scenario, self._runtime, start=start)
-        if scenario.phase == "trained":
+        if scenario.phase.is_trained:
             trainer.step()
             trainer.step()
             trainer.resume()
         return trainer
 
     def next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
-        """What the step after a load must end in: that of the run that was saved and went on, if it can be compared.
+        """What the step after a load must end in: the next step of the run that was saved, if it can be compared.
 
-        That of a model with the same state, written by hand, where weights alone are loaded or the run that was
-        saved had another number of ranks.
+        Where weights alone are loaded, or another number of ranks saved the run: the step of a model to which the
+        same state is written by hand.
         """
         checkpoint = self.of(scenario)
         with_optimizer = loads != "model"
@@ -225,4 +261,105 @@ class Saved:
             held_pieces.write(moments)
             trainer.optimizer.param_groups[0].update(checkpoint.options)
             trainer.seek(checkpoint.data_position)
-        return outcome_of_step(trainer)
+        train_one_step(trainer)
+        return outcome_of(trainer.model, trainer.optimizer)
+
+
+class CheckpointForms:
+    """Brings a checkpoint into the form that a method asks for, by hand where torch's function is under test.
+
+    Every rank must call every method alike. directory: not yet made.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
+        self._checkpoint = checkpoint
+        self._weights = _as_saved(checkpoint, fit)
+        self._model = trainer.model
+        self._runtime = trainer.runtime
+        self._scenario = trainer.scenario
+        self._directory = directory
+
+    def state(self, contract: Contract) -> Any:
+        """The argument ``state`` of a method with that contract."""
+        saved = self._checkpoint.directory
+        match contract.given:
+            case "full":
+                if contract.ranks == "rank0" and self._runtime.rank != 0:
+                    return _what_is_loaded(contract, {}, {})
+                weights = self._weights
+                if contract.weights == "adapter":
+                    weights = lora_reference.adapter_weights(weights)
+                return _what_is_loaded(contract, weights, self._optimizer_state(sharded=False))
+            case "sharded":
+                return _what_is_loaded(contract, self._sharded_weights(), self._optimizer_state(sharded=True))
+            case "dcp":
+                if saved:
+                    return saved / _DCP
+                state = {"model": self._sharded_weights(), "optimizer": self._optimizer_state(sharded=True)}
+                dcp.save(state, checkpoint_id=self._directory)
+            case "rank_files":
+                if saved:
+                    return saved / _RANK_FILES
+                _write_rank_files(
+                    self._directory, self._runtime, self._sharded_weights(), self._checkpoint.raw_optimizer
+                )
+            case _:
+                assert_never(contract.given)
+        dist.barrier(group=self._runtime.control)
+        return self._directory
+
+    def _sharded_weights(self) -> dict[str, Any]:
+        like = self._sharded_names()
+        return {name: self._sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
+
+    def _sharded_names(self) -> dict[str, torch.Tensor | None]:
+        """By name the tensor that a sharded entry is divided like; None for one that FSDP1 shards by its first dim."""
+        held = reader.read(self._model)
+        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in held.tensors() for name in t.names}
+        return like | dict.fromkeys(name for unit in held.fsdp1_units for names in unit.names for name in names)
+
+    def _sharded(self, like: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
+        device = self._runtime.device
+        mesh = self._runtime.mesh(self._scenario.sharding)
+        num_shards = mesh.size(mesh.ndim - 1)
+        if isinstance(like, DTensor):
+            mesh, placements = like.device_mesh, like.placements
+            local = expected_part(like, full).clone().to(device)
+        elif like is None and self._is_sharded_by_fsdp1(full) and num_shards > 1:
+            placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+            chunks = full.chunk(num_shards)
+            index = mesh.get_local_rank(mesh.ndim - 1)
+            local = (chunks[index] if index < len(chunks) else full[:0]).clone().to(device)
+        else:
+            return full.clone().to(device)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=full.shape, stride=full.contiguous().stride()
+        )
+
+    def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:
+        """Whether it is in an FSDP1 unit, whose sharded state dict exists in a shard group of several."""
+        return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE
+
+    def _optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
+        """As ``get_optimizer_state_dict`` has it: by parameter names."""
+        like = self._sharded_names()
+        state: dict[str, dict[str, Any]] = {}
+        for name, full in self._checkpoint.moments.items():
+            parameter, _, key = name.rpartition(".")
+            value = self._sharded(like[parameter], full) if sharded and full.ndim else full.clone()
+            state.setdefault(parameter, {})[key] = value
+        buffers = {name for buffer in reader.read(self._model).buffers for name in buffer.names}
+        names = [name for name in like if name not in buffers and name not in self._checkpoint.tied_names]
+        return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
+
+
+def _what_is_loaded(contract: Contract, weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+    match contract.loads:
+        case "model":
+            return weights
+        case "optimizer":
+            return optimizer
+        case "both":
+            return {"model": weights, "optimizer": optimizer}
+        case _:
+            assert_never(contract.loads)

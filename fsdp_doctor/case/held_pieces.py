@@ -1,6 +1,6 @@
-"""What this rank holds of each parameter, buffer and moment, beside what it should hold of the unsharded one.
+"""This rank's part of each parameter, buffer and moment, beside the part of the unsharded one that it should be.
 
-Worked out from placements and flat layouts alone; local to a rank, no collective.
+Computed from placements and flat layouts alone; local to a rank, no collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HeldPiece:
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
     shown: the tensor that the model or the optimizer has. held: this rank's part as it lies, which can be written.
-    copies: every other tensor from which FSDP1 may take this part, in a forward, a state dict or a reshard.
+    copies: the other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard.
     expected: on the host, flat or of the part's shape; None where the unsharded tensors have none of these names.
     """
 
@@ -38,7 +38,7 @@ class HeldPiece:
 
     @property
     def everywhere(self) -> tuple[torch.Tensor, ...]:
-        """All that must have the expected values."""
+        """All tensors that must have the expected values."""
         return (self.held, *self.copies)
 
     @property
@@ -65,18 +65,18 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Ful
     for name, full in states.items():
         parameter, _, key = name.rpartition(".")
         if parameter in tensors:
-            found = _piece(name, optimizer.state.get(tensors[parameter], {}).get(key), full)
+            piece = _piece(name, optimizer.state.get(tensors[parameter], {}).get(key), full)
         else:
-            found = _state_in_unit(places[parameter], optimizer, name, full)
-        if found is None:
+            piece = _state_in_unit(places[parameter], optimizer, name, full)
+        if piece is None:
             missing.append(name)
-        elif found.held.numel():
-            pieces.append(found)
+        elif piece.held.numel():
+            pieces.append(piece)
     return pieces, missing
 
 
 def write(pieces: list[HeldPiece]) -> None:
-    """Puts what is expected where it should be held."""
+    """Writes the expected values into the model or the optimizer."""
     with torch.no_grad():
         for piece in pieces:
             if piece.expected is not None:
@@ -151,7 +151,7 @@ def _of_units(held: HeldModel, full: Full) -> Iterator[HeldPiece]:
 
 
 def _state_in_unit(place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor) -> HeldPiece | None:
-    """Of a flat parameter's state the parameter's stretch; of an original parameter's the whole."""
+    """The parameter's stretch of the flat parameter's state, or the whole state of the original parameter."""
     unit = place.unit
     if not len(place.mine):
         return HeldPiece(names=(name,), shown=full, held=full.new_empty(0), expected=None)

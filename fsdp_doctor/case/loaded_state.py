@@ -1,4 +1,4 @@
-"""Holds what a load made of a model and its optimizer against the checkpoint, shard by shard, on one rank."""
+"""Compares a model and its optimizer after a load with the checkpoint, shard by shard, on one rank."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import held_pieces
-from fsdp_doctor.case.bitwise import compare
+from fsdp_doctor.case.findings import Findings, compare
 from fsdp_doctor.case.held_pieces import Full, HeldPiece
-from fsdp_doctor.case.problem_notes import Findings
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 
-# Which parameters a group has, which each format writes in its own way.
+# The parameters of a group, which each format writes in its own way.
 _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a load should leave of one parameter or buffer, beside its values.
+    """A parameter or buffer before the load, which should leave all but its values.
 
-    pinned: never where nobody may look yet, for a non-blocking copy leaves its shards pinned that no policy pins.
-    values: this rank's part, on the host; None on the meta device, or where nobody may look yet.
+    pinned: False where copies are in flight, for they leave shards pinned that no policy pins.
+    values: this rank's part, on the host; None on the meta device, or where copies are in flight.
     """
 
     device: torch.device
@@ -41,10 +40,11 @@ class _Facts:
 
 
 class LoadedState:
-    """Made just before the load, asked for :meth:`problems` just after it; on each rank alone.
+    """Made just before the load and asked for :meth:`problems` just after it; local to a rank.
 
+    right: what the model is to hold, unsharded.
     device: the compute device. parameter_device: where the shards of a model that is on meta now belong.
-    right: what the model is to hold, unsharded. left_alone: a name that is to stay as it was.
+    left_alone: a name that is to stay as it was.
     watches: whether the values from before may be read now, which waits for copies in flight.
     """
 
@@ -74,12 +74,12 @@ class LoadedState:
             for buffer in reader.read(model).transient_buffers
         }
         self._modes = {name: module.training for name, module in model.named_modules()}
-        self._found = Findings()
+        self._findings = Findings()
 
     def problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
-        """What was found of the model: one problem for each kind, with the first few names of each finding.
+        """One problem for each kind of finding, with the first few names of each.
 
-        reported_missing: the names that the path said it did not load.
+        reported_missing: the names that the method reported as not loaded.
         """
         reported = frozenset(reported_missing)
         pieces = held_pieces.of_model(self._model, self._right)
@@ -87,13 +87,13 @@ class LoadedState:
             self._check_piece(piece, reported)
         held = {name for piece in pieces for name in piece.names}
         for name in sorted(name for names in self._ties for name in names if name not in held):
-            self._found.note("incomplete", "not in the model any more", name)
+            self._findings.note("incomplete", "not in the model any more", name)
         for tensor in reader.read(self._model).transient_buffers:
             self._check_transient(tensor.names[0], tensor.tensor)
         for name, module in self._model.named_modules():
             if module.training != self._modes.get(name, module.training):
-                self._found.note("poisoned", f"training is {module.training} where it was not", name or "the model")
-        return self._found.problems()
+                self._findings.note("poisoned", f"training is {module.training} where it was not", name or "the model")
+        return self._findings.problems()
 
     def _facts(self, piece: HeldPiece) -> _Facts:
         local = piece.held
@@ -110,13 +110,13 @@ class LoadedState:
     def _check_piece(self, piece: HeldPiece, reported: frozenset[str]) -> None:
         known = next((names for names in self._ties if piece.name in names), None)
         if known is None:
-            self._found.note("incomplete", "not a name of the model before the load", piece.name)
+            self._findings.note("incomplete", "not a name of the model before the load", piece.name)
             return
         if piece.names != known:
-            self._found.note("wrong", "a tensor of its own where the names were tied", piece.name)
+            self._findings.note("wrong", "a tensor of its own where the names were tied", piece.name)
         before = self._before[known[0]]
         if piece.held.is_meta:
-            self._found.note("incomplete", "still on the meta device", piece.name)
+            self._findings.note("incomplete", "still on the meta device", piece.name)
             return
         self._check_place(piece, before)
         if piece.name == self._left_alone:
@@ -125,13 +125,16 @@ class LoadedState:
             self._check_value(piece, before)
 
     def _check_left_alone(self, piece: HeldPiece, before: _Facts, reported: frozenset[str]) -> None:
-        """What the checkpoint lacks is as it was, and the path says that it is."""
         if not reported & set(piece.names):
-            self._found.note("incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name)
+            self._findings.note(
+                "incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name
+            )
             return
         for held in piece.everywhere:
             if before.values is not None and (difference := compare(held.cpu(), before.values)):
-                self._found.note("wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name)
+                self._findings.note(
+                    "wrong", f"not in the checkpoint, and changed all the same: {difference}", piece.name
+                )
                 return
 
     def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
@@ -141,30 +144,30 @@ class LoadedState:
         others = [] if difference else [compare(copy.cpu(), piece.expected) for copy in piece.copies]
         if unloaded := next(filter(None, others), ""):
             what = f"loaded into one memory that FSDP1 has of it, and not into another: {unloaded}"
-            self._found.note("wrong", what, piece.name)
+            self._findings.note("wrong", what, piece.name)
             return
         if not difference:
             if actual.dtype != piece.expected.dtype and actual.dtype == before.dtype:
                 what = f"rounded to {actual.dtype} without an error, where the checkpoint has {piece.expected.dtype}"
-                self._found.note("misplaced", what, piece.name)
+                self._findings.note("misplaced", what, piece.name)
             return
         if before.values is not None and not compare(actual, before.values):
-            self._found.note("incomplete", "still what it was before the load", piece.name)
+            self._findings.note("incomplete", "still what it was before the load", piece.name)
         else:
-            self._found.note("wrong", difference, piece.name)
+            self._findings.note("wrong", difference, piece.name)
 
     def _check_place(self, piece: HeldPiece, before: _Facts) -> None:
         if piece.shown.dtype != before.dtype:
-            self._found.note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
+            self._findings.note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
         if away := self._misplaced(piece, before):
-            self._found.note("misplaced", away, piece.name)
+            self._findings.note("misplaced", away, piece.name)
         if piece.shown.requires_grad != before.trains:
-            self._found.note(
+            self._findings.note(
                 "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
             )
 
     def _misplaced(self, piece: HeldPiece, before: _Facts) -> str:
-        """Where it should not be; empty where it lies as before, or where a buffer lies on the device that uses it."""
+        """Why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses it."""
         if piece.shown.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
         device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
@@ -178,60 +181,62 @@ class LoadedState:
         return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
-        """A buffer that no state dict has keeps its values, dtype and device, or lies on the device that uses it.
+        """Checks that a buffer which no state dict has keeps its values and dtype, on its device or the compute device.
 
-        On the meta device it must be given them.
+        A buffer that was on the meta device must be given its values.
         """
         if buffer.is_meta:
-            self._found.note("incomplete", "still on the meta device, a buffer that no state dict has", name)
+            self._findings.note("incomplete", "still on the meta device, a buffer that no state dict has", name)
             return
         device, dtype = self._transient_places.get(name, (self._device, buffer.dtype))
         if buffer.dtype != dtype:
             what = f"dtype {buffer.dtype} where it was {dtype}, a buffer that no state dict has"
-            self._found.note("misplaced", what, name)
+            self._findings.note("misplaced", what, name)
         home = self._device if device.type == "meta" else device
         if buffer.device not in (home, self._device):
             what = f"on {buffer.device} where it was on {home}, a buffer that no state dict has"
-            self._found.note("misplaced", what, name)
+            self._findings.note("misplaced", what, name)
         actual, expected = private.local_tensor(buffer).cpu(), self._transient.get(name)
         if expected is not None and (difference := compare(actual, expected.to(actual.dtype))):
-            self._found.note("wrong", f"a buffer that no state dict has: {difference}", name)
+            self._findings.note("wrong", f"a buffer that no state dict has: {difference}", name)
 
 
 def optimizer_problems(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
 ) -> tuple[Problem, ...]:
-    """What is wrong with the optimizer after a load: every moment and step, their dtypes, the options of its groups."""
-    found = Findings()
+    """Checks the optimizer after a load: every moment and step, their dtypes, the options of its groups."""
+    findings = Findings()
     for index, state in enumerate(optimizer.state.values()):
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
-                found.note("wrong", f"a {type(value).__name__} where the checkpoint has a tensor", f"{index}.{key}")
-    if problems := found.problems():
+                findings.note("wrong", f"a {type(value).__name__} where the checkpoint has a tensor", f"{index}.{key}")
+    if problems := findings.problems():
         return problems
     pieces, missing = held_pieces.of_optimizer(model, optimizer, moments)
     for name in missing:
-        found.note("incomplete", "not in the optimizer's state", name)
+        findings.note("incomplete", "not in the optimizer's state", name)
     for piece in pieces:
         expected = piece.expected
         assert expected is not None
         if piece.held.dtype != expected.dtype:
-            found.note("misplaced", f"dtype {piece.held.dtype} where the checkpoint has {expected.dtype}", piece.name)
+            findings.note(
+                "misplaced", f"dtype {piece.held.dtype} where the checkpoint has {expected.dtype}", piece.name
+            )
         elif difference := compare(piece.held.cpu(), expected):
-            found.note("wrong", difference, piece.name)
+            findings.note("wrong", difference, piece.name)
     groups = options_of(optimizer)
     if len(groups) != len(options):
         what = f"{len(groups)} where the checkpoint has {len(options)}"
-        found.note("wrong", what, "the number of param groups")
+        findings.note("wrong", what, "the number of param groups")
     for group, wanted in zip(groups, options, strict=False):
         for key in wanted.keys() | group.keys():
             if _plain(group.get(key)) != _plain(wanted.get(key)):
-                found.note("wrong", f"is {group.get(key)!r}, not {wanted.get(key)!r}", f"the option {key}")
-    return found.problems()
+                findings.note("wrong", f"is {group.get(key)!r}, not {wanted.get(key)!r}", f"the option {key}")
+    return findings.problems()
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each of its groups, all but which parameters it has."""
+    """The options of each of its groups, without the parameters."""
     return [
         {key: value for key, value in group.items() if key not in _OPTIONS_NOT_COMPARED}
         for group in optimizer.param_groups
@@ -243,8 +248,8 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def held_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
+def num_optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
     """(how many of the model's parameters the optimizer holds, how many there are)."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = list(model.parameters())
-    return sum(id(parameter) in held for parameter in parameters), len(parameters)
+    return sum(id(parameter) in optimized for parameter in parameters), len(parameters)

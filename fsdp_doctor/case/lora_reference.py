@@ -1,7 +1,7 @@
 """What the weights of a model with LoRA adapters are, merged and adapter alone: from the reference, on the host.
 
-The product is computed in float64. Whoever merges rounds: the product, its scaling, the sum. So a
-merged weight is not one number but all that are as near to it as rounding brings anybody.
+The product is computed in float64. A method that merges rounds three times: the product, its scaling, the sum. So not
+one value of a merged weight is right but all that are as near to the exact one as rounding can bring a method.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case.findings import compare, first_difference
+from fsdp_doctor.extract import ShardPlace
+from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.names import unwrapped, without_adapters
 
 
@@ -29,23 +33,37 @@ class Merged:
         if actual.dtype != self.dtype:  # and was rounded once more
             bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
         wrong = ~((actual.to(torch.float64) - self.exact).abs() <= bound).reshape(-1)
-        if not bool(wrong.any()):
-            return ""
-        first = int(wrong.nonzero()[0])
-        got, want = actual.reshape(-1)[first].item(), self.exact.reshape(-1)[first].item()
-        return f"{int(wrong.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
+        return first_difference(wrong, actual, self.exact) if bool(wrong.any()) else ""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """This rank's part of a tensor, on the host, 1-D. merged: of a weight with an adapter, instead of its values."""
+
+    values: torch.Tensor
+    merged: Merged | None
+
+    def difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
+        """How a yielded shard and its place differ; empty if they do not. ``full``: the tensor without adapters."""
+        if actual.numel() != self.values.numel():
+            return f"a shard of {actual.numel()} elements where this rank holds {self.values.numel()}"
+        difference = self.merged.difference(actual.reshape(-1)) if self.merged else compare(actual, self.values)
+        if difference or not compare(place.of(full), self.values):
+            return difference
+        return "its place is not where this rank's elements are"
 
 
 def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to an adapter."""
     return ".lora_" in name
 
 
 def merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, Merged]:
-    """Each weight that has an adapter, under the name of the model that peft was given.
+    """Each weight that has an adapter, by its name in the model that peft was given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """
-    found: dict[str, Merged] = {}
+    merged: dict[str, Merged] = {}
     for module_name, module in model.named_modules():
         prefix = unwrapped(f"{module_name}.") if module_name else ""
         if f"{prefix}base_layer.weight" not in full or not hasattr(module, "scaling"):
@@ -54,20 +72,46 @@ def merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[s
         ((adapter, scaling),) = module.scaling.items()
         a, b = (full[f"{prefix}lora_{factor}.{adapter}.weight"].to(torch.float64) for factor in "AB")
         size = base.to(torch.float64).abs() + abs(scaling) * (b.abs() @ a.abs())
-        steps = a.shape[0] + 4
-        found[without_adapters(f"{prefix}base_layer.weight")] = Merged(
+        roundings = a.shape[0] + 4
+        merged[without_adapters(f"{prefix}base_layer.weight")] = Merged(
             exact=base.to(torch.float64) + scaling * (b @ a),
-            bound=size * steps * torch.finfo(base.dtype).eps,
+            bound=size * roundings * torch.finfo(base.dtype).eps,
             dtype=base.dtype,
         )
-    return found
+    return merged
 
 
 def base_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All that is no adapter, under the names of the model that peft was given."""
+    """All tensors but the adapters, by their names in the model that peft was given."""
     return {without_adapters(name): tensor for name, tensor in full.items() if not is_adapter(name)}
 
 
 def adapter_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapter alone, under the names of peft's adapter files: those of the model without the adapter's own."""
+    """The adapters alone, by their names in peft's adapter files, which lack the adapter's own name."""
     return {name.replace(".default", ""): tensor for name, tensor in full.items() if is_adapter(name)}
+
+
+def rank_parts(model: nn.Module, full: Mapping[str, torch.Tensor], merged: Mapping[str, Merged]) -> dict[str, RankPart]:
+    """This rank's part of each tensor but the adapters, by all names in the model that peft was given.
+
+    full: every tensor of the sharded model, unsharded, by its unwrapped name.
+    """
+    exact = _parts(model, {name: weight.exact for name, weight in merged.items()})
+    bound = _parts(model, {name: weight.bound for name, weight in merged.items()})
+    return {
+        name: RankPart(part, Merged(exact[name], bound[name], merged[name].dtype) if name in merged else None)
+        for name, part in _parts(model, base_weights(full)).items()
+    }
+
+
+def _parts(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of each tensor, 1-D. ``full``: by the names of the model that peft was given."""
+    names = [name for every in reader.read(model).all_names() for name in every if not is_adapter(name)]
+    by_unwrapped_name = {name: full[without_adapters(name)] for name in names if without_adapters(name) in full}
+    return {
+        without_adapters(name): piece.expected.reshape(-1)
+        for piece in held_pieces.of_model(model, by_unwrapped_name)
+        if piece.expected is not None
+        for name in piece.names
+        if name in by_unwrapped_name
+    }

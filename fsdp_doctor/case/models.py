@@ -1,8 +1,8 @@
 """The small Qwen models under test, and a configuration or checkpoint of the user's own.
 
 A model is built once for each worker, in float32 on the CPU and from one seed, so that every
-rank has the same weights; each scenario shards a copy of it. For what is to be loaded into there is
-one of other weights, from another seed, and one on the meta device.
+rank has the same weights; each scenario shards a copy of it. Loads start from one with other weights,
+from another seed, or from one on the meta device.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def add_special_values(model: Any) -> None:
 
 
 def drawn_tokens(name: Model, model: Any) -> range:
-    """The tokens that a batch is made of: all of a model of the user's own, else all but the first and the last one."""
+    """The tokens that a batch is made of: all but the first and the last, or all of a model of the user's own."""
     size = vocabulary_size(model)
-    return range(size) if name == "custom" else range(1, size - 1)
+    return range(size) if name.is_custom else range(1, size - 1)
 
 
 def transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
-    """The buffers that no state dict has, by name, on the CPU; for a model that is on the meta device."""
+    """The buffers that no state dict has, by name, on the CPU."""
     model = _template(name, dims, custom, "own")
     saved = model.state_dict().keys()
     return {key: buffer.clone() for key, buffer in model.named_buffers() if key not in saved}
@@ -99,7 +99,7 @@ def _template(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Wei
 def _new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if name == "custom":
+    if name.is_custom:
         assert custom is not None
         if weights == "own" and _has_weights(custom):
             return _as_module(AutoModelForCausalLM.from_pretrained(custom, dtype=torch.float32))
@@ -107,15 +107,15 @@ def _new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights)
     else:
         config = _config(name, dims)
     model = _as_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    if name == "qwen3-buffers":
+    if name.has_buffers:
         add_buffers(model, SEED[weights])
-    if name == "qwen3-lora":
+    if name.has_adapters:
         return _with_adapters(model)
     return model
 
 
 def _with_adapters(model: nn.Module) -> nn.Module:
-    """Both factors random: peft's own start, where one is zero, would hide a merge that did nothing."""
+    # Both factors random: peft's own start, where one is zero, would hide a merge that did nothing.
     import peft
 
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
@@ -125,7 +125,7 @@ def _with_adapters(model: nn.Module) -> nn.Module:
 def check_directory(directory: pathlib.Path) -> None:
     """Raises UsageError if transformers cannot build the model that is in it."""
     try:
-        _template("custom", "even", directory, "own")
+        _template(Model.CUSTOM, Dims.EVEN, directory, "own")
     except Exception as error:
         raise UsageError(f"--model {directory}: transformers cannot build it: {first_line(error)}") from None
 
@@ -179,7 +179,7 @@ def unsupported(name: Model) -> str:
     """Why the installed transformers cannot build the model; empty if it can."""
     import transformers
 
-    if name == "qwen3-lora" and importlib.util.find_spec("peft") is None:
+    if name.has_adapters and importlib.util.find_spec("peft") is None:
         return "peft is not installed: install fsdp-doctor[lora]"
     needed = {"qwen3-moe": "Qwen3MoeConfig", "qwen3.5": "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
     if hasattr(transformers, needed):
@@ -188,24 +188,24 @@ def unsupported(name: Model) -> str:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Has the decoder layers computed anew in the backward, as verl does."""
+    """Has the decoder layers computed again in the backward, as verl does."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def add_buffers(model: nn.Module, seed: int) -> None:
-    """A float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
+    """Registers a float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
     for index, layer in enumerate(decoder_layers(model)):
         layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index + 10 * seed)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that the model itself says must not be split: FSDP's units, as in verl."""
+    """The modules that the model says must not be split: FSDP's units, as in verl."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def input_embedding(model: Any) -> nn.Module | None:
-    """The embedding if it may be a unit of its own: one that is tied to the head may not."""
+    """The embedding if it may be a separate FSDP unit; None if it is tied to the head."""
     text = model.config.get_text_config()
     # Of a model of images and text, transformers since 5 has it beside the text's.
     tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else model.config.tie_word_embeddings

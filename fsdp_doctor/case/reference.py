@@ -1,9 +1,8 @@
-"""The reference: what the weights are, found without any path under test.
+"""The reference: the weights as they are, read without any method under test.
 
 Right after the training step, before any manual offload or staging (both can corrupt), each rank
 synchronizes, copies its local shards to the host, and the shards are joined by hand from the
-placements, over the control group. Nothing here calls ``state_dict``, ``full_tensor`` or an
-unshard.
+placements, over the control group. Nothing here calls ``state_dict``, ``full_tensor`` or an unshard.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fsdp_doctor.fsdp.shards import HeldPart, LayoutError, held_part
 _BATCH_BYTES = 256 << 20
 # In the same order on every rank.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-# The optimizer under test is AdamW. A rank without a piece of a parameter cannot tell its state's names.
+# The optimizer under test is AdamW. A rank without a piece of a parameter does not know the names of its state.
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -54,7 +53,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's part of something, and what to do with all ranks' parts, flat and in rank order."""
+    """This rank's part of a tensor, and the function that joins all ranks' parts, flat and in rank order."""
 
     local: torch.Tensor
     join: Callable[[list[torch.Tensor]], None]
@@ -76,7 +75,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
 
 
 def _tensor_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
-    """What is in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
+    """The tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
     for tensor in held.tensors():
         name = tensor.names[0]
         local = reference.local[name] = _to_host(private.local_tensor(tensor.tensor))
@@ -90,17 +89,12 @@ def _tensor_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.
 
 
 def _states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Of a parameter, in the same order on every rank: a load may have put them in another order on each.
-
-    That order is the one of torch's optimizers, which begin with the step.
-    """
+    """A parameter's states in the order of torch's optimizers: a load may have left another order on each rank."""
     states = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     return sorted(states.items(), key=lambda state: (state[0] != "step", state[0]))
 
 
 def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], None]:
-    """Puts the full tensor of a DTensor under ``name``, joined by its placements."""
-
     def join(pieces: list[torch.Tensor]) -> None:
         if not isinstance(tensor, DTensor):
             into[name] = pieces[dist.get_rank()].view(tensor.shape)
@@ -146,7 +140,7 @@ def _unit_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Op
 def _cutter(
     into: dict[str, torch.Tensor], names: list[str], suffix: str, unit: Fsdp1Unit
 ) -> Callable[[list[torch.Tensor]], None]:
-    """Cuts the joined flat parameter, or a flat state of it, into the parameters' own."""
+    """Cuts the joined flat parameter, or a flat state of it, into its parameters."""
 
     def cut(pieces: list[torch.Tensor]) -> None:
         shards = _of_shard_group(pieces, unit)
@@ -166,9 +160,9 @@ def _original_state_parts(
 ) -> Iterator[_Part]:
     """With use_orig_params each rank's state holds the piece of the parameter that is in its shard, or nothing."""
     for name, shape, parameter in zip(names, unit.shapes, unit.originals, strict=True):
-        own = dict(optimizer.state.get(parameter, {}))
+        states = dict(optimizer.state.get(parameter, {}))
         for key in _ADAM_STATE:
-            local = _to_host(own[key]) if key in own else torch.empty(0)
+            local = _to_host(states[key]) if key in states else torch.empty(0)
             yield _Part(local, _stitcher(reference.optimizer, f"{name}.{key}", shape, unit))
 
 
@@ -186,14 +180,13 @@ def _stitcher(
 
 
 def _of_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
-    """The pieces of the ranks over which this rank's unit is sharded; its own where it is not."""
+    """The pieces of the ranks over which this rank's unit is sharded; this rank's where it is not."""
     if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
 
 
 def _add_tied_names(reference: Reference, held: HeldModel) -> None:
-    """Tied names share the tensor of the name that was joined."""
     for names in (*(names for unit in held.fsdp1_units for names in unit.names), *(t.names for t in held.tensors())):
         reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
 
@@ -204,14 +197,14 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torch.Tensor]]:
-    """For each tensor every rank's counterpart, flat and in rank order; lengths may differ.
+    """Yields every rank's counterpart of each tensor, flat and in rank order; lengths may differ.
 
-    A rank that holds nothing of one cannot tell its dtype: it is that of the ranks which do.
+    The dtype is that of the ranks which hold elements: the others may not know it.
     """
     mine = torch.tensor([(tensor.nbytes, _DTYPES.index(tensor.dtype)) for tensor in tensors]).view(-1, 2)
     everyone = [torch.empty_like(mine) for _ in range(runtime.world_size)]
     dist.all_gather(everyone, mine, group=runtime.control)
-    sizes = torch.stack([own[:, 0] for own in everyone])
+    sizes = torch.stack([of_rank[:, 0] for of_rank in everyone])
     holders = sizes.argmax(dim=0).tolist()
     dtypes = [_DTYPES[int(everyone[holder][index, 1])] for index, holder in enumerate(holders)]
     for begin, end in batches(sizes.amax(dim=0).tolist()):
@@ -221,13 +214,13 @@ def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torc
 
 
 def batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of tensors, by their sizes in bytes, that are moved in one go."""
-    begin, held = 0, 0
+    """Yields ranges of tensors that are moved in one go. ``sizes``: their bytes."""
+    begin, total = 0, 0
     for index, size in enumerate(sizes):
-        if index > begin and held + size > _BATCH_BYTES:
+        if index > begin and total + size > _BATCH_BYTES:
             yield begin, index
-            begin, held = index, 0
-        held += size
+            begin, total = index, 0
+        total += size
     if begin < len(sizes):
         yield begin, len(sizes)
 
@@ -236,11 +229,11 @@ def _gather_batch(
     tensors: list[torch.Tensor], sizes: list[list[int]], runtime: Runtime
 ) -> Iterator[list[torch.Tensor]]:
     """One collective over the bytes of all the tensors, each rank's padded to the longest rank's."""
-    padded = torch.zeros(max(sum(own) for own in sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
     torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=padded[: sum(sizes[runtime.rank])])
     everyone = [torch.empty_like(padded) for _ in range(runtime.world_size)]
     dist.all_gather(everyone, padded, group=runtime.control)
-    split = [data[: sum(own)].split(own) for data, own in zip(everyone, sizes, strict=True)]
+    split = [data[: sum(of_rank)].split(of_rank) for data, of_rank in zip(everyone, sizes, strict=True)]
     for index in range(len(tensors)):
         # A clone, because a slice of bytes need not begin where the dtype wants it to.
         yield [pieces[index].clone() for pieces in split]

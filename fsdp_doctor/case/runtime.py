@@ -19,6 +19,7 @@ from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Backend, Sharding
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
+from fsdp_doctor.verdict.records import Record
 
 # The supervisors end a worker long before this: a hang is found by the deadline of the case,
 # not by a collective's own time-out.
@@ -28,12 +29,12 @@ _CU_CTX_SCHED_BLOCKING_SYNC = 4
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What a worker needs to run a case.
+    """One rank's device, process groups and limits, for all cases that it runs.
 
     control: a gloo group of all ranks, apart from the groups that the model uses; the reference
         is joined over it and the ranks agree over it.
     scratch: a directory that this run may write to, the same on every rank.
-    training: of the scenarios' steps. with_ledgers: whether the stages of a scenario are watched.
+    training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.
     """
 
     rank: int
@@ -50,6 +51,11 @@ class Runtime:
     @property
     def has_accelerator(self) -> bool:
         return self.device.type != "cpu"
+
+    def directory_of(self, record: Record) -> pathlib.Path:
+        """A directory for this call of the case, the same on every rank, not yet made."""
+        name = record.case_id.replace("/", "-")
+        return self.scratch / (name if record.call == 1 else f"{name}-{record.call}")
 
     def mesh(self, sharding: Sharding) -> DeviceMesh:
         """The mesh of a value of the axis ``sharding``. Every rank must call it."""
@@ -69,7 +75,7 @@ class Runtime:
         return bool((ones == self.world_size).all())
 
     def allocated_bytes(self) -> int | None:
-        """Device memory in tensors now; None where nobody counts it."""
+        """Device memory in tensors now; None where the device does not count it."""
         if not self.has_accelerator:
             return None
         self.synchronize()
@@ -132,7 +138,7 @@ def device_of(place: Place, run_device: RunDevice) -> torch.device:
 
 
 def set_up_device(device: torch.device, run_device: RunDevice) -> None:
-    """Has the device be as the run was asked to have it."""
+    """Applies the options of the run to the device."""
     if run_device.memory is not None:
         devices.limit_memory(device, run_device.memory)
     if device.type == "emulated":

@@ -47,11 +47,11 @@ def shard_fsdp2(
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if policy else OffloadPolicy()
     units = models.decoder_layers(model)
     embedding = models.input_embedding(model)
-    shard: Callable[..., Any] = private.replicate if kind == "replicate" else fully_shard
+    shard: Callable[..., Any] = private.replicate if kind is Sharding.REPLICATE else fully_shard
     options: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
-    if kind == "experts":
+    if kind is Sharding.EXPERTS:
         options["shard_placement_fn"] = _experts_apart(model, mesh)
-    if kind == "tp":
+    if kind is Sharding.TP:
         for layer in units:
             parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL)
         mesh = mesh["fsdp"]
@@ -69,7 +69,7 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def _experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Places the experts on a mesh of the same ranks with a process group of its own."""
+    """Places the experts on a mesh of the same ranks with another process group."""
     apart = private.placement_on(_mesh_of_its_own(mesh.device_type))
     experts = {id(parameter) for name, parameter in model.named_parameters() if ".experts." in name}
     return lambda parameter: apart if id(parameter) in experts else None
@@ -77,7 +77,7 @@ def _experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter
 
 @functools.cache
 def _mesh_of_its_own(device_type: str) -> DeviceMesh:
-    """Of all ranks; ``init_device_mesh`` would give it the default process group."""
+    """A mesh of all ranks with another process group than the default one, which ``init_device_mesh`` would take."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("expert_fsdp",))
@@ -124,7 +124,7 @@ def _all_train(model: nn.Module) -> bool:
 
 
 def _wrap_policy(model: nn.Module) -> Any:
-    """Each decoder layer; and as verl does for LoRA, each leaf that trains in a model where others are frozen.
+    """Wraps each decoder layer; and as verl does for LoRA, each leaf that trains in a model where others are frozen.
 
     A flat parameter is trained as a whole or not at all.
     """

@@ -1,8 +1,7 @@
-"""The framework around the model: it builds, shards, trains, offloads and stages, as verl does.
+"""A small trainer that builds, shards, trains, offloads and stages a model as verl does.
 
-The life of a scenario is verl's own cycle: a training step; the manual offload, if there is one;
-staging, if there is one; the weight extraction (the path under test); the manual offload again;
-load; the next training step.
+A scenario lives through verl's cycle: a training step; the manual offload, if there is one; staging, if there is one;
+the method under test; the manual offload again; load; the next training step.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing_extensions import assert_never
 from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.matrix.axes import Precision
+from fsdp_doctor.matrix.axes import CheckpointFit, Precision, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.memory.stage_watch import Unwatched
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a trainer starts from.
+    """How a trainer begins.
 
     options: of AdamW. same_batches: every rank trains on the batches of rank 0.
     """
@@ -57,7 +56,7 @@ class Unsupported(Exception):
 class Trainer:
     """A sharded model with its optimizer, in the state between two training steps.
 
-    watch: what writes the ledgers of its stages.
+    watch: measures the memory of its stages.
     Every method that is not a property is to be called by every rank.
     """
 
@@ -76,15 +75,15 @@ class Trainer:
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
         # Tensor-parallel ranks, which are two next to each other, compute on one batch.
-        data_rank = runtime.rank // 2 if scenario.sharding == "tp" else runtime.rank
+        data_rank = runtime.rank // 2 if scenario.sharding is Sharding.TP else runtime.rank
         self._generator = torch.Generator().manual_seed(0 if start.same_batches else data_rank)
         self._staged = False
 
     def _sharded_model(self, weights: models.Weights) -> nn.Module:
         plain = models.build(self.scenario.model, self.scenario.dims, self.runtime.custom_model, weights)
-        if weights == "own" and self.scenario.model != "custom":
+        if weights == "own" and not self.scenario.model.is_custom:
             models.add_special_values(plain)
-        if self.scenario.checkpoint == "fp32":
+        if self.scenario.checkpoint is CheckpointFit.FP32:
             models.halve(plain)
         if self.runtime.training.checkpointing:
             models.checkpoint_activations(plain)
@@ -93,7 +92,7 @@ class Trainer:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over the parameters that the model has now."""
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
-        foreach = False if self.scenario.sharding in ("tp", "experts") else None
+        foreach = False if self.scenario.sharding in (Sharding.TP, Sharding.EXPERTS) else None
         return torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
 
     def data_position(self) -> torch.Tensor:
@@ -119,7 +118,7 @@ class Trainer:
 
     def offload(self) -> None:
         """The framework's manual offload, where the scenario has one."""
-        non_blocking = self.scenario.transfer == "nonblocking"
+        non_blocking = not self.scenario.transfer.is_blocking
         if self.scenario.param_offload:
             offloading.offload(self.model, non_blocking=non_blocking)
         if self.scenario.optimizer_offload:
@@ -131,7 +130,7 @@ class Trainer:
         self._staged = True
 
     def resume(self, *, undo_staging: bool = False) -> None:
-        """What verl does between the extraction and the next training step.
+        """Does what verl does between the extraction and the next training step.
 
         undo_staging: move a module that was staged under CPUOffloadPolicy back to the CPU, where
             torch expects its shards; verl before PR 6463 did not.
@@ -140,7 +139,7 @@ class Trainer:
         self.load()
 
     def unstage(self, *, undo_staging: bool = False) -> None:
-        """The first half of :meth:`resume`: the manual offload again of what was staged."""
+        """The first half of :meth:`resume`: offloads again what was staged."""
         if self._staged and self.scenario.param_offload:
             self.offload()
         if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:
@@ -148,21 +147,21 @@ class Trainer:
         self._staged = False
 
     def load(self) -> None:
-        """The second half of :meth:`resume`: what a manual offload took away comes back."""
+        """The second half of :meth:`resume`: brings back what a manual offload took away."""
         if self.scenario.param_offload:
             self._load_parameters()
         if self.scenario.optimizer_offload:
             self._move_optimizer(self.runtime.device, non_blocking=False)
 
     def tensor_ids(self) -> set[int]:
-        """The tensors that live as long as the trainer: a path that yields one of them keeps nothing alive."""
+        """Ids of the tensors that live as long as the trainer: yielding one of them keeps nothing alive."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
-        own = (*self.model.parameters(), *self.model.buffers(), *state)
-        shards = (private.local_tensor(tensor) for tensor in own if isinstance(tensor, DTensor))
-        return {id(tensor) for tensor in (*own, *shards)}
+        tensors = (*self.model.parameters(), *self.model.buffers(), *state)
+        shards = (private.local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
+        return {id(tensor) for tensor in (*tensors, *shards)}
 
     def _load_parameters(self) -> None:
-        non_blocking = self.scenario.transfer == "nonblocking"
+        non_blocking = not self.scenario.transfer.is_blocking
         offloading.load(self.model, self.runtime.device, non_blocking=non_blocking)
 
     @torch.no_grad()
@@ -185,7 +184,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
             compute_dtype=compute_dtype(scenario.precision),
             policy=scenario.policy,
             # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
-            pin_memory=scenario.pinning == "pinned" and runtime.has_accelerator,
+            pin_memory=scenario.pinning.is_pinned and runtime.has_accelerator,
         )
     return sharding.shard_fsdp1(
         plain,
@@ -193,7 +192,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
         runtime.device,
         compute_dtype=compute_dtype(scenario.precision),
         policy=scenario.policy,
-        use_orig_params=scenario.strategy == "fsdp1-orig",
+        use_orig_params=scenario.strategy.uses_original_parameters,
     )
 
 
@@ -204,14 +203,14 @@ def _why_not(scenario: Scenario, runtime: Runtime) -> str:
     # torch 2.6's FSDP2 calls it in the first forward, and fails in the backward too.
     if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
         return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
-    if scenario.sharding in ("experts", "replicate") and not private.has_placements_on_meshes():
+    if scenario.sharding in (Sharding.EXPERTS, Sharding.REPLICATE) and not private.has_placements_on_meshes():
         return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}; 2.12 and newer can"
-    if scenario.sharding in ("hsdp", "tp") and (runtime.world_size < 4 or runtime.world_size % 2):
+    if scenario.sharding in (Sharding.HSDP, Sharding.TP) and (runtime.world_size < 4 or runtime.world_size % 2):
         return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"
-    if scenario.backend == "device-only" and not runtime.has_accelerator:
+    if not scenario.backend.has_cpu_collectives and not runtime.has_accelerator:
         return "without an accelerator there is one backend, gloo, and no device-only group"
     if scenario.contradiction:
         return scenario.contradiction
-    if scenario.model == "custom" and runtime.custom_model is None:
+    if scenario.model.is_custom and runtime.custom_model is None:
         return "the model 'custom' needs --model DIR"
     return models.unsupported(scenario.model)

@@ -1,29 +1,31 @@
-"""What an extraction must leave alone: the model and the optimizer against themselves, before and after.
+"""Digests of all that a training step starts from, and of what a step makes of it, to compare two moments or two runs.
 
-Local to a rank, no collective; local shards are read as they lie, half-moved ones too.
+Local to a rank, no collective, except that every rank must train; shards are read where they lie, half-moved ones too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case.bitwise import bits
-from fsdp_doctor.case.problem_notes import first_names
+from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case.findings import bits, first_names
 from fsdp_doctor.case.reference import Reference, batches
+from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 
 
 @dataclass(frozen=True)
 class StateDigest:
-    """parts: what a training step starts from. unsharded: the parameters that FSDP2 shows in place of their shards."""
+    """parts: digests of all that a training step starts from. unsharded: the parameters that FSDP2 has unsharded."""
 
     parts: dict[str, tuple[str, ...]]
     unsharded: frozenset[str]
@@ -31,9 +33,9 @@ class StateDigest:
 
 @dataclass(frozen=True)
 class _StateTensor:
-    """A part of the training state: the tensor that the model or the optimizer has, and this rank's part of it.
+    """A tensor of the model or the optimizer, and this rank's part of it.
 
-    keeps_gradient: its gradient outlives zero_grad(), and says nothing.
+    keeps_gradient: whether its gradient outlives zero_grad(), and so means nothing.
     """
 
     name: str
@@ -43,13 +45,17 @@ class _StateTensor:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
-    """Shards, buffers and their placements; which tensors are parameters, which of them train and have
-    gradients; the optimizer's state and options and whether it still holds the model's parameters; train or
-    eval; how gradients are reduced; and what else runs in a step: the hooks, and a forward that was put in the place
-    of the class's.
+    """Digests the training state of this rank.
+
+    Shards, buffers and their placements; which parameters train and have gradients; the optimizer's state, options and
+    parameters; train or eval; how gradients are reduced; the hooks, and forwards that replace those of the classes.
     """
     held = reader.read(model)
-    tensors = [*_of_model(held), *_of_optimizer(optimizer)]
+    states = [
+        _StateTensor(f"optimizer state {index}.{key}", value, private.local_tensor(value))
+        for index, key, value in _optimizer_states(optimizer)
+    ]
+    tensors = [*_of_model(held), *states]
     state: dict[str, tuple[str, ...]] = {}
     for tensor, digest in zip(tensors, _digests([tensor.local for tensor in tensors]), strict=True):
         shown, local = tensor.shown, tensor.local
@@ -60,7 +66,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
         state[tensor.name] = (*place, digest, *(role if isinstance(shown, nn.Parameter) else ()))
     optimized = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     state["parameters of the optimizer"] = (str(optimized),)
-    state["options of the optimizer"] = (str([_options(group) for group in optimizer.param_groups]),)
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    state["options of the optimizer"] = (str(options),)
     state["training mode"] = (str([module.training for module in model.modules()]),)
     state["hooks and forwards"] = (str([_runs_in_a_step(module) for module in model.modules()]),)
     switches = [*(unit.switches for unit in held.fsdp1_units), *(unit.switches for unit in held.fsdp2_units)]
@@ -117,30 +124,22 @@ def _of_model(held: reader.HeldModel) -> Iterator[_StateTensor]:
         yield from (_StateTensor(name, tensor.tensor, local) for name in tensor.names)
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _runs_in_a_step(module: nn.Module) -> tuple[Any, ...]:
-    """Of a module: its hooks by the numbers that torch gave them, and its own forward if it has one."""
+    """A module's hooks by the numbers that torch gave them, and the forward that replaces its class's, if any."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
     return (own_forward, *map(tuple, private.hooks_of_a_step(module)))
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[_StateTensor]:
+def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
+    """(number of the parameter, name of the state, its value)."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():
-            yield _StateTensor(f"optimizer state {index}.{key}", value, private.local_tensor(value))
-
-
-def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """A digest of each tensor's bits, by name."""
-    return dict(zip(tensors, _digests(list(tensors.values())), strict=True))
+            yield index, key, value
 
 
 def _digests(tensors: list[torch.Tensor]) -> list[str]:
-    """A digest of each tensor's bits. Tensors of one device come to the host together: one copy, not hundreds."""
+    """A digest of each tensor's bits. Tensors of one device are copied to the host together."""
     digests = [""] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
@@ -150,3 +149,45 @@ def _digests(tensors: list[torch.Tensor]) -> list[str]:
             for index, data in zip(here[begin:end], on_host.split(sizes[begin:end]), strict=True):
                 digests[index] = hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
     return digests
+
+
+StepOutcome = dict[str, str]
+
+
+def train_one_step(trainer: Trainer) -> None:
+    """Trains one deterministic step, and waits for it. Every rank must call it."""
+    with deterministic():
+        trainer.step()
+        trainer.runtime.synchronize()
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Has training steps use torch's deterministic algorithms: two runs from the same state end in the same bits."""
+    mode, settings = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
+    filling = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = filling
+        torch.set_deterministic_debug_mode(mode)
+
+
+def outcome_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepOutcome:
+    """The digest of each shard on this rank and of each of its moments, by name. The device must be synchronized."""
+    values = {piece.name: _with_one_nan(piece.held) for piece in held_pieces.of_model(model, {})}
+    for index, key, state in _optimizer_states(optimizer):
+        values[f"{key} of parameter {index}"] = _with_one_nan(private.local_tensor(state).detach())
+    return dict(zip(values, _digests(list(values.values())), strict=True))
+
+
+def _with_one_nan(value: torch.Tensor) -> torch.Tensor:
+    # Which NaN a load makes where it rounds depends on the device and its instructions.
+    return torch.where(value.isnan(), torch.nan, value) if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def differences(actual: StepOutcome, expected: StepOutcome) -> list[str]:
+    """The names that differ, or that one of the two lacks."""
+    return [name for name in sorted(actual | expected) if actual.get(name) != expected.get(name)]

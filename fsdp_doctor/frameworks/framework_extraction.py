@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case import reference, verification, yielded_entries
-from fsdp_doctor.case.draining_run import ExtractionCall
+from fsdp_doctor.case import reference, yielded
+from fsdp_doctor.case.extraction import ExtractionCheck
 from fsdp_doctor.case.lora_reference import merged_weights
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, SavedFiles
 from fsdp_doctor.frameworks.framework_run import FrameworkRun
@@ -34,27 +34,26 @@ class FrameworkExtraction(FrameworkRun):
         session.train(first + 1, self._between_steps(at))
 
     def _exercise(self, session: FrameworkSession) -> None:
-        self._enter("reference")
+        self._recorder.enter("reference")
         truth = reference.take(session.model, None, self._runtime)
-        self._enter("offload")
+        self._recorder.enter("offload")
         session.offload()
-        self._note_state(session.model, session.optimizer, truth)
-        expected = verification.ExpectedYield(
+        check = ExtractionCheck(self._recorder, self._runtime, session.model, session.optimizer, truth)
+        expected = yielded.ExpectedYield(
             contract=self._case.way.contract,
             reference=truth,
             rank=self._runtime.rank,
             compute_device=self._runtime.device,
             compute_dtype=torch.bfloat16,
-            parameter_devices=verification.parameter_devices(session.model),
+            parameter_devices=yielded.parameter_devices(session.model),
             shard_group_of_one=self._runtime.world_size == 1,
             merged_weights=merged_weights(session.model, truth.full),
         )
-        extraction = ExtractionCall(call=lambda: self._entries(session), own=_ids(session))
-        self._extract(session.model, session.optimizer, extraction, expected)
+        check.run(lambda: self._entries(session), expected, live_tensors=_ids(session))
         self._agree_or_stop()
-        self._enter("next step")
+        self._recorder.enter("next step")
         session.onload()
-        self._check_weights(session.model, truth, "the next training step would start from other weights")
+        check.check_weights("the next training step would start from other weights")
 
     def _entries(self, session: FrameworkSession) -> Iterator[tuple[str, Any]]:
         result = session.extractions()[self._case.path](self._directory)
@@ -62,7 +61,7 @@ class FrameworkExtraction(FrameworkRun):
             # What one rank writes, another is not to read before it is there.
             dist.barrier(group=self._runtime.control)
             return weights_in(result)
-        return yielded_entries.entries_of(result)
+        return yielded.entries_of(result)
 
 
 def _ids(session: FrameworkSession) -> set[int]:

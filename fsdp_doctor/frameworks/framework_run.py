@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsdp_doctor.case import models, runtime
-from fsdp_doctor.case.draining_run import DrainingRun
-from fsdp_doctor.case.recorded_run import RecordSink
+from fsdp_doctor.case.recorder import Recorder, RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Unsupported
 from fsdp_doctor.frameworks.adapter import FrameworkSession, PlainModel
@@ -31,7 +31,7 @@ class _AbandonedError(Exception):
     """Unwinds a framework's training loop: what happened is in the record."""
 
 
-class FrameworkRun(DrainingRun, abc.ABC):
+class FrameworkRun(abc.ABC):
     """A case of a framework.
 
     weights: of the plain model that its session is given. takes_kept: whether it can use a session that was trained.
@@ -39,9 +39,10 @@ class FrameworkRun(DrainingRun, abc.ABC):
 
     weights: models.Weights = "own"
     takes_kept = True
+    _runtime: Runtime
 
     def __init__(self, case: FrameworkCase, worker: FrameworkWorker, report: RecordSink) -> None:
-        super().__init__(case.id, report)
+        self._recorder = Recorder(case.id, report)
         self._case = case
         self._worker = worker
         self._stopped = False
@@ -64,19 +65,20 @@ class FrameworkRun(DrainingRun, abc.ABC):
             self._train(built.session, kept=kept is not None)
         if built is None:
             # There are no groups of ours yet over which the ranks could tell one another.
-            self._add(healthy=False)
+            self._recorder.add(healthy=False)
         elif not self._stopped:
-            self._agree()
-        reusable = built is not None and built.session.goes_on and self._unbroken and not self.record.problems
-        reusable = reusable and self.record.healthy
+            self._recorder.agree(self._runtime)
+        record = self._recorder.record
+        whole = self._recorder.unbroken and record.healthy and not record.problems
+        reusable = whole and built is not None and built.session.goes_on
         if not reusable:
-            self._add(retire="a framework's session, of which a process has one")
-        self._add(done=True)
-        self._report(self.record)
+            self._recorder.add(retire="a framework's session, of which a process has one")
+        self._recorder.add(done=True)
+        self._recorder.report()
         return built if reusable else None
 
     def _build(self) -> BuiltSession:
-        self._enter("build")
+        self._recorder.enter("build")
         worker, scenario = self._worker, self._case.scenario
         if reason := self._why_not():
             raise Unsupported(reason)
@@ -109,29 +111,36 @@ class FrameworkRun(DrainingRun, abc.ABC):
         def hook(number: int) -> None:
             with self._catching():
                 at(number)
-            if not self._unbroken or self._stopped:
+            if not self._recorder.unbroken or self._stopped:
                 raise _AbandonedError
 
         return hook
 
     def _agree_or_stop(self) -> None:
         """For between the path and the next step, which is a collective: no rank goes on if another does not."""
-        self._stopped = not self._agree()
+        self._stopped = not self._recorder.agree(self._runtime).works
         if self._stopped:
             raise _AbandonedError
 
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, _AbandonedError) or not self._unbroken:
-            return
-        if reason := self._lacking(error):
-            self._add(unsupported=reason)
-        else:
-            super()._fail(error)
+    @contextlib.contextmanager
+    def _catching(self) -> Iterator[None]:
+        """Makes the first exception part of the record; those that it caused in the framework's loop are dropped."""
+        with self._recorder.catching():
+            try:
+                yield
+            except (SystemExit, Unsupported):
+                raise
+            except BaseException as error:
+                if isinstance(error, _AbandonedError) or not self._recorder.unbroken:
+                    return
+                if reason := self._lacking(error):
+                    raise Unsupported(reason) from error
+                raise
 
     def _lacking(self, error: BaseException) -> str:
         """What the installed framework lacks: a package that it imports, or a name for its adapter. Else empty."""
         own = name_and_version(self._case.scenario.framework)
-        if isinstance(error, ModuleNotFoundError) and self.record.stage == "build":
+        if isinstance(error, ModuleNotFoundError) and self._recorder.record.stage == "build":
             return f"{own} needs what is not installed: {error}"
         where = error.__traceback__
         while where is not None and where.tb_next is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp_doctor.case.recorded_run import RecordSink
+from fsdp_doctor.case.recorder import RecordSink
 from fsdp_doctor.frameworks.framework_extraction import FrameworkExtraction
 from fsdp_doctor.frameworks.framework_run import BuiltSession, FrameworkRun
 from fsdp_doctor.frameworks.framework_worker import FrameworkWorker

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp_doctor.case import held_pieces, reference
-from fsdp_doctor.case.bitwise import compare
-from fsdp_doctor.case.loaded_state import held_by
-from fsdp_doctor.case.problem_notes import Findings
+from fsdp_doctor.case.findings import Findings, compare
+from fsdp_doctor.case.loaded_state import num_optimized
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.frameworks.adapter import FrameworkSession
 from fsdp_doctor.frameworks.framework_run import FrameworkRun
@@ -24,13 +23,13 @@ class PreparationRun(FrameworkRun):
 
         def at(number: int) -> None:
             nonlocal before
-            self._enter("reference")
+            self._recorder.enter("reference")
             now = reference.take(session.model, None, self._runtime)
-            self._enter("verify")
+            self._recorder.enter("verify")
             if number == 0:
                 before = now
                 self._check_weights_of(session)
-                self._enter("build")
+                self._recorder.enter("build")
             else:
                 self._check_training(session, before, now)
 
@@ -52,7 +51,7 @@ class PreparationRun(FrameworkRun):
         names = {name for piece in held for name in piece.names}
         for name in sorted(plain.keys() - names):
             found.note("incomplete", "of the plain model, not in the wrapped one", name)
-        self._add(problems=found.problems(), num_tensors=len(held))
+        self._recorder.add(problems=found.problems(), num_tensors=len(held))
 
     def _check_training(self, session: FrameworkSession, before: Reference, now: Reference) -> None:
         """What trains must be other values after a step, on some rank at least, and nothing else may be."""
@@ -64,11 +63,11 @@ class PreparationRun(FrameworkRun):
                 found.note("poisoned", "a training step did not change", name)
             elif name not in trains and changed and not _is_tied_to(name, trains, now):
                 found.note("poisoned", "a training step changed what is frozen", name)
-        self._add(problems=found.problems())
-        held, total = held_by(session.optimizer, session.model)
+        self._recorder.add(problems=found.problems())
+        held, total = num_optimized(session.optimizer, session.model)
         if trains and not held:
             detail = f"the optimizer holds {held} of the model's {total} parameters"
-            self._add(problems=(Problem(kind="poisoned", detail=detail),))
+            self._recorder.add(problems=(Problem(kind="poisoned", detail=detail),))
 
 
 def _is_tied_to(name: str, trains: set[str], now: Reference) -> bool:

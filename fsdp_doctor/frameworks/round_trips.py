@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from fsdp_doctor.case import held_pieces, models, reference
-from fsdp_doctor.case.bitwise import compare
+from fsdp_doctor.case.findings import Findings, compare, first_names
 from fsdp_doctor.case.held_pieces import Full
 from fsdp_doctor.case.loaded_state import optimizer_problems, options_of
-from fsdp_doctor.case.problem_notes import Findings, first_names
-from fsdp_doctor.case.step_outcome import StepOutcome, deterministic, differences, outcome_of
+from fsdp_doctor.case.training_state import StepOutcome, deterministic, differences, outcome_of
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession
 from fsdp_doctor.frameworks.framework_run import FrameworkRun
 from fsdp_doctor.verdict.records import Problem
@@ -39,13 +38,13 @@ class RoundTrip(FrameworkRun):
     """What the cases that save and load have in common."""
 
     def _now(self, session: FrameworkSession) -> SavedState:
-        self._enter("reference")
+        self._recorder.enter("reference")
         truth = reference.take(session.model, session.optimizer, self._runtime)
         options = copy.deepcopy(options_of(session.optimizer))
         return SavedState(weights=truth.full, moments=truth.optimizer, options=options)
 
     def _save(self, session: FrameworkSession) -> None:
-        self._enter("save")
+        self._recorder.enter("save")
         session.save(self._saved_at)
 
     @property
@@ -57,7 +56,7 @@ class RoundTrip(FrameworkRun):
         return outcome_of(session.model, session.optimizer)
 
     def _check_loaded(self, session: FrameworkSession, saved: SavedState) -> None:
-        self._enter("verify")
+        self._recorder.enter("verify")
         self._runtime.synchronize()
         found = Findings()
         held = held_pieces.of_model(session.model, saved.weights)
@@ -66,17 +65,17 @@ class RoundTrip(FrameworkRun):
                 found.note("incomplete", "not a name of the model that was saved", piece.name)
             elif difference := compare(piece.held.cpu(), piece.expected):
                 found.note("wrong", f"not what was saved: {difference}", piece.name)
-        self._add(problems=found.problems(), num_tensors=len(held))
-        self._add(problems=optimizer_problems(session.model, session.optimizer, saved.moments, saved.options))
+        self._recorder.add(problems=found.problems(), num_tensors=len(held))
+        self._recorder.add(problems=optimizer_problems(session.model, session.optimizer, saved.moments, saved.options))
         self._agree_or_stop()
-        self._enter("next step")
+        self._recorder.enter("next step")
 
     def _check_step(self, session: FrameworkSession, number: int, expected: StepOutcome) -> None:
         """``number``: 0 for the first step after the load. Of the steps that end otherwise the first is told."""
         others = differences(self._outcome(session), expected)
-        if others and not self.record.problems:
+        if others and not self._recorder.record.problems:
             what = f"the {_ORDINAL[number]} training step ends otherwise than that of the run that went on"
-            self._add(problems=(Problem(kind="poisoned", detail=f"{what}: {first_names(others)}"),))
+            self._recorder.add(problems=(Problem(kind="poisoned", detail=f"{what}: {first_names(others)}"),))
 
 
 class Rollback(RoundTrip):
@@ -95,14 +94,14 @@ class Rollback(RoundTrip):
                 saved = self._now(session)
                 self._save(session)
                 self._agree_or_stop()
-                self._enter("next step")
+                self._recorder.enter("next step")
             elif 0 < after <= _STEPS_AFTER:
                 went_on.append(self._outcome(session))
             elif after > _STEPS_AFTER:
                 self._check_step(session, after - _STEPS_AFTER - 1, went_on[after - _STEPS_AFTER - 1])
             if after == _STEPS_AFTER:
                 assert saved is not None
-                self._enter("load")
+                self._recorder.enter("load")
                 session.load(self._saved_at)
                 session.num_steps = began_at + first
                 self._check_loaded(session, saved)
@@ -126,7 +125,7 @@ class SavingRun(RoundTrip):
                 saved = self._now(session)
                 self._save(session)
             elif number > STEPS_BEFORE:
-                self._enter("next step")
+                self._recorder.enter("next step")
                 went_on.append(self._outcome(session))
 
         with deterministic():
@@ -153,6 +152,6 @@ class ResumeRun(RoundTrip):
             else:
                 self._check_step(session, number - 1, went_on[number - 1])
 
-        self._enter("load")
+        self._recorder.enter("load")
         with deterministic():
             session.train(_STEPS_AFTER, self._between_steps(at), resume_from=self._saved_at)

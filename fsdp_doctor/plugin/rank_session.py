@@ -24,8 +24,7 @@ from fsdp_doctor.plugin.hooks import REGISTERED_AS
 from fsdp_doctor.plugin.marks import contract_of
 from fsdp_doctor.plugin.requests import PhaseCommand, Preparation, command_from_line
 from fsdp_doctor.probe.worker import WorkerEnds
-from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused
-from fsdp_doctor.verdict.tracebacks import failure_from
+from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused, failure_from
 
 if TYPE_CHECKING:
     from fsdp_doctor.case.runtime import Runtime
@@ -82,15 +81,15 @@ class RankSession:
     """A plugin of this rank's pytest, which collects a file when its first test comes."""
 
     def __init__(self, ends: WorkerEnds, runtime: Runtime) -> None:
-        from fsdp_doctor.case.leftovers import Leftovers
-        from fsdp_doctor.case.runner import CaseRunner
+        from fsdp_doctor.case.case_run import CaseRunner
+        from fsdp_doctor.case.side_effects import SideEffects
         from fsdp_doctor.plugin.fsdp_case import KeptScenarios
 
         self._ends = ends
         self._runtime = runtime
         self._commands: Iterator[PhaseCommand] = map(command_from_line, ends.channel.makefile("r"))
         self._command: PhaseCommand
-        self._leftovers = Leftovers(runtime.device)
+        self._side_effects = SideEffects(runtime.device)
         self._runner = CaseRunner(runtime, (), report=ends.send)
         self._scenarios = KeptScenarios()
         self._items: dict[str, dict[str, pytest.Item]] = {}
@@ -125,8 +124,8 @@ class RankSession:
             if command.phase == "teardown":
                 self._phase(item, lambda: self._tear_down(item))
                 break
-            self._leftovers.look_before()
-            self._phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._leftovers.undo)
+            self._side_effects.look_before()
+            self._phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._side_effects.undo)
         if isinstance(item, pytest.Function):
             # What the test's fixtures held is let go, and it can be run again.
             item._initrequest()

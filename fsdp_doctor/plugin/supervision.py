@@ -20,10 +20,9 @@ from fsdp_doctor.plugin import rank_session
 from fsdp_doctor.plugin.marks import RanksNeeded
 from fsdp_doctor.plugin.rank_session import RankStart
 from fsdp_doctor.plugin.requests import Answer, PhaseAnswer, PhaseRequest, Preparation, Refusal
-from fsdp_doctor.probe import left_processes, worker
-from fsdp_doctor.probe.job import Limits
-from fsdp_doctor.probe.readiness import check_ready
-from fsdp_doctor.probe.worker_group import WorkerGroup
+from fsdp_doctor.probe import processes, worker
+from fsdp_doctor.probe.deadlines import Limits
+from fsdp_doctor.probe.workers import WorkerGroup, check_ready
 from fsdp_doctor.verdict.classification import died_before, workers_are_whole
 
 _END_SECONDS = 5.0
@@ -34,7 +33,7 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     preparation: Preparation = connection.recv()
-    left_processes.adopt()
+    processes.adopt_orphans()
     worker.import_what_all_workers_need()
     supervision = Supervision(preparation, connection)
     try:

@@ -1,4 +1,4 @@
-"""One rank's whole run under torchrun: supervise, and on rank 0 conduct, report and judge."""
+"""One rank's whole run under torchrun: supervise, and on rank 0 conduct the run, report it and judge it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from fsdp_doctor.versions.merging import merge
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters
     from fsdp_doctor.probe.conductor import Conductor
     from fsdp_doctor.probe.job import Job
-    from fsdp_doctor.probe.savers import Savers
     from fsdp_doctor.probe.supervisor import Interruption
 
 _GOODBYE_SECONDS = 10.0
@@ -47,13 +47,13 @@ _RENDEZVOUS_SECONDS = 60.0
 
 
 def conduct(options: ProbeOptions) -> int:
-    """Rank 0's part under torchrun: tells the others what the job is, runs it, judges it."""
+    """Runs rank 0's part under torchrun: shares the job, runs it, judges it. Returns the exit code."""
     with imports.of_what_stays():
         from fsdp_doctor.memory.snapshot import check_counted
-        from fsdp_doctor.probe import session
-        from fsdp_doctor.probe.conductor import Conductor
-        from fsdp_doctor.probe.job import Job, Limits, share_job
-        from fsdp_doctor.probe.savers import Savers, number_of_savers
+        from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, number_of_writers
+        from fsdp_doctor.probe.conductor import Conductor, with_exact_checkpoints
+        from fsdp_doctor.probe.deadlines import Limits
+        from fsdp_doctor.probe.job import Job, share_job
         from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
@@ -61,13 +61,13 @@ def conduct(options: ProbeOptions) -> int:
     devices.load(device, asked=options.device.type)
     if options.with_ledgers:
         check_counted(device.type)
-    saved_by = number_of_savers(options.saved_by, place.world_size, device.type)
+    saved_by = number_of_writers(options.saved_by, place.world_size, device.type)
     report = first_report(options, place, device, saved_by)
     writer = ReportWriter(report, options.cases, options.outputs)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         device=device,
-        cases=session.with_exact_checkpoints(options.cases),
+        cases=with_exact_checkpoints(options.cases),
         user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
         custom_model=options.model,
         scratch=scratch,
@@ -78,10 +78,10 @@ def conduct(options: ProbeOptions) -> int:
         start=options.start_timeout, stage=options.timeout, grace=options.grace, host_bytes=options.host_memory
     )
     share_job(store, job, limits)
-    savers = Savers(place, job, limits, interruption, saved_by=saved_by)
+    writers = CheckpointWriters(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(Conductor(supervisor), job, savers, writer, options, context_of(report))
+        return _run(Conductor(supervisor), job, writers, writer, options, context_of(report))
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -89,7 +89,7 @@ def conduct(options: ProbeOptions) -> int:
 
 
 def follow() -> int:
-    """Every other rank's part: it reads no option and no file, and does what rank 0 says."""
+    """Runs any other rank's part: it reads no option and no file, and does what rank 0 says."""
     with imports.of_what_stays():
         from fsdp_doctor.probe.job import receive_job
         from fsdp_doctor.probe.supervisor import Supervisor
@@ -112,13 +112,13 @@ def follow() -> int:
 
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
-    from fsdp_doctor.probe import left_processes, worker
+    from fsdp_doctor.probe import processes, worker
     from fsdp_doctor.probe.supervisor import Interruption
 
     place = launch.place()
     # Supervisors must not outlive a torchrun that was killed.
-    worker.die_with_parent(signal.SIGTERM)
-    left_processes.adopt()
+    processes.die_with_parent(signal.SIGTERM)
+    processes.adopt_orphans()
     worker.import_what_cases_need()
     import torch.distributed as dist
 
@@ -144,13 +144,13 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
 def _run(
     conductor: Conductor,
     job: Job,
-    savers: Savers,
+    writers: CheckpointWriters,
     writer: ReportWriter,
     options: ProbeOptions,
     context: RunContext,
 ) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
-    from fsdp_doctor.probe import session
+    from fsdp_doctor.probe.conductor import results
 
     numbers = writer.numbers_to_run()
     trouble: FsdpDoctorError | None = None
@@ -159,11 +159,11 @@ def _run(
             ready = conductor.start(options.cases[numbers[0]])[0].ready
             writer.open(ready.environment if ready else {})
         with Progress(len(numbers)) as progress:
-            for result in session.results(
+            for result in results(
                 conductor,
                 job.cases,
                 numbers,
-                savers=savers,
+                writers=writers,
                 world_size=context.world_size,
                 confirm=options.confirm,
                 scenarios_apart=options.with_ledgers,
@@ -185,21 +185,21 @@ def _run(
         ended=str(trouble or ""), expected=lambda report: baseline.as_expected(report, options.expect, context)
     )
     no_page = _write_page(options.page, report) if options.page is not None else None
-    surprises = baseline.surprises(report, options.expect, context)
-    # Without an expectation the catalogue says what is unforeseen; the exit code stays what it is.
-    unforeseen = surprises if options.expect is not None else baseline.surprises(report, "known", context)
-    _print(report, options, surprises, unforeseen)
+    unexpected = baseline.surprises(report, options.expect, context)
+    # Without an expectation the catalogue says what is unexpected; the exit code stays what it is.
+    shown = unexpected if options.expect is not None else baseline.surprises(report, "known", context)
+    _print(report, options, unexpected, shown)
     if options.format == "github":
-        write_step_summary(report, unforeseen)
+        write_step_summary(report, shown)
     if options.expect == "known":
-        print(baseline.conclusion(report, surprises, context), file=sys.stderr)
+        print(baseline.conclusion(report, unexpected, context), file=sys.stderr)
     if problem := trouble or lost or no_page or (_unmeasured(report) if options.with_ledgers else None):
         raise problem
-    return baseline.exit_code(report, options.expect, surprises)
+    return baseline.exit_code(report, options.expect, unexpected)
 
 
 def _unmeasured(report: Report) -> CannotRun | None:
-    """Why no stage has a ledger; None where one has."""
+    """The error of a run in which no stage's memory was measured; None where one's was."""
     if any(result.ledgers for result in report.results):
         return None
     verdicts = [result.verdict for result in report.results]
@@ -208,7 +208,7 @@ def _unmeasured(report: Report) -> CannotRun | None:
 
 
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
-    """Returns what could not be written. A run without a result has no page, and that is said."""
+    """Returns the fault if the page cannot be written. A run without a result has no page, which is only noted."""
     try:
         write_page(page, merge({page.name: report}), measured_ledgers.ledger_picture(report))
     except DoctorFault as fault:
@@ -218,9 +218,9 @@ def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
     return None
 
 
-def _print(report: Report, options: ProbeOptions, surprises: Sequence[str], unforeseen: Sequence[str]) -> None:
-    """The chosen format to stdout; to stderr what is not as expected before it, notes and summary after it."""
-    for sentence in surprises:
+def _print(report: Report, options: ProbeOptions, unexpected: Sequence[str], shown: Sequence[str]) -> None:
+    """Prints the chosen format to stdout; to stderr what is unexpected before it, and notes and summary after it."""
+    for sentence in unexpected:
         print(sentence, file=sys.stderr)
     tty = sys.stdout.isatty()
     # A report can quote what this terminal or pipe has no characters for.
@@ -230,7 +230,7 @@ def _print(report: Report, options: ProbeOptions, surprises: Sequence[str], unfo
     width = shutil.get_terminal_size((132, 24)).columns
     color = tty and "NO_COLOR" not in os.environ
     expected = baseline.as_expected(report, options.expect, context_of(report))
-    text = formats.render(report, name, width=width, color=color, surprises=unforeseen, expected=expected)
+    text = formats.render(report, name, width=width, color=color, surprises=shown, expected=expected)
     sys.stdout.write(text)
     sys.stdout.flush()
     for note in (*report.notes, *_not_selected(report, options.expect)):

@@ -1,37 +1,36 @@
-"""Rank 0's supervisor gives the instructions, performs its own part of them, and gathers all ranks' reports.
+"""The run on rank 0: case after case, in generations of workers that are replaced when they are not whole.
 
-The instructions go over the store: start a generation of workers, run a case, retire the generation, end.
+The conductor's instructions go over the store: start a generation of workers, run a case, retire the generation, end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.errors import DoctorFault
-from fsdp_doctor.matrix.cases import AnyCase
-from fsdp_doctor.probe.deadlines import Deadlines
-from fsdp_doctor.probe.instructions import (
-    EndRun,
-    Instruction,
-    RetireWorker,
-    RunCase,
-    Task,
-    start_for,
-    to_json,
-)
-from fsdp_doctor.probe.readiness import check_ready
+from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters
+from fsdp_doctor.probe.deadlines import Deadlines, Watch
+from fsdp_doctor.probe.messages import EndRun, Instruction, RetireWorker, RunCase, StartWorker, Task, encode
 from fsdp_doctor.probe.supervisor import Supervisor
-from fsdp_doctor.probe.watch import Watch
-from fsdp_doctor.verdict.records import RankReport
+from fsdp_doctor.probe.workers import check_ready
+from fsdp_doctor.report.document import CaseResult, result_of
+from fsdp_doctor.verdict.classification import Verdict, classify, died_before, judged_refusal, workers_are_whole
+from fsdp_doctor.verdict.records import RankReport, Stage
 
 _REPORT_SECONDS = 60.0
+_BEFORE_THE_METHOD: tuple[Stage, ...] = ("checkpoint", "build", "reference", "offload", "staging")
 
 
 class Conductor:
-    """Every method that gives an instruction returns when all ranks have performed it.
+    """Gives the supervisors their instructions, performs rank 0's part of them, and gathers all ranks' reports.
 
+    Every method that gives an instruction returns when all ranks have performed it.
     generation: what the present one is of, as scenarios name it; None where there is none.
-    used: whether the present generation has run a case.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -40,23 +39,23 @@ class Conductor:
         self._num_instructions = 0
         self._num_generations = 0
         self.generation: str | None = None
-        self.used = False
+        self.has_run_a_case = False
 
     def start(self, case: AnyCase, task: Task = "run") -> list[RankReport]:
         """Starts a generation of workers on every rank that can run the case.
 
         Raises what the workers say if they cannot run here, DoctorFault if they end in the start.
         """
-        self.generation, self.used = case.scenario.generation, False
+        self.generation, self.has_run_a_case = case.scenario.generation, False
         self._num_generations += 1
-        self._instruct(start_for(case, self._num_generations, task))
+        self._instruct(StartWorker.for_case(case, self._num_generations, task))
         reports = self._gather()
         check_ready(reports)
         return reports
 
     def run(self, case_number: int) -> list[RankReport]:
-        """Runs a case in the present generation; returns every rank's report."""
-        self.used = True
+        """Runs a case in the present generation. Returns every rank's report."""
+        self.has_run_a_case = True
         self._instruct(RunCase(number=case_number))
         return self._gather()
 
@@ -76,20 +75,131 @@ class Conductor:
 
     def _give(self, instruction: Instruction) -> None:
         self._num_instructions += 1
-        self._supervisor.store.set(f"instruction/{self._num_instructions}", to_json(instruction))
+        self._supervisor.store.set(f"instruction/{self._num_instructions}", encode(instruction))
 
     def _gather(self) -> list[RankReport]:
-        round_ = self._supervisor.round
+        supervisor, round_ = self._supervisor, self._supervisor.round
         assert round_ is not None
-        watch = Watch(self._deadlines, self._supervisor.limits.grace, [self._supervisor.last_record()])
+        watch = Watch(self._deadlines, supervisor.limits.grace, [supervisor.last_record()])
         stopped_at: float | None = None
-        while not (self._supervisor.tick() and round_.is_over()):
+        while not (supervisor.tick() and round_.is_over()):
             if stopped_at is not None:
                 if time.monotonic() - stopped_at > _REPORT_SECONDS:
                     raise DoctorFault("a supervisor did not report in time, and it is not known on which rank")
-                continue
-            stop = watch.look([self._supervisor.last_record()], round_.is_in_trouble, round_.idle_seconds)
-            if stop is not None:
+            elif stop := watch.look([supervisor.last_record()], round_.is_in_trouble, round_.idle_seconds):
                 stopped_at = time.monotonic()
                 round_.order_stop(stop)
         return round_.reports()
+
+
+def results(
+    conductor: Conductor,
+    cases: Sequence[AnyCase],
+    numbers: Sequence[int],
+    *,
+    writers: CheckpointWriters,
+    world_size: int,
+    confirm: bool,
+    scenarios_apart: bool = False,
+) -> Iterator[CaseResult]:
+    """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list.
+
+    scenarios_apart: each gets fresh workers, in which no other scenario has memory.
+    """
+    examiner = _Examiner(conductor, cases, world_size)
+    unbuildable: dict[tuple[AnyScenario, bool], str] = {}
+    before: AnyScenario | None = None
+    for number in numbers:
+        case = cases[number]
+        if scenarios_apart and before not in (None, case.scenario):
+            conductor.retire()
+        before = case.scenario
+        without_mesh = isinstance(case, Case) and find_path(case.path, case.scenario.version).without_mesh
+        built = (case.scenario, without_mesh)
+        if built in unbuildable:
+            yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
+            continue
+        if (no_checkpoint := writers.write_for(number)) is not None:
+            yield no_checkpoint
+            continue
+        result = examiner.examine(number)
+        if confirm and result.verdict.bad:
+            conductor.retire()
+            again = examiner.examine(number)
+            wall_seconds = round(result.wall_seconds + again.wall_seconds, 4)
+            result = dataclasses.replace(result, wall_seconds=wall_seconds, confirmation=again.verdict)
+        if result.verdict.kind in ("crash", "hang") and _failed_before_the_method(result.ranks):
+            unbuildable[built] = f"its scenario failed before any path could run: see {case.id}"
+        yield result
+
+
+def with_exact_checkpoints(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
+    """The cases, and after them those with the exact checkpoint, by which a refusal is judged."""
+    misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.checkpoint.must_load)
+    return tuple(dict.fromkeys([*cases, *(case.with_exact_checkpoint for case in misfits)]))
+
+
+class _Examiner:
+    """Runs one case after the other. cases: the job's list, in which each has its number."""
+
+    def __init__(self, conductor: Conductor, cases: Sequence[AnyCase], world_size: int) -> None:
+        self._conductor = conductor
+        self._cases = cases
+        self._world_size = world_size
+        self._verdicts: dict[AnyCase, Verdict] = {}
+
+    def examine(self, number: int) -> CaseResult:
+        """Runs the case of that number, and if it was refused the one by which the refusal is judged."""
+        start = time.monotonic()
+        case = self._cases[number]
+        verdict, reports = self._run(number)
+        if isinstance(case, Case) and verdict.kind == "refused":
+            exact = case.with_exact_checkpoint
+            if exact not in self._verdicts:
+                self.examine(self._cases.index(exact))
+            verdict = judged_refusal(verdict, self._verdicts[exact], self._world_size)
+        self._verdicts[case] = verdict
+        return result_of(case, verdict, reports, time.monotonic() - start)
+
+    def _run(self, number: int) -> tuple[Verdict, list[RankReport]]:
+        """Runs the case in the present generation if it is whole and can run the case.
+
+        What earlier cases left behind can end a case before its method runs. Then it gets a second chance, in
+        fresh workers.
+        """
+        conductor, case = self._conductor, self._cases[number]
+        if isinstance(case, FrameworkCase) and case.way.kind == "resume":
+            # Another generation does the first half of the case.
+            conductor.retire()
+            self._start(case, task="save")
+            reports = conductor.run(number)
+            conductor.retire()
+            verdict = classify(reports, self._world_size)
+            if verdict.kind != "ok":
+                return verdict, reports
+        for _ in range(2):
+            if conductor.generation != case.scenario.generation:
+                conductor.retire()
+                self._start(case)
+            used = conductor.has_run_a_case
+            reports = conductor.run(number)
+            verdict = classify(reports, self._world_size)
+            blameless = died_before(reports) or (used and verdict.bad and _failed_before_the_method(reports))
+            if blameless or not workers_are_whole(reports):
+                conductor.retire()
+            if not blameless:
+                break
+        return verdict, reports
+
+    def _start(self, case: AnyCase, task: Task = "run") -> None:
+        """Starts a generation; a second time where it does not start, for the last one may have left something."""
+        try:
+            self._conductor.start(case, task)
+        except DoctorFault:
+            self._conductor.retire()
+            self._conductor.start(case, task)
+
+
+def _failed_before_the_method(reports: Sequence[RankReport]) -> bool:
+    reached = [report.record.stage for report in reports if report.record is not None]
+    return bool(reached) and all(stage in _BEFORE_THE_METHOD for stage in reached)

@@ -1,4 +1,4 @@
-"""The report before anything ran: what is run and where, or the earlier report that is gone on with."""
+"""The report before anything ran: what is run and where, or the earlier report that is continued."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fsdp_doctor.machine import launch
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde, without_torch
 from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Case, frameworks_of
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.probe.probe_options import ProbeOptions
@@ -32,7 +33,7 @@ EAGER = "Late completion is off: non-blocking copies finished at once, so no rac
 
 
 def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
-    """``device`` and ``saved_by`` are what the run has, which ``options`` may leave to be found.
+    """Makes the report of a run on ``device``, whose checkpoints of another number of ranks ``saved_by`` ranks save.
 
     Raises UsageError where the earlier report's results cannot stand beside this run's.
     """
@@ -46,7 +47,7 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
         num_selected=len(options.cases),
         environment=_with_frameworks(without_torch(options.host_name), options),
         rerun_options=_rerun_options(options, place),
-        notes=(*_notes(device), *_on_savers(options, saved_by), *_on_shims(shims)),
+        notes=(*_notes(device), *_on_writers(options, saved_by), *_on_shims(shims)),
         shims=shims,
     )
     earlier = options.resume_from
@@ -67,13 +68,13 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
 
 
 def _with_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> EnvironmentFacts:
-    """The facts, with the versions of what the frameworks of the run are made of."""
+    """Adds the versions of the packages that the run's frameworks are made of."""
     names = [name for framework in frameworks_of(options.cases) for name in FRAMEWORKS[framework].distributions]
     return {**facts, "packages": facts["packages"] | installed_versions(names)}
 
 
 def _shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, ...]:
-    """What is changed in the workers of the frameworks that are installed; nothing but on the emulated device."""
+    """The changes in the workers of the frameworks that are installed: only on the emulated device there are any."""
     if device.type != "emulated":
         return ()
     matrices = [FRAMEWORKS[name] for name in frameworks_of(options.cases)]
@@ -92,7 +93,7 @@ def _on_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:
 
 
 def _conditions(report: Report) -> str:
-    """Under which all results of a report were made. The device is the one that there was, however it was asked for."""
+    """The conditions under which all results of a report were made, with the device that was found."""
     asked = f"--device {report.device}"
     options = " ".join(report.rerun_options.replace(asked, "").split())
     ranks = f"{counted(report.world_size, 'rank')} of {report.device}"
@@ -107,16 +108,16 @@ def _notes(device: RunDevice) -> tuple[str, ...]:
     return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
 
 
-def _on_savers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
-    """The number of ranks that no id of a case tells."""
+def _on_writers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
+    """Notes the number of ranks that save, which no id of a case shows."""
     of_matrix = [case.scenario for case in options.cases if isinstance(case, Case)]
-    if not saved_by or all(scenario.checkpoint != "other-world" for scenario in of_matrix):
+    if not saved_by or all(scenario.checkpoint is not CheckpointFit.OTHER_WORLD for scenario in of_matrix):
         return ()
     return (f"A checkpoint of other-world is saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}.",)
 
 
 def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
-    """What a command that runs one case alone needs besides the case."""
+    """The options that a command needs which runs one case alone."""
     words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
     if options.device.type != "auto":
         words += ["--device", options.device.type]

@@ -1,4 +1,4 @@
-"""What ``fsdp-doctor probe`` was asked for."""
+"""The options of ``fsdp-doctor probe``, read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from fsdp_doctor.report.formats import Format
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """The options, read.
-
-    timeout, start_timeout: seconds for a stage of a case (None follows what the stages of the run have taken), and for
-    starting workers and building a model. grace: seconds for the other ranks once one is in trouble (None: 5, and 2
-    where they do nothing).
+    """timeout: seconds for a stage of a case; None follows what the stages of the run have taken.
+    start_timeout: seconds for starting workers and building a model.
+    grace: seconds for the other ranks once one is in trouble; None: 5, and 2 where they do nothing.
     host_memory: bytes that a worker may hold, None for no limit.
     saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
-    training: of the scenarios' steps. with_ledgers: whether their stages are watched.
-    outputs: files to write, by format. page: the HTML file to write. expect: what the verdicts are held against.
+    training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.
+    outputs: files to write, by format. page: the HTML file to write. expect: with which the verdicts are compared.
     """
 
     cases: tuple[AnyCase, ...]

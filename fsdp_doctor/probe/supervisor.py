@@ -1,7 +1,7 @@
-"""One rank's supervisor: it performs the conductor's instructions on its own worker and posts what came of them.
+"""One rank's supervisor: it performs the conductor's instructions on its own worker and posts the outcome.
 
 Supervisors agree over torchrun's own store and nothing else. A supervisor makes no CUDA context and
-runs no case, so that nothing a case does can take it along.
+runs no case, so that no case can take it along.
 """
 
 from __future__ import annotations
@@ -9,32 +9,35 @@ from __future__ import annotations
 import functools
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import Interrupted
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.probe import worker
-from fsdp_doctor.probe.instructions import (
+from fsdp_doctor.probe.deadlines import Limits
+from fsdp_doctor.probe.job import Job
+from fsdp_doctor.probe.messages import (
+    INSTRUCTIONS,
     EndRun,
     Instruction,
     RetireWorker,
     RunCase,
     StartWorker,
-    instruction_from_json,
+    StopWorker,
+    decode,
+    encode,
 )
-from fsdp_doctor.probe.job import Job, Limits
-from fsdp_doctor.probe.round import Round
 from fsdp_doctor.probe.worker import import_frameworks
-from fsdp_doctor.probe.worker_process import WorkerProcess
-from fsdp_doctor.verdict.records import Record
+from fsdp_doctor.probe.workers import IDLE_POLL, WorkerProcess, poll_seconds
+from fsdp_doctor.verdict.records import RankReport, Record
 
-# The first polls of a round are short, so that the supervisors add little to a case of some
-# milliseconds; later ones are long, so that they leave the processor to the workers.
-_SHORT_POLL, _LONG_POLL, _SHORT_PHASE = 0.002, 0.02, 0.3
-_IDLE_POLL = 0.5
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 _SUSPENDED_SECONDS = 6.0
 
 
@@ -55,8 +58,78 @@ class Interruption:
             raise Interrupted(f"stopped by {signal.Signals(self._received).name}")
 
 
+class Round:
+    """A start or a case on all ranks: what they tell one another of it over the store until all have reported.
+
+    Supervisors count rounds alike, so that all mean the same keys. Nothing here waits for another rank.
+    """
+
+    def __init__(self, store: dist.Store, number: int, world_size: int) -> None:
+        self._store = store
+        self._prefix = f"round/{number}"
+        self._ranks = range(world_size)
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since this rank began the round."""
+        return time.monotonic() - self._began
+
+    def post(self, report: RankReport) -> None:
+        """Reports that the rank is through with the round."""
+        self._store.set(self._report_key(report.rank), encode(report))
+
+    def have_posted(self, ranks: Iterable[int]) -> bool:
+        keys = [self._report_key(rank) for rank in ranks]
+        return not keys or bool(self._store.check(keys))
+
+    def is_over(self) -> bool:
+        return self.have_posted(self._ranks)
+
+    def others_have_posted(self, rank: int) -> bool:
+        """Whether every rank but this one has posted its report; True where there is no other."""
+        return self.have_posted(other for other in self._ranks if other != rank)
+
+    def reports(self) -> list[RankReport]:
+        """All ranks' reports, once the round is over."""
+        return [decode(self._store.get(self._report_key(rank)), (RankReport,)) for rank in self._ranks]
+
+    def report_trouble(self, rank: int) -> None:
+        """Reports that the rank can keep the others from finishing."""
+        self._store.set(f"{self._prefix}/trouble", str(rank))
+
+    def is_in_trouble(self) -> bool:
+        """Whether some rank can keep the others from finishing."""
+        return bool(self._store.check([f"{self._prefix}/trouble"]))
+
+    def order_stop(self, stop: StopWorker) -> None:
+        """Has every worker that is not through be ended; for the conductor."""
+        self._store.set(f"{self._prefix}/stop", encode(stop))
+
+    def stop(self) -> StopWorker | None:
+        """The conductor's order; None until it gives one."""
+        key = f"{self._prefix}/stop"
+        return decode(self._store.get(key), (StopWorker,)) if self._store.check([key]) else None
+
+    def report_idle(self, rank: int, seconds: float) -> None:
+        """Reports for how long the rank's worker has done nothing."""
+        self._store.set(self._idle_key(rank), str(seconds))
+
+    def idle_seconds(self) -> float:
+        """For how long no worker has done anything, of those that are not through; 0 where one has not reported."""
+        working = [rank for rank in self._ranks if not self.have_posted([rank])]
+        if not working or not self._store.check([self._idle_key(rank) for rank in working]):
+            return 0.0
+        return min(float(self._store.get(self._idle_key(rank))) for rank in working)
+
+    def _report_key(self, rank: int) -> str:
+        return f"{self._prefix}/report/{rank}"
+
+    def _idle_key(self, rank: int) -> str:
+        return f"{self._prefix}/idle/{rank}"
+
+
 class Supervisor:
-    """Looks after one worker at a time. Single-threaded: :meth:`tick` must be called again and again.
+    """Supervises one worker at a time. Single-threaded: :meth:`tick` must be called again and again.
 
     round: the start or case that was begun last; None before the first one.
     """
@@ -70,9 +143,9 @@ class Supervisor:
         self._interruption = interruption
         self._worker: WorkerProcess | None = None
         self._num_rounds = 0
-        self._told_trouble = False
+        self._reported_trouble = False
         self._posted = True
-        self._told_idle_at = 0.0
+        self._reported_idle_at = 0.0
         self._stop_seen_at: float | None = None
         import_frameworks(job, limits.start)
 
@@ -89,9 +162,8 @@ class Supervisor:
         """Begins one instruction; :meth:`tick` then brings it to its end."""
         match instruction:
             case StartWorker():
-                self._worker = WorkerProcess(
-                    self.place.rank, functools.partial(worker.run, self.place, self.job, instruction)
-                )
+                run = functools.partial(worker.run, self.place, self.job, instruction)
+                self._worker = WorkerProcess(self.place.rank, run)
                 self._open_round()
             case RunCase():
                 assert self._worker is not None
@@ -103,30 +175,33 @@ class Supervisor:
                 assert_never(instruction)
 
     def tick(self) -> bool:
-        """One look at the worker and at the store. True once this rank's report is posted."""
+        """Looks once at the worker and at the store. Returns whether this rank's report is posted."""
         self._poll()
         if self._posted:
             return True
-        worker, round_ = self._worker, self.round
-        assert worker is not None
+        process, round_ = self._worker, self.round
+        assert process is not None
         assert round_ is not None
-        if not worker.settled:
-            worker.keep_within(self.limits.host_bytes)
-            self._watch_activity(worker, round_)
-        if worker.in_trouble and not self._told_trouble:
-            self._told_trouble = True
-            round_.tell_trouble(self.place.rank)
-        if not worker.settled:
+        if not process.settled:
+            process.keep_within(self.limits.host_bytes)
+            # Tells the conductor now and then for how long the worker has done nothing.
+            if self.limits.stage is None and round_.seconds() - self._reported_idle_at > IDLE_POLL:
+                self._reported_idle_at = round_.seconds()
+                round_.report_idle(self.place.rank, process.idle_seconds())
+        if process.in_trouble and not self._reported_trouble:
+            self._reported_trouble = True
+            round_.report_trouble(self.place.rank)
+        if not process.settled:
             stop = round_.stop()
-            if stop is not None and not self._must_wait_for_the_others(worker, round_):
-                worker.stop(stop.why, stop.detail)
-        if worker.settled:
-            round_.post(worker.report())
+            if stop is not None and not self._must_wait_for_the_others(process, round_):
+                process.stop(stop.why, stop.detail)
+        if process.settled:
+            round_.post(process.report())
             self._posted = True
         return self._posted
 
     def last_record(self) -> Record | None:
-        """What this rank's worker said last of its case."""
+        """The last record of this rank's worker."""
         return self._worker.record if self._worker is not None else None
 
     def close(self) -> None:
@@ -139,34 +214,28 @@ class Supervisor:
         key = f"instruction/{number}"
         while not self.store.check([key]):
             self._poll()
-        return instruction_from_json(self.store.get(key))
+        return decode(self.store.get(key), INSTRUCTIONS)
 
     def _open_round(self) -> None:
         self._num_rounds += 1
         self.round = Round(self.store, self._num_rounds, self.place.world_size)
-        self._posted = self._told_trouble = False
-        self._told_idle_at = 0.0
+        self._posted = self._reported_trouble = False
+        self._reported_idle_at = 0.0
         self._stop_seen_at = None
 
     def _poll(self) -> None:
         self._interruption.check()
-        seconds = _SHORT_POLL if self.round is not None and self.round.seconds() < _SHORT_PHASE else _LONG_POLL
+        seconds = poll_seconds(self.round.seconds() if self.round is not None else float("inf"))
         if self._worker is not None:
             self._worker.pump(seconds)
         else:
             time.sleep(seconds)
 
-    def _watch_activity(self, worker: WorkerProcess, round_: Round) -> None:
-        """Tells the conductor now and then for how long the worker has done nothing."""
-        if self.limits.stage is None and round_.seconds() - self._told_idle_at > _IDLE_POLL:
-            self._told_idle_at = round_.seconds()
-            round_.tell_idle(self.place.rank, worker.idle_seconds())
-
-    def _must_wait_for_the_others(self, worker: WorkerProcess, round_: Round) -> bool:
+    def _must_wait_for_the_others(self, process: WorkerProcess, round_: Round) -> bool:
         """A suspended worker is woken for its stack, and would then let the others' collectives finish:
         they are stopped first."""
         if self._stop_seen_at is None:
             self._stop_seen_at = time.monotonic()
-        if not worker.suspended or time.monotonic() - self._stop_seen_at > _SUSPENDED_SECONDS:
+        if not process.suspended or time.monotonic() - self._stop_seen_at > _SUSPENDED_SECONDS:
             return False
-        return not round_.others_are_through(self.place.rank)
+        return not round_.others_have_posted(self.place.rank)

@@ -1,4 +1,4 @@
-"""The process that runs cases on one rank. It may crash, hang, die: its supervisor looks after it.
+"""The process that runs cases on one rank. It may crash, hang or die: its supervisor notices.
 
 It is forked from the supervisor, which has imported everything but has made no CUDA context; so
 a fresh worker costs no import.
@@ -7,10 +7,8 @@ a fresh worker costs no import.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
-import json
 import os
 import signal
 import socket
@@ -21,23 +19,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_doctor.errors import FsdpDoctorError
-from fsdp_doctor.machine import imports
+from fsdp_doctor.machine import devices, imports
+from fsdp_doctor.machine.environment import of_torch
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
-from fsdp_doctor.probe.instructions import StartWorker
 from fsdp_doctor.probe.job import Job
-from fsdp_doctor.verdict.records import Message, Ready, Refused, message_to_dict
+from fsdp_doctor.probe.messages import Message, StartWorker, encode
+from fsdp_doctor.probe.processes import die_with_parent
+from fsdp_doctor.verdict.records import Ready, Refused
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from fsdp_doctor.case.runner import CaseRunner
+    from fsdp_doctor.case.case_run import CaseRunner
     from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
 
-_PR_SET_PDEATHSIG = 1
 _IMPORTED_LATE = ("fsspec", "torch.distributed.checkpoint")
 # Without those of peft, which only the scenarios with an adapter need.
-_PATHS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
+_METHODS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ class WorkerEnds:
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
 
     def send(self, message: Message) -> None:
-        self.channel.sendall(json.dumps(message_to_dict(message)).encode() + b"\n")
+        self.channel.sendall(encode(message).encode() + b"\n")
 
 
 def import_what_all_workers_need() -> None:
@@ -68,7 +64,7 @@ def import_what_all_workers_need() -> None:
     # could not use CUDA any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with imports.of_what_stays():
-        import fsdp_doctor.case.runner  # noqa: F401, the workers' own rooms
+        import fsdp_doctor.case.case_run  # noqa: F401, which a worker would import
 
 
 def import_what_cases_need() -> None:
@@ -78,7 +74,7 @@ def import_what_cases_need() -> None:
         import transformers
 
         # What torch's and our own code import when they are first called: here once instead of in every worker.
-        for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{room}" for room in _PATHS)):
+        for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{name}" for name in _METHODS)):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
         # Lazy attributes of transformers.
@@ -87,7 +83,7 @@ def import_what_cases_need() -> None:
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
-    """For the supervisor, once, before the first fork: those of the job. seconds: that each may take."""
+    """For the supervisor, once, before the first fork: imports the job's frameworks. seconds: that each may take."""
     if not job.frameworks:
         return
     from fsdp_doctor.frameworks import framework_worker
@@ -97,9 +93,9 @@ def import_frameworks(job: Job, seconds: float) -> None:
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
-    """The whole life of a worker: join, say Ready, do its task with the cases whose numbers come in, until it is ended.
+    """The whole life of a worker: joins the others, sends Ready, does its task with each case whose number comes in.
 
-    What keeps it from joining through no fault of ours is Refused; any other exception ends it.
+    It sends Refused where it cannot run here; any other exception ends it.
     """
     ends.write_stacks()
     warnings.filterwarnings("ignore")
@@ -107,33 +103,40 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     if start.task == "save":
         # Its place is another than that of the supervisor that it is forked from.
         os.environ |= place.variables
-    runner: CaseRunner | FrameworkRunner
     try:
-        if start.framework is not None:
-            runner = _start_framework(start.framework, place, job, start, ends.send)
-        else:
-            runner = _join(place, job, start, ends.send)
+        runner = _join(place, job, start, ends.send)
     except FsdpDoctorError as error:
         ends.send(Refused(reason=str(error), exit_code=error.exit_code))
         return
+    ends.send(Ready(environment=of_torch()))
     perform: Callable[[Any], object] = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:
         for number in numbers:
             perform(job.cases[int(number)])
 
 
-def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner:
-    from fsdp_doctor.case import models, runtime
-    from fsdp_doctor.case.runner import CaseRunner
-    from fsdp_doctor.machine import devices
-    from fsdp_doctor.machine.environment import of_torch
+def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner | FrameworkRunner:
+    import torch.distributed as dist
 
     devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
+    # A part of torchrun's store that no other generation uses.
+    torchruns_store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"{start.task}/{start.generation}", torchruns_store)
+    if start.framework is not None:
+        from fsdp_doctor.frameworks import framework_worker
+        from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
+
+        session = framework_worker.start(start.framework, place, job.device, job.scratch, store)
+        return FrameworkRunner(session, report=send)
+
+    from fsdp_doctor.case import models, runtime
+    from fsdp_doctor.case.case_run import CaseRunner
+
     if job.custom_model is not None:
         models.check_directory(job.custom_model)
     assert start.backend is not None
     joined = runtime.start(
-        _own_store(start),
+        store,
         place=place,
         run_device=job.device,
         backend=start.backend,
@@ -141,38 +144,7 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
         custom_model=job.custom_model,
     )
     joined.training, joined.with_ledgers = job.training, job.with_ledgers
-    runner = CaseRunner(joined, job.user_paths, report=send)
-    send(Ready(environment=of_torch()))
-    return runner
-
-
-def _start_framework(
-    framework: FrameworkName, place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]
-) -> FrameworkRunner:
-    from fsdp_doctor.frameworks import framework_worker
-    from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
-    from fsdp_doctor.machine import devices
-    from fsdp_doctor.machine.environment import of_torch
-
-    devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
-    runner = FrameworkRunner(
-        framework_worker.start(framework, place, job.device, job.scratch, _own_store(start)), report=send
-    )
-    send(Ready(environment=of_torch()))
-    return runner
-
-
-def _own_store(start: StartWorker) -> dist.Store:
-    """A part of torchrun's that no other generation uses."""
-    import torch.distributed as dist
-
-    store, _, _ = next(dist.rendezvous("env://"))
-    return dist.PrefixStore(f"{start.task}/{start.generation}", store)
-
-
-def die_with_parent(number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when the process that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    return CaseRunner(joined, job.user_paths, report=send)
 
 
 def become_worker(parent: int, output: int) -> None:

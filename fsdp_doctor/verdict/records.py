@@ -8,11 +8,21 @@ stage; the last one that arrived says how far the rank came. The supervisor wrap
 from __future__ import annotations
 
 import dataclasses
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsdp_doctor.ledgers.ledger import StageLedger, ledger_from_dict
-from fsdp_doctor.machine.environment import EnvironmentFacts
+import msgspec
+
+from fsdp_doctor.ledgers.ledger import StageLedger
+from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde
+
+_FRAMES = 30
+_MESSAGE_CHARACTERS = 4_000
+_TRACEBACK_CHARACTERS = 16_000
 
 Stage = Literal[
     "checkpoint",  # what a load is given is made: the doctor's own work
@@ -142,10 +152,6 @@ class PhaseReport:
     xfailed: str | None = None
 
 
-Message = Record | Ready | Refused | PhaseReport
-_MESSAGES: dict[str, type[Any]] = {"record": Record, "ready": Ready, "refused": Refused, "phase": PhaseReport}
-
-
 Stop = Literal["", "deadline", "memory", "others"]
 
 
@@ -179,34 +185,46 @@ class RankReport:
     ready: Ready | None = None
 
 
-def message_to_dict(message: Message) -> dict[str, Any]:
-    kind = next(kind for kind, cls in _MESSAGES.items() if isinstance(message, cls))
-    return {"kind": kind, **dataclasses.asdict(message)}
-
-
-def message_from_dict(data: dict[str, Any]) -> Message:
-    """Raises KeyError or TypeError for what is no message."""
-    fields = dict(data)
-    kind = fields.pop("kind")
-    message: Message = record_from_dict(fields) if kind == "record" else _MESSAGES[kind](**fields)
-    return message
-
-
-def record_from_dict(data: dict[str, Any]) -> Record:
-    fields = dict(data)
-    fields["failure"] = Failure(**fields["failure"]) if fields.get("failure") else None
-    fields["problems"] = tuple(Problem(**problem) for problem in fields.get("problems", ()))
-    fields["ledgers"] = tuple(map(ledger_from_dict, fields.get("ledgers", ())))
-    return Record(**fields)
-
-
 def rank_report_to_dict(report: RankReport) -> dict[str, Any]:
-    return dataclasses.asdict(report)
+    plain: dict[str, Any] = msgspec.to_builtins(report)
+    return plain
 
 
 def rank_report_from_dict(data: dict[str, Any]) -> RankReport:
-    fields = dict(data)
-    fields["record"] = record_from_dict(fields["record"]) if fields.get("record") else None
-    fields["refused"] = Refused(**fields["refused"]) if fields.get("refused") else None
-    fields["ready"] = Ready(**fields["ready"]) if fields.get("ready") else None
-    return RankReport(**fields)
+    return msgspec.convert(data, RankReport)
+
+
+def failure_from(error: BaseException) -> Failure:
+    """The exception as values, with the innermost frames of its traceback.
+
+    This does not fail, though any method of an exception of the user's own class can.
+    """
+    return Failure(
+        type=type(error).__name__,
+        message=_readable(lambda: home_as_tilde(str(error)[:_MESSAGE_CHARACTERS]), "its message"),
+        traceback=_readable(lambda: _traceback(error), "its traceback"),
+        time=time.time(),
+    )
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES)
+    except Exception:
+        lines = [*traceback.format_tb(error.__traceback__, limit=-_FRAMES), f"{type(error).__name__}\n"]
+    return short("".join(line[:_MESSAGE_CHARACTERS] for line in lines))[-_TRACEBACK_CHARACTERS:]
+
+
+def _readable(read: Callable[[], str], what: str) -> str:
+    """The text; where reading it raises, a sentence that says so. Characters that no file can hold are escaped."""
+    try:
+        return read().encode(errors="backslashreplace").decode()
+    except BaseException as error:
+        return f"({what} cannot be read: {type(error).__name__} was raised)"
+
+
+def short(text: str) -> str:
+    """``text`` with each file named as an import would find it: ``torch/distributed/...``, ``fsdp_doctor/...``."""
+    for entry in sorted({path.rstrip("/") for path in sys.path if path}, key=len, reverse=True):
+        text = text.replace(f'File "{entry}/', 'File "')
+    return home_as_tilde(text)

@@ -12,8 +12,7 @@ import torch
 from program import forked_doctor, probe
 from support.places import ROOT
 
-from fsdp_doctor.case.paths.arguments import PathArguments, asked_for, called_by_name
-from fsdp_doctor.case.paths.lookup import function_of, load_user_path
+from fsdp_doctor.case.paths.lookup import PathArguments, asked_for, called_by_name, function_of, load_user_path
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.paths import PATHS
 

@@ -10,7 +10,7 @@ import torch
 from program import Run, probe
 from torch import nn
 
-from fsdp_doctor.case.paths.arguments import PathArguments, in_context
+from fsdp_doctor.case.paths.lookup import PathArguments, in_context
 from fsdp_doctor.matrix.axes import Context
 
 _MODES: dict[Context, tuple[bool, bool]] = {

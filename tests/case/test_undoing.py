@@ -7,51 +7,51 @@ import threading
 import pytest
 import torch
 
-from fsdp_doctor.case.leftovers import Leftovers
+from fsdp_doctor.case.side_effects import SideEffects
 
 
 @pytest.fixture
-def leftovers():
-    found = Leftovers(torch.device("cpu"))
+def side_effects():
+    found = SideEffects(torch.device("cpu"))
     found.look_before()
     return found
 
 
-def test_a_path_that_leaves_nothing_gives_no_reason_to_retire(leftovers):
-    assert leftovers.undo() == ""
+def test_a_path_that_leaves_nothing_gives_no_reason_to_retire(side_effects):
+    assert side_effects.undo() == ""
 
 
 def test_a_case_that_did_not_come_to_its_path_has_nothing_to_undo():
-    assert Leftovers(torch.device("cpu")).undo() == ""
+    assert SideEffects(torch.device("cpu")).undo() == ""
 
 
-def test_what_is_put_back_is_no_reason_to_retire(leftovers):
+def test_what_is_put_back_is_no_reason_to_retire(side_effects):
     torch.set_grad_enabled(False)
     torch.set_default_device("meta")
-    assert leftovers.undo() == ""
+    assert side_effects.undo() == ""
     assert torch.is_grad_enabled()
     assert torch.zeros(1).device.type == "cpu"
 
 
-def test_inference_mode_cannot_be_left_for_another(leftovers):
+def test_inference_mode_cannot_be_left_for_another(side_effects):
     with torch.inference_mode():
-        assert leftovers.undo() == "inference mode"
+        assert side_effects.undo() == "inference mode"
 
 
-def test_a_thread_that_ends_by_itself_is_waited_for(leftovers):
+def test_a_thread_that_ends_by_itself_is_waited_for(side_effects):
     going_on = threading.Event()
     thread = threading.Thread(target=going_on.wait)
     thread.start()
     threading.Timer(0.05, going_on.set).start()
-    assert leftovers.undo() == ""
+    assert side_effects.undo() == ""
     assert not thread.is_alive()
 
 
-def test_a_thread_that_goes_on_is_named(leftovers):
+def test_a_thread_that_goes_on_is_named(side_effects):
     going_on = threading.Event()
     thread = threading.Thread(target=going_on.wait, name="the-paths-own")
     thread.start()
-    assert leftovers.undo() == "the thread the-paths-own"
+    assert side_effects.undo() == "the thread the-paths-own"
     going_on.set()
     thread.join()
 
@@ -59,7 +59,7 @@ def test_a_thread_that_goes_on_is_named(leftovers):
 @pytest.mark.parametrize(("cases", "reason"), [(6, ""), (7, "70 open descriptors")])
 def test_descriptors_are_counted_over_all_cases_of_a_process(cases, reason):
     """Some are nothing to worry about: libraries keep a few."""
-    found = Leftovers(torch.device("cpu"))
+    found = SideEffects(torch.device("cpu"))
     with contextlib.ExitStack() as opened:
         for _ in range(cases):
             found.look_before()

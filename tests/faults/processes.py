@@ -107,21 +107,17 @@ def stopped(model: nn.Module) -> Any:
 collective_of_one_rank_1, stopped_1 = collective_of_one_rank, stopped
 
 
-def ignores_sigterm(model: nn.Module) -> Any:
+def ignores_sigterm_as_its_child_does(model: nn.Module) -> Any:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _pause_for_ever()
-
-
-def starts_a_child_and_hangs(model: nn.Module) -> Any:
     if dist.get_rank() == 0 and os.fork() == 0:
         signal.pause()
     _pause_for_ever()
 
 
 def eats_memory(model: nn.Module) -> Any:
-    held = []
+    kept = []
     while dist.get_rank() == 1:
-        held.append(bytearray(os.urandom(1) * (64 * MEBIBYTE)))
+        kept.append(bytearray(os.urandom(1) * (64 * MEBIBYTE)))
     _wait_for_the_other_rank()
 
 
@@ -137,7 +133,7 @@ def writes_half_a_record(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Finds the worker's channel to its supervisor and leaves half a message in it."""
     if dist.get_rank() == 1:
         (channel,) = (thing for thing in gc.get_objects() if isinstance(thing, socket.socket) and thing.fileno() >= 0)
-        channel.sendall(b'{"kind": "record", "case_id": "fsdp2')
+        channel.sendall(b'["Record", {"case_id": "fsdp2')
     yield from healthy(model)
 
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fsdp_doctor
-from fsdp_doctor.case import framework_saves
+from fsdp_doctor.case import checkpoints
 
-_AS_IT_IS = framework_saves.save
+_AS_IT_IS = checkpoints.save_as_frameworks
 
 
 def _load(model: nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path) -> None:
@@ -79,4 +79,4 @@ def _hang() -> None:
 
 _FAULTS = {"raise": _raise, "die": _die, "hang": _hang}
 if "FSDP_DOCTOR_TEST_FAULT" in os.environ:
-    framework_saves.save = _save
+    checkpoints.save_as_frameworks = _save

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import pytest
 from program import Run, probe, user_paths
 
-from fsdp_doctor.probe.activity import Activity
-from fsdp_doctor.probe.deadlines import Deadline, Deadlines
-from fsdp_doctor.probe.job import Limits
+from fsdp_doctor.probe.deadlines import Deadline, Deadlines, Limits
+from fsdp_doctor.probe.processes import Activity
 
 pytestmark = pytest.mark.alone
 
@@ -87,7 +86,7 @@ def test_a_path_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tm
 def test_the_deadline_follows_the_slowest_that_was_seen(longest: float, idle: float) -> None:
     deadlines = Deadlines(Limits())
     for seconds in (longest, longest / 2):
-        deadlines.saw(seconds)
+        deadlines.note_progress(seconds)
     assert deadlines.of("extract") == Deadline(idle=idle, busy=30.0)
 
 
@@ -99,7 +98,7 @@ def test_what_grows_with_the_model_has_the_time_of_a_start() -> None:
 
 def test_a_given_deadline_follows_nothing() -> None:
     deadlines = Deadlines(Limits(stage=12.0))
-    deadlines.saw(100.0)
+    deadlines.note_progress(100.0)
     assert deadlines.of("next step") == Deadline(idle=None, busy=12.0)
 
 

@@ -36,14 +36,6 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.
     return started.wait(directory / "report.json"), directory
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The report of a run that was not interrupted."""
-    directory = tmp_path_factory.mktemp("finished")
-    assert probe(directory, *_SCENARIO).code == 0
-    return directory / "report.json"
-
-
 def test_ctrl_c_is_130_and_keeps_what_was_found(interrupted: tuple[Run, pathlib.Path]) -> None:
     run, _ = interrupted
     assert run.code == 130, run.stderr
@@ -78,7 +70,7 @@ def test_the_death_of_torchrun_takes_everything_along(tmp_path: pathlib.Path) ->
     assert _finished_ids(run) == ["state_dict", "weights_info"]
 
 
-def test_a_partial_report_is_gone_on_with(interrupted: tuple[Run, pathlib.Path], tmp_path: pathlib.Path) -> None:
+def test_a_partial_report_is_continued(interrupted: tuple[Run, pathlib.Path], tmp_path: pathlib.Path) -> None:
     first, directory = interrupted
     for file in directory.glob("report.json*"):
         shutil.copy(file, tmp_path)
@@ -91,20 +83,11 @@ def test_a_partial_report_is_gone_on_with(interrupted: tuple[Run, pathlib.Path],
     assert run.code == 0, run.stderr
 
 
-def test_a_partial_report_of_other_ranks_is_not_gone_on_with(finished: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    shutil.copy(finished, tmp_path)
-    run = probe(tmp_path, *_SCENARIO, "--resume", "--nproc", "3")
-    assert run.code == 2
-    assert "their results cannot be combined" in run.stderr
-    assert run.report is not None
-    assert run.report.world_size == 2
-
-
 def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(
-    finished: pathlib.Path, tmp_path: pathlib.Path
+    interrupted: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     """Interrupted while the workers start: the file says so, and keeps no result of another run."""
-    shutil.copy(finished, tmp_path)
+    shutil.copy(interrupted[1] / "report.json", tmp_path)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     slow = ("--path", "faults.slow_import:healthy", "-k", "slow_import")

@@ -13,8 +13,9 @@ from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.cases import Case, scenario_of
-from fsdp_doctor.probe.job import Job, Limits
-from fsdp_doctor.probe.savers import Savers, number_of_savers
+from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, number_of_writers
+from fsdp_doctor.probe.deadlines import Limits
+from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.supervisor import Interruption
 
 _ONE_STATE = ("--direction", "in", "--offload", "none", "--staging", "unstaged")
@@ -104,10 +105,10 @@ def test_another_number_is_one_more_where_each_has_a_device(
     monkeypatch: pytest.MonkeyPatch, ranks: int, there_are: int, number: int
 ) -> None:
     monkeypatch.setattr(devices, "count", lambda device_type: there_are)
-    assert number_of_savers(None, ranks, "cuda") == number
-    assert number_of_savers(5, ranks, "cuda") == 5
+    assert number_of_writers(None, ranks, "cuda") == number
+    assert number_of_writers(5, ranks, "cuda") == 5
     with pytest.raises(UsageError):
-        number_of_savers(ranks, ranks, "cuda")
+        number_of_writers(ranks, ranks, "cuda")
 
 
 @pytest.mark.parametrize(("saved_by", "num_nodes", "kind"), [(0, 1, "unsupported"), (0, 2, None)])
@@ -127,5 +128,5 @@ def test_one_device_has_no_other_number_of_ranks(
     )
     place = Place(rank=0, world_size=num_nodes, local_rank=0, num_nodes=num_nodes)
     # No process is started, so none could be interrupted.
-    result = Savers(place, job, Limits(), cast(Interruption, None), saved_by=saved_by).result_without(0)
+    result = CheckpointWriters(place, job, Limits(), cast(Interruption, None), saved_by=saved_by).write_for(0)
     assert (result.verdict.kind if result is not None else None) == kind

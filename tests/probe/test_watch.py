@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_doctor.probe import watch
-from fsdp_doctor.probe.deadlines import Deadlines
-from fsdp_doctor.probe.job import Limits
+from fsdp_doctor.probe import deadlines
+from fsdp_doctor.probe.deadlines import Deadlines, Limits
 
 
 def stopped_after(monkeypatch: pytest.MonkeyPatch, grace: float | None, idle: bool) -> float:
     """Seconds from the trouble to the order, where the others have done nothing since, or work."""
     times = iter(tenths := [number / 10 for number in range(600)])
-    monkeypatch.setattr(watch.time, "monotonic", lambda: next(times))
-    looking = watch.Watch(Deadlines(Limits(grace=grace)), grace, [None])
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: next(times))
+    looking = deadlines.Watch(Deadlines(Limits(grace=grace)), grace, [None])
     return next(now for now in tenths if looking.look([None], lambda: True, lambda: 60.0 if idle else 0.0) is not None)
 
 

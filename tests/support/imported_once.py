@@ -15,7 +15,7 @@ _MODULES = (
     "fsdp_doctor.cli.app",
     "fsdp_doctor.cli.probe_command",
     "fsdp_doctor.probe.command",
-    "fsdp_doctor.probe.worker_process",
+    "fsdp_doctor.probe.workers",
 )
 with imports.of_what_stays():
     for _module in _MODULES:

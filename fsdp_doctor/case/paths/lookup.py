@@ -1,27 +1,106 @@
-"""From the name of a path to the function behind it, the user's own included."""
+"""From the name of a method to the function behind it, the user's own included, and what it is called with."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Collection
+import inspect
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from typing_extensions import assert_never
 
-from fsdp_doctor.case.paths.arguments import PathArguments, asked_for
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.extract import full_tensors, local_shards
 from fsdp_doctor.load import load_full_tensors, load_optimizer_state
+from fsdp_doctor.matrix.axes import Context
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.paths import Path
 
-_ARGUMENTS = tuple(field.name for field in dataclasses.fields(PathArguments))
+_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathArguments:
+    """The sharded model in the state that the scenario left it in, and what else a method can ask for by name.
+
+    device: this rank's compute device. The others exist in a probe alone.
+    scratch: a directory of this call, the same on every rank, not yet made.
+    control: a gloo group apart from the model's.
+    state: of a method that loads, its checkpoint.
+    buffers: those that no state dict has, by name, on the host, as in a model that was never on the meta device.
+    """
+
+    model: nn.Module
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    scratch: pathlib.Path | None = None
+    control: dist.ProcessGroup | None = None
+    state: Any = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+PathFunction = Callable[[PathArguments], Any]
+_ARGUMENTS = tuple(argument.name for argument in dataclasses.fields(PathArguments))
+
+
+def called_by_name(function: Callable[..., Any]) -> PathFunction:
+    """Wraps ``function`` so that it is called with the model and the arguments that it asks for."""
+    names = asked_for(function)
+    return lambda given: function(given.model, **{name: getattr(given, name) for name in names})
+
+
+def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters after the first, which is the model; one with a default keeps it."""
+    try:
+        further = list(inspect.signature(function).parameters.values())[1:]
+    except (NameError, TypeError, ValueError):
+        # A function of C has no signature; from Python 3.14 on an annotation may name what is imported for types alone.
+        return ()
+    return tuple(p.name for p in further if p.kind in _BY_NAME and p.default is inspect.Parameter.empty)
+
+
+def in_context(context: Context, function: PathFunction) -> PathFunction:
+    """Wraps ``function`` so that it is called in one of torch's contexts, and its result is iterated over there.
+
+    What is done with an entry, between it and the next one, is outside.
+    """
+    match context:
+        case Context.ORDINARY:
+            return function
+        case Context.NO_GRAD:
+            enter: Callable[[], contextlib.AbstractContextManager[Any]] = torch.no_grad
+        case Context.INFERENCE:
+            enter = torch.inference_mode
+        case _:
+            assert_never(context)
+
+    def call(given: PathArguments) -> Any:
+        with enter():
+            result = function(given)
+        return iterate(result) if isinstance(result, Iterator) else result
+
+    def iterate(entries: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with enter():
+                try:
+                    entry = next(entries)
+                except StopIteration:
+                    return
+            yield entry
+            del entry
+
+    return call
 
 
 def function_of(path: Path) -> Callable[..., Any]:
-    """The function behind a row of the table. peft is imported only for the paths of models with adapters."""
+    """The function behind a row of the table. peft is imported only for the methods of models with adapters."""
     module, _, name = path.function.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.paths.{module}"), name)
     return function

@@ -1,12 +1,13 @@
-"""What a path leaves behind in the process beside its model: it is undone, or the process is given up.
+"""What a method changes in the process beside its model: it is undone, or no other case runs in the process.
 
-It decides no verdict: a case is judged with all that its path left in place.
+It decides no verdict: a case is judged with all that its method left in place.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import operator
 import os
 import pickle
@@ -26,58 +27,73 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-# Opened by paths in all, over the life of a process, and not closed.
+# Opened by methods in all, over the life of a process, and not closed.
 _DESCRIPTORS_ALLOWED = 64
 _THREADS_END_SECONDS = 0.5
-_STANDARD_STREAMS = (0, 1, 2)
 _UNREADABLE = object()
-# Where a function of others is put in the place of one of torch's.
+# Where others put their functions in the place of torch's.
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, nn.Module, dist, distributed_c10d, DTensor)
 _ABSENT = object()
 
 
 @functools.cache
 def torch_functions() -> TorchFunctions:
-    """Of this process, which asks for them before any code of the user's runs."""
+    """torch's functions in this process, which must ask for them before any code of the user's runs."""
     return TorchFunctions()
 
 
 class TorchFunctions:
-    """torch's functions and methods as they were when this was made: what the doctor's own work uses."""
+    """torch's functions and methods as they were when this was made: those that the doctor's own work uses."""
 
     def __init__(self) -> None:
-        self._own = _functions_of_torch()
-        self._aside: list[tuple[Any, str, Any]] = []
+        self._original = _snapshots()
+        self._replacements: list[tuple[Any, str, Any]] = []
 
     def restore(self) -> None:
-        """Puts them back in the place of what others have put there, for what the doctor itself does."""
-        patched = list(_differing(self._own))
-        self._aside += [(place, name, vars(place).get(name, _ABSENT)) for place, name, _ in patched]
+        """Puts torch's functions back in the place of others, for what the doctor itself does."""
+        patched = list(_differing(self._original))
+        self._replacements += [(place, name, vars(place).get(name, _ABSENT)) for place, name, _ in patched]
         _put(patched)
 
     def reapply(self) -> None:
-        """Puts what others had put there in their place again."""
-        _put(self._aside)
-        self._aside = []
+        """Puts the replacements in their place again."""
+        _put(self._replacements)
+        self._replacements = []
 
 
-def _functions_of_torch() -> list[dict[str, Any]]:
-    return [{name: value for name, value in vars(place).items() if _is_function(value)} for place in _OF_TORCH]
+class _Snapshot:
+    """The functions of a module or class of torch. Compared many times in each case, so that must cost little."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self._functions = {name: value for name, value in vars(place).items() if _is_function(value)}
+        self._all = list(vars(place).values())
+
+    def differing(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yields (where, name, the value before) of every function that is not as before."""
+        now, before = vars(self._place), self._functions
+        if len(now) == len(self._all) and all(map(operator.is_, now.values(), self._all)):
+            return
+        changed = [(name, value) for name, value in before.items() if now.get(name, _ABSENT) is not value]
+        changed += [(name, _ABSENT) for name, value in now.items() if name not in before and _is_function(value)]
+        if not changed:
+            # The rest is state of torch's own, such as the number of groups.
+            self._all = list(now.values())
+        yield from ((self._place, name, value) for name, value in changed)
+
+
+def _snapshots() -> list[_Snapshot]:
+    return [_Snapshot(place) for place in _OF_TORCH]
+
+
+def _differing(before: list[_Snapshot]) -> Iterator[tuple[Any, str, Any]]:
+    return itertools.chain.from_iterable(snapshot.differing() for snapshot in before)
 
 
 def _is_function(value: Any) -> bool:
-    """Or a class, or a property; what else stands there is state of torch's own, such as the number of groups."""
+    """Whether it is a function, a class or a property."""
     # isinstance() asks the value for its class, which makes torch.distributed.reduce_op warn.
     return callable(value) or issubclass(type(value), (property, classmethod, staticmethod))
-
-
-def _differing(before: list[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """(where, name, what it was) of every function that is not as before."""
-    for place, were in zip(_OF_TORCH, before, strict=True):
-        are = vars(place)
-        yield from ((place, name, value) for name, value in were.items() if are.get(name, _ABSENT) is not value)
-        new = [name for name, value in are.items() if name not in were and _is_function(value)]
-        yield from ((place, name, _ABSENT) for name in new)
 
 
 def _put(values: Iterable[tuple[Any, str, Any]]) -> None:
@@ -88,8 +104,8 @@ def _put(values: Iterable[tuple[Any, str, Any]]) -> None:
             setattr(place, name, value)
 
 
-class Leftovers:
-    """Compares one process with what it was before a path."""
+class SideEffects:
+    """Compares the process with what it was before a method was called."""
 
     def __init__(self, device: torch.device) -> None:
         self._settings = list(_settings(device))
@@ -99,38 +115,35 @@ class Leftovers:
         self._num_leaked_descriptors = 0
 
     def look_before(self) -> None:
-        """Takes note of the process as it is. For just before the path."""
+        """Takes note of the process as it is, just before the method is called."""
         self._before = [setting.value() for setting in self._settings]
         self._threads = set(threading.enumerate())
         self._num_descriptors = _num_open_descriptors()
 
     def undo(self) -> str:
-        """Puts back what is not as it was. Returns what cannot be put back, in words; empty if there is nothing.
+        """Undoes what changed since :meth:`look_before`. Returns what cannot be undone, in words; empty if all is.
 
-        For the end of the case; nothing to do in one that never came to its path.
+        Does nothing in a case whose method was not called.
         """
         if not self._before:
             return ""
         left = [s.name for s, before in zip(self._settings, self._before, strict=True) if not s.put_back(before)]
-        left += [f"the thread {thread.name}" for thread in self._threads_still_running()]
+        new = [thread for thread in threading.enumerate() if thread not in self._threads]
+        end = time.monotonic() + _THREADS_END_SECONDS
+        for thread in new:
+            # Those of a pool that was released end by themselves.
+            thread.join(max(0.0, end - time.monotonic()))
+        left += [f"the thread {thread.name}" for thread in new if thread.is_alive()]
         self._num_leaked_descriptors += max(0, _num_open_descriptors() - self._num_descriptors)
         if self._num_leaked_descriptors > _DESCRIPTORS_ALLOWED:
             left.append(f"{self._num_leaked_descriptors} open descriptors")
         self._before = []
         return ", ".join(left)
 
-    def _threads_still_running(self) -> list[threading.Thread]:
-        """Those of Python that began since; each gets a moment to end, as the threads of a pool that was let go do."""
-        began = [thread for thread in threading.enumerate() if thread not in self._threads]
-        end = time.monotonic() + _THREADS_END_SECONDS
-        for thread in began:
-            thread.join(max(0.0, end - time.monotonic()))
-        return [thread for thread in began if thread.is_alive()]
-
 
 @dataclass(frozen=True)
 class _Setting:
-    """Something of the process that has a value. ``write`` is None where it cannot be set back."""
+    """A setting of the process. ``write`` is None where it cannot be set back."""
 
     name: str
     read: Callable[[], Any]
@@ -156,10 +169,10 @@ class _Setting:
 
 
 def _settings(device: torch.device) -> Iterator[_Setting]:
-    """In the order in which they are put back: what decides how tensors are made comes first."""
+    """In the order in which they are put back: those that decide how tensors are made come first."""
     yield _Setting(
         "torch's functions",
-        _functions_of_torch,
+        _snapshots,
         lambda before: _put(list(_differing(before))),
         lambda _, before: next(_differing(before), None) is None,
     )
@@ -168,7 +181,12 @@ def _settings(device: torch.device) -> Iterator[_Setting]:
     yield _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield _Setting("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
     yield _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
-    yield _Setting("the default device", torch.get_default_device, _set_default_device)
+    yield _Setting(
+        "the default device",
+        torch.get_default_device,
+        # None and not "cpu", which would put a mode that every factory function goes through in place of none.
+        lambda before: torch.set_default_device(None if before.type == "cpu" else before),
+    )
     yield _Setting("deterministic mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)
     for device_type in dict.fromkeys(("cpu", device.type)):
         yield _autocast(device_type)
@@ -177,21 +195,37 @@ def _settings(device: torch.device) -> Iterator[_Setting]:
     yield _Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state, torch.equal)
     yield _Setting("Python's random numbers", random.getstate, random.setstate)
     if "numpy" in sys.modules:
-        yield _Setting("numpy's random numbers", _numpy_random_state, _set_numpy_random_state)
+        numbers = sys.modules["numpy"].random
+        yield _Setting(
+            "numpy's random numbers",
+            lambda: pickle.dumps(numbers.get_state()),
+            lambda state: numbers.set_state(pickle.loads(state)),
+        )
     if device.type != "cpu":
-        yield from _of_accelerator(device)
+        module = torch.get_device_module(device)
+        yield _Setting(
+            "the device's random numbers",
+            lambda: module.get_rng_state(device),
+            lambda state: module.set_rng_state(state, device),
+            torch.equal,
+        )
+        yield _Setting("the current stream", lambda: module.current_stream(device), module.set_stream)
+        yield _Setting("the current device", module.current_device, module.set_device)
     yield _Setting("the working directory", os.getcwd, os.chdir)
     yield _Setting("the environment", lambda: dict(os.environ), _set_environment)
     yield _Setting("signal handlers", _signal_handlers, _set_signal_handlers)
-    yield _Setting("blocked signals", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), _set_blocked_signals)
-    yield _Setting("a timer", lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _stop_timer)
+    yield _Setting(
+        "blocked signals",
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        lambda before: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+    )
+    yield _Setting(
+        "a timer",
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        lambda _: signal.setitimer(signal.ITIMER_REAL, 0),
+    )
     yield _Setting("garbage collection", gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable())
-    yield _Setting("standard streams", _standard_streams, None)
-
-
-def _set_default_device(device: torch.device) -> None:
-    # None and not "cpu", which would put a mode that every factory function goes through in place of none.
-    torch.set_default_device(None if device.type == "cpu" else device)
+    yield _Setting("standard streams", lambda: [os.readlink(f"/proc/self/fd/{number}") for number in range(3)], None)
 
 
 def _autocast(device_type: str) -> _Setting:
@@ -207,7 +241,7 @@ def _autocast(device_type: str) -> _Setting:
 
 
 def _autocast_nesting() -> tuple[int, bool]:
-    """How many contexts are open, which can only be told by opening one more; whether they keep what they cast."""
+    """How many contexts are open, which only opening one more shows; whether they keep what they cast."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
 
@@ -222,29 +256,8 @@ def _set_autocast_nesting(before: tuple[int, bool]) -> None:
     torch.clear_autocast_cache()
 
 
-def _of_accelerator(device: torch.device) -> Iterator[_Setting]:
-    module = torch.get_device_module(device)
-    yield _Setting(
-        "the device's random numbers",
-        lambda: module.get_rng_state(device),
-        lambda state: module.set_rng_state(state, device),
-        torch.equal,
-    )
-    yield _Setting("the current stream", lambda: module.current_stream(device), module.set_stream)
-    yield _Setting("the current device", module.current_device, module.set_device)
-
-
-def _numpy_random_state() -> bytes:
-    return pickle.dumps(sys.modules["numpy"].random.get_state())
-
-
-def _set_numpy_random_state(state: bytes) -> None:
-    sys.modules["numpy"].random.set_state(pickle.loads(state))
-
-
 def _set_environment(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(before)
 
 
@@ -253,25 +266,13 @@ def _signal_handlers() -> dict[int, Any]:
 
 
 def _set_signal_handlers(before: dict[int, Any]) -> None:
-    """Those that faulthandler has in the worker are not Python's to set back: they stay as the path left them."""
     for number, handler in before.items():
         if signal.getsignal(number) is not handler and number not in _OF_FAULTHANDLER:
             signal.signal(number, handler)
 
 
+# Their handlers in a worker are faulthandler's, and not Python's to set back: they stay as the method left them.
 _OF_FAULTHANDLER = (signal.SIGUSR1, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-
-
-def _set_blocked_signals(before: set[signal.Signals]) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _stop_timer(_: bool) -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _standard_streams() -> list[str]:
-    return [os.readlink(f"/proc/self/fd/{number}") for number in _STANDARD_STREAMS]
 
 
 def _num_open_descriptors() -> int:

@@ -1,0 +1,300 @@
+"""The steps of a case that extracts: the method runs, each entry is verified, and so is what it must leave alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_doctor.case import reference, training_state, yielded
+from fsdp_doctor.case.findings import first_names
+from fsdp_doctor.case.lora_reference import merged_weights, rank_parts
+from fsdp_doctor.case.recorder import Recorder
+from fsdp_doctor.case.reference import Reference
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.trainer import Trainer, compute_dtype
+from fsdp_doctor.case.yielded import ExpectedYield, Verifier
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.paths import Path
+from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
+
+# A method that has yielded twice as many entries as it promised is taken to go on for ever.
+_TIMES_OVER = 2
+# Threads of a process group hold the tensors of the last collective a little longer than it runs.
+_RELEASE_SECONDS = 0.5
+
+
+class ExtractionCheck:
+    """Runs a method that extracts from a model, and records what it yields, keeps and changes.
+
+    Made when the model is in the state in which the method runs. truth: the weights that it has.
+    watches_state: whether memory and model may be looked at while copies are in flight, which waits for them.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        truth: Reference,
+        *,
+        watches_state: bool = True,
+    ) -> None:
+        self._recorder = recorder
+        self._runtime = runtime
+        self._model = model
+        self._optimizer = optimizer
+        self._truth = truth
+        self._watches_state = watches_state
+        if watches_state:
+            recorder.enter("fingerprint")
+            self.check_weights("the offload or the staging changed weights")
+            self._before = training_state.state_of(model, optimizer)
+
+    def check_weights(self, what: str) -> None:
+        """Compares this rank's shards with the reference. ``what``: the sentence for those that differ."""
+        self._runtime.synchronize()
+        if lost := training_state.lost_weights(self._model, self._truth):
+            self._recorder.note("poisoned", f"{what}: {first_names(lost)}")
+
+    def run(
+        self,
+        call: Callable[[], Any],
+        expected: ExpectedYield,
+        *,
+        live_tensors: Collection[int],
+        offloaded_bytes: int = 0,
+        owned: bool = True,
+        measured: contextlib.AbstractContextManager[None] | None = None,
+    ) -> None:
+        """Has ``call`` run the method, and verifies what came of it.
+
+        live_tensors: ids of the tensors that live on, so that yielding one of them keeps nothing alive.
+        offloaded_bytes: of the shards that the method promises to move off the device before it yields.
+        owned: whether nobody but ``call`` holds the result, so that its memory can be measured.
+        measured: entered while the method runs.
+        """
+        verifier = Verifier(expected)
+        self._recorder.enter("extract")
+        with measured or contextlib.nullcontext():
+            self._drain(call, verifier, live_tensors, offloaded_bytes, owned)
+        self._recorder.enter("fingerprint")
+        self._recorder.add(problems=verifier.problems())
+        if self._watches_state:
+            now = training_state.state_of(self._model, self._optimizer)
+            self._recorder.add(problems=training_state.changes(self._before, now))
+
+    def _drain(
+        self,
+        call: Callable[[], Any],
+        verifier: Verifier,
+        live_tensors: Collection[int],
+        offloaded_bytes: int,
+        owned: bool,
+    ) -> None:
+        """Runs the method, verifies each entry when it comes, then looks for memory that was not released."""
+        recorder = self._recorder
+        allocated = self._runtime.allocated_bytes() if self._watches_state and owned else None
+        self._runtime.reset_peak()
+        timed = _Timed(self._runtime, self._watches_state)
+        alive: list[Callable[[], torch.Tensor | None]] = []
+        kinds: Counter[str] = Counter()
+        items = timed.over(call)
+        for name, value in items:
+            if offloaded_bytes and not kinds:
+                self._check_shards_are_gone(allocated, offloaded_bytes, value)
+            recorder.use_own_torch()
+            entry = yielded.read(name, value)
+            kinds[entry.kind] += 1
+            if owned and isinstance(value, torch.Tensor) and id(value) not in live_tensors:
+                alive.append(private.weak_reference(value))
+            del value
+            recorder.switch("verify")
+            verifier.check(entry)
+            recorder.switch("extract")
+            recorder.show_progress(kinds.total())
+            if kinds.total() > _TIMES_OVER * max(verifier.num_promised, 1):
+                promised = f"where {verifier.num_promised} were promised"
+                recorder.note("wrong", f"goes on after {kinds.total()} entries, {promised}")
+                break
+        peak = self._runtime.peak_bytes()
+        del items
+        recorder.add(
+            seconds=timed.seconds,
+            num_tensors=kinds.total(),
+            yielded=dict(kinds),
+            peak_extra_bytes=peak - allocated if peak is not None and allocated is not None else None,
+        )
+        self._check_memory_is_released(allocated, alive)
+
+    def _check_memory_is_released(self, allocated: int | None, alive: list[Callable[[], torch.Tensor | None]]) -> None:
+        kept, surplus = _kept(alive), self._surplus(allocated)
+        if kept or surplus:
+            gc.collect()
+        end = time.monotonic() + _RELEASE_SECONDS
+        while (kept or surplus) and time.monotonic() < end:
+            time.sleep(0.001)
+            kept, surplus = _kept(alive), self._surplus(allocated)
+        if surplus:
+            detail = f"{surplus} bytes of device memory not given back after the path's result was dropped"
+            self._recorder.note("leak", detail)
+        elif kept:
+            detail = f"{len(kept)} yielded tensors ({sum(kept)} bytes) still referenced after the result was dropped"
+            self._recorder.note("leak", detail)
+
+    def _check_shards_are_gone(self, allocated: int | None, shard_bytes: int, first: Any) -> None:
+        """The method has moved the shards off the device: their memory must have come back by now."""
+        now = self._runtime.allocated_bytes()
+        if now is None or allocated is None:
+            return
+        fresh = first.untyped_storage().nbytes() if isinstance(first, torch.Tensor) else 0
+        kept = now - fresh - (allocated - shard_bytes)
+        if 2 * kept > shard_bytes:
+            detail = f"{kept} of {shard_bytes} bytes of shards stay on the device though the model was offloaded"
+            self._recorder.note("leak", detail)
+
+    def _surplus(self, allocated: int | None) -> int:
+        """Bytes of device memory above ``allocated``; 0 where the device does not count them."""
+        now = self._runtime.allocated_bytes() if allocated is not None else None
+        return max(0, now - allocated) if now is not None and allocated is not None else 0
+
+
+class Extraction:
+    """The steps of a case of the matrix whose method extracts weights; see :class:`case_run.CaseRun`."""
+
+    state: Any = None
+
+    def __init__(self, scenario: Scenario, method: Path, runtime: Runtime, recorder: Recorder) -> None:
+        self._scenario = scenario
+        self._method = method
+        self._runtime = runtime
+        self._recorder = recorder
+        self._expected: ExpectedYield | None = None
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def build(self) -> Trainer:
+        scenario, runtime, measured = self._scenario, self._runtime, self._recorder.measured
+        watch = StageWatch(scenario.id, runtime.rank, runtime.device) if runtime.with_ledgers else Unwatched()
+        with measured(watch, "built"):
+            trainer = Trainer(scenario, runtime, with_mesh=not self._method.without_mesh)
+            trainer.watch = watch
+            watch.of(trainer.model, trainer.optimizer)
+        if scenario.phase.is_trained:
+            with measured(watch, "first step"):
+                trainer.step()
+            # A second step: the first one allocates what stays (Adam's state, cuBLAS workspaces).
+            with measured(watch, "trained"):
+                trainer.step()
+            # As every later cycle leaves it: loading the optimizer takes Adam's step counters, which a step
+            # makes on the host, to the device with the rest of the state.
+            trainer.resume()
+        return trainer
+
+    def is_reusable(self) -> bool:
+        """Whether the trainer is after the next step what :meth:`build` returned."""
+        return self._scenario.phase.is_trained
+
+    def take_reference(self, trainer: Trainer) -> None:
+        self._recorder.enter("reference")
+        optimizer = trainer.optimizer if self._method.contract.form == "optimizer" else None
+        self.truth = reference.take(trainer.model, optimizer, self._runtime)
+
+    def note_state(self, trainer: Trainer) -> None:
+        model, contract, full = trainer.model, self._method.contract, self.truth.full
+        self._check = ExtractionCheck(
+            self._recorder,
+            self._runtime,
+            model,
+            trainer.optimizer,
+            self.truth,
+            # Reading the model waits for copies in flight, and would hide the race of a non-blocking scenario.
+            watches_state=self._scenario.transfer.is_blocking,
+        )
+        merged = merged_weights(model, full)
+        self._expected = ExpectedYield(
+            contract=contract,
+            reference=self.truth,
+            rank=self._runtime.rank,
+            compute_device=self._runtime.device,
+            compute_dtype=compute_dtype(self._scenario.precision),
+            parameter_devices=yielded.parameter_devices(model),
+            shard_group_of_one=self._scenario.sharding.keeps_whole_tensors or self._runtime.world_size == 1,
+            merged_weights=merged,
+            rank_parts=rank_parts(model, full, merged) if contract.form == "local" else {},
+            earlier=self._expected,
+        )
+
+    def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
+        assert self._expected is not None
+        self._check.run(
+            lambda: trainer.watch.yielding(call()),
+            self._expected,
+            live_tensors=trainer.tensor_ids(),
+            offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._method.offloads else 0,
+            owned=owned,
+            measured=self._recorder.measured(trainer.watch, "extracted", self._method.name),
+        )
+
+    def prepare_optimizer(self, trainer: Trainer) -> None:
+        """Nothing: the optimizer is the one that trained before."""
+
+    def check_resumed(self, trainer: Trainer) -> None:
+        self._check.check_weights("the next training step would start from other weights")
+
+    def train_step(self, trainer: Trainer) -> None:
+        trainer.step()
+        self._runtime.synchronize()
+
+    def check_trained(self, trainer: Trainer) -> None:
+        shards = (*self.truth.flat.values(), *self.truth.local.values())
+        if any(shard.numel() for shard in shards) and not training_state.lost_weights(trainer.model, self.truth):
+            self._recorder.note("poisoned", "the next training step changes no weight")
+
+
+class _Timed:
+    """Measures the seconds inside the method itself: its call and each of its steps, not our checks between."""
+
+    def __init__(self, runtime: Runtime, synchronize: bool) -> None:
+        self._runtime = runtime
+        self._synchronize = synchronize
+        self.seconds = 0.0
+
+    def over(self, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
+        with self._measuring():
+            entries = yielded.entries_of(call())
+        while True:
+            with self._measuring():
+                entry = next(entries, None)
+                # What is yielded on the host must be there: a wait for the device would let its copy arrive.
+                if self._synchronize and not (entry and yielded.is_on_host(entry[1])):
+                    self._runtime.synchronize()
+            if entry is None:
+                return
+            yield entry
+            del entry
+
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+
+def _kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
+    """Bytes of each yielded tensor that somebody still references and whose memory was not freed."""
+    sizes = [private.local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
+    return [size for size in sizes if size]
+
+
+def _shard_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes of this rank's shards that lie on the device."""
+    shards = [private.local_tensor(tensor.shown) for tensor in reader.read(model).tensors()]
+    return sum(shard.nbytes for shard in shards if shard.device == device)

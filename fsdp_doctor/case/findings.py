@@ -1,0 +1,63 @@
+"""Comparing host tensors bit by bit, and summing up what a check finds as problems."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from fsdp_doctor.errors import some
+from fsdp_doctor.verdict.records import Problem, ProblemKind
+
+_SHOWN = 3
+
+
+class Findings:
+    """Collects findings by name, and sums them up: one problem for each kind, in the order in which kinds came."""
+
+    def __init__(self) -> None:
+        self._names: dict[ProblemKind, dict[str, list[str]]] = {}
+
+    def note(self, kind: ProblemKind, what: str, name: str) -> None:
+        self._names.setdefault(kind, {}).setdefault(what, []).append(name)
+
+    def problems(self) -> tuple[Problem, ...]:
+        return tuple(
+            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
+            for kind, findings in self._names.items()
+        )
+
+
+def first_names(names: Collection[str]) -> str:
+    return some(names, _SHOWN)
+
+
+def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits, too.
+
+    Where the dtypes differ, ``expected`` is rounded to that of ``actual``, and then any NaN is like any other: which
+    one rounding makes of a NaN depends on the device, and on a CPU on the vector instructions.
+    """
+    if actual.numel() != expected.numel():
+        return f"{actual.numel()} elements, not {expected.numel()}"
+    rounded = expected.to(actual.dtype)
+    a, b = bits(actual), bits(rounded)
+    if torch.equal(a, b):
+        return ""
+    differs = (a != b).view(-1, actual.element_size()).any(dim=1)
+    if actual.dtype != expected.dtype:
+        differs &= ~(actual.isnan().reshape(-1) & rounded.isnan().reshape(-1))
+        if not bool(differs.any()):
+            return ""
+    return first_difference(differs, actual, rounded)
+
+
+def first_difference(differs: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """The sentence for elements that differ. ``differs``: a flat mask with at least one of them."""
+    first = int(differs.nonzero()[0])
+    got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()
+    return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

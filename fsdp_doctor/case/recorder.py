@@ -1,0 +1,179 @@
+"""The record of one case on one rank: stages are reported, exceptions become part of it, the ranks agree on the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.side_effects import SideEffects, torch_functions
+from fsdp_doctor.case.trainer import Unsupported
+from fsdp_doctor.extract.agreement import num_agreements
+from fsdp_doctor.ledgers.ledger import JobStage
+from fsdp_doctor.memory.stage_watch import Unwatched
+from fsdp_doctor.verdict.classification import OWN_STAGES
+from fsdp_doctor.verdict.records import Problem, ProblemKind, Record, Stage, failure_from
+
+RecordSink = Callable[[Record], None]
+_PROGRESS_SECONDS = 1.0
+
+
+class _RankState(NamedTuple):
+    """What a rank tells the others after a call of the method. num_agreements: of our own loaders and extractors."""
+
+    failed: int
+    poisoned: int
+    num_agreements: int
+    sound: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What the ranks know together after a call of the method.
+
+    works: all ranks ended alike, and the model's process group carries a collective. poisoned: the training state of
+    some rank was changed. sound: no rank found anything worse than a leak.
+    """
+
+    works: bool = False
+    poisoned: bool = False
+    sound: bool = False
+
+
+class Recorder:
+    """Keeps the record of one case. ``report`` is called with it each time the case reaches another stage."""
+
+    def __init__(self, case_id: str, report: RecordSink) -> None:
+        self._report = report
+        self._torch_functions = torch_functions()
+        self._reported_at = 0.0
+        self.record = Record(case_id=case_id, stage="build")
+
+    @property
+    def unbroken(self) -> bool:
+        """Whether the case has raised no exception and can be run here."""
+        return self.record.failure is None and not self.record.unsupported
+
+    def enter(self, stage: Stage) -> None:
+        """Begins a stage and reports it."""
+        self.switch(stage)
+        self.report()
+
+    def switch(self, stage: Stage) -> None:
+        """Begins a stage without reporting it.
+
+        In the doctor's own stages torch's functions are its own; in the others what the method put in their place.
+        """
+        if stage in OWN_STAGES or stage == "agree":
+            self._torch_functions.restore()
+        else:
+            self._torch_functions.reapply()
+        self.record = dataclasses.replace(self.record, stage=stage)
+
+    def report(self) -> None:
+        self._reported_at = time.monotonic()
+        self._report(self.record)
+
+    def show_progress(self, num_tensors: int) -> None:
+        """Reports once a second, so that a method which goes on yielding is not taken for a hang."""
+        if time.monotonic() - self._reported_at > _PROGRESS_SECONDS:
+            self.add(num_tensors=num_tensors)
+            self.report()
+
+    def add(self, *, problems: tuple[Problem, ...] = (), **fields: Any) -> None:
+        """Changes fields of the record, and appends problems to those it has."""
+        new = [dataclasses.replace(p, detail=self.record.call_in_words + p.detail) for p in problems]
+        self.record = dataclasses.replace(self.record, problems=(*self.record.problems, *new), **fields)
+
+    def note(self, kind: ProblemKind, detail: str) -> None:
+        self.add(problems=(Problem(kind=kind, detail=detail),))
+
+    def fail(self, error: BaseException) -> None:
+        self.add(failure=failure_from(error))
+        self.report()
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """Makes an exception part of the record, KeyboardInterrupt too: nobody interrupts a worker.
+
+        SystemExit is raised: it ends the worker.
+        """
+        try:
+            yield
+        except Unsupported as reason:
+            self.add(unsupported=str(reason))
+        except SystemExit:
+            raise
+        except BaseException as error:
+            self.fail(error)
+
+    @contextlib.contextmanager
+    def measured(self, watch: Unwatched, stage: JobStage, path: str = "") -> Iterator[None]:
+        """Adds the memory of the block, as ``watch`` measures it, to the record."""
+        with watch.stage(stage, path):
+            yield
+        self.add(ledgers=(*self.record.ledgers, *watch.take()))
+
+    def use_own_torch(self) -> None:
+        """Undoes what the method put in the place of torch's functions, until the next stage begins."""
+        self._torch_functions.restore()
+
+    def clean_up(self, side_effects: SideEffects) -> None:
+        """Undoes what the method left in the process; what cannot be undone retires it."""
+        self._torch_functions.reapply()
+        self.add(retire=side_effects.undo())
+
+    def agree(self, runtime: Runtime) -> Agreement:
+        """Tells the other ranks how this one ended, and tries their process group. Every rank must call it.
+
+        Whether the group works decides whether the next case may run in the same workers.
+        """
+        self.use_own_torch()
+        failed = self.record.failure is not None
+        stage = self.record.stage
+        if not failed:
+            self.enter("agree")
+        try:
+            mine = self._rank_state()
+            ranks = _exchange(mine, runtime)
+            alike = all(rank.failed == mine.failed for rank in ranks)
+            # A collective of the next step uses what the method left in place of torch's functions.
+            self._torch_functions.reapply()
+            works = alike and runtime.group_works()
+            # A method may have loaded on one rank alone; our next agreement would then be another on each rank.
+            in_step = all(rank.num_agreements == mine.num_agreements for rank in ranks)
+            self.add(healthy=self.record.healthy and works and in_step, stage=stage)
+        except Exception as error:
+            if not failed:
+                self.add(failure=failure_from(error))
+            self.add(healthy=False)
+            return Agreement()
+        if alike and not works:
+            self.note("poisoned", "a collective over the model's group gives a wrong sum")
+        return Agreement(
+            works=works, poisoned=any(rank.poisoned for rank in ranks), sound=all(rank.sound for rank in ranks)
+        )
+
+    def _rank_state(self) -> _RankState:
+        kinds = {problem.kind for problem in self.record.problems}
+        return _RankState(
+            failed=int(self.record.failure is not None),
+            poisoned=int("poisoned" in kinds),
+            num_agreements=num_agreements(),
+            sound=int(not self.record.retire and kinds <= {"leak"}),
+        )
+
+
+def _exchange(mine: _RankState, runtime: Runtime) -> list[_RankState]:
+    # The method may have left another default device.
+    sent = torch.tensor(mine, device="cpu")
+    received = [torch.zeros_like(sent) for _ in range(runtime.world_size)]
+    dist.all_gather(received, sent, group=runtime.control)
+    return [_RankState(*tensor.tolist()) for tensor in received]

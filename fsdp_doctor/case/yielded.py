@@ -1,0 +1,382 @@
+"""What a method yields: each entry is read to the host and held against the contract and the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement
+from typing_extensions import assert_never
+
+from fsdp_doctor.case import lora_reference
+from fsdp_doctor.case.findings import Findings, compare
+from fsdp_doctor.case.lora_reference import Merged, RankPart
+from fsdp_doctor.case.reference import Reference
+from fsdp_doctor.extract import LocalShard, ShardPlace
+from fsdp_doctor.extract.dtypes import dtype_name
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.shards import HeldPart, held_part
+from fsdp_doctor.matrix.contracts import Contract, PromisedForm
+from fsdp_doctor.verdict.records import Problem
+
+YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local shard", "info", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class YieldedEntry:
+    """One entry that a method yielded: what it is, where it lies, and its data on the host.
+
+    shape: of the whole tensor. data: of a sharded entry, this rank's part; None of what is no tensor.
+    type_name: of what is neither a tensor nor its shape and dtype.
+    local_device, mesh, placements: of a DTensor: where its local part lies, the ranks of its mesh, its placements.
+    rank_part, num_elements: of a ShardedTensor, which part this rank's shard is, and the elements of all shards.
+    place: of a local shard.
+    """
+
+    name: str
+    form: YieldedForm
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    data: torch.Tensor | None = None
+    type_name: str = ""
+    local_device: torch.device | None = None
+    mesh: torch.Tensor | None = None
+    placements: tuple[Placement, ...] = ()
+    rank_part: HeldPart | None = None
+    num_elements: int = 0
+    place: ShardPlace | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.form in ("dtensor", "sharded tensor")
+
+    @property
+    def form_in_words(self) -> str:
+        return self.type_name or self.form
+
+    @property
+    def kind(self) -> str:
+        """Form, dtype and kind of device: what two runs on different devices must have in common."""
+        place = self.device.type
+        if self.local_device is not None and self.local_device.type != place:
+            place += f" with its local part on {self.local_device.type}"
+        return f"{self.form_in_words} {dtype_name(self.dtype)} {place}"
+
+    def why_no_shard(self, shard_group_of_one: bool) -> str:
+        """Why the parts of a sharded entry are not those of one tensor; empty if they are.
+
+        shard_group_of_one: whether a rank's part is the whole, so that it may also be called replicated.
+        """
+        if any(isinstance(placement, Partial) for placement in self.placements):
+            placements = ", ".join(map(repr, self.placements))
+            return f"placed as {placements}, so what a rank holds is a summand and not a shard"
+        if self.mesh is not None:
+            whole = shard_group_of_one or self.mesh.numel() == 1
+            divided = whole or any(map(private.num_interleaved, self.placements))
+        else:
+            divided = self.num_elements == self.shape.numel()
+        return "" if divided else "its shards do not make up the whole tensor once"
+
+    def part(self, rank: int) -> HeldPart:
+        """Which part of the tensor the rank's data is. Raises LayoutError for placements that are not understood."""
+        if self.mesh is not None:
+            return held_part(rank, self.shape, self.mesh, self.placements)
+        return self.rank_part or HeldPart.of_slices(tuple(slice(0, 0) for _ in self.shape))
+
+
+def read(name: str, value: Any) -> YieldedEntry:
+    """Reads one entry and brings its data to the host. An exception here is the method's."""
+    if isinstance(value, LocalShard):
+        shard = value.tensor
+        return YieldedEntry(
+            name=name,
+            form="local shard",
+            shape=value.shape,
+            dtype=shard.dtype,
+            device=shard.device,
+            data=_to_host(shard),
+            place=value.place,
+        )
+    if isinstance(value, tuple):
+        shape, dtype = value
+        return YieldedEntry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
+    if isinstance(value, DTensor):
+        local = private.local_tensor(value)
+        return YieldedEntry(
+            name=name,
+            form="dtensor",
+            shape=value.shape,
+            dtype=value.dtype,
+            device=value.device,
+            data=_to_host(local),
+            local_device=local.device,
+            mesh=value.device_mesh.mesh,
+            placements=tuple(value.placements),
+        )
+    if private.is_sharded_tensor(value):
+        return _read_sharded_tensor(name, value)
+    if isinstance(value, torch.Tensor):
+        return YieldedEntry(
+            name=name, form="tensor", shape=value.shape, dtype=value.dtype, device=value.device, data=_to_host(value)
+        )
+    nowhere = torch.device("meta")
+    type_name = type(value).__name__
+    return YieldedEntry(
+        name=name, form="other", type_name=type_name, shape=torch.Size(), dtype=torch.uint8, device=nowhere
+    )
+
+
+def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
+    shards = value.local_shards()
+    local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    rank_part = None
+    if shards:
+        metadata = shards[0].metadata
+        begins_and_sizes = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+        rank_part = HeldPart.of_slices(tuple(slice(begin, begin + size) for begin, size in begins_and_sizes))
+    return YieldedEntry(
+        name=name,
+        form="sharded tensor",
+        shape=value.size(),
+        dtype=value.dtype,
+        device=local.device,
+        data=_to_host(local),
+        rank_part=rank_part,
+        num_elements=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata),
+    )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor's data; None on the meta device, where there is none."""
+    return None if tensor.is_meta else tensor.detach().cpu()
+
+
+def is_on_host(value: Any) -> bool:
+    """Whether it is a tensor whose data, or this rank's part of it, lies in host memory."""
+    return isinstance(value, torch.Tensor) and private.local_tensor(value).device.type == "cpu"
+
+
+def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
+    """Iterates over (name, value) of what a method returned: a mapping, or anything that yields pairs.
+
+    An entry is released before the next one is asked for, so that what is streamed is not held twice.
+    """
+    if isinstance(result, Mapping):
+        result = result.items()
+    if not isinstance(result, Iterable):
+        raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
+    yield from map(_pair, result)
+
+
+def _pair(item: Any) -> tuple[str, Any]:
+    name, value = item
+    if not isinstance(name, str):
+        raise TypeError(f"a path yields (name, tensor) with a str for a name, not {type(name).__name__}")
+    return name, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedYield:
+    """What a method is to yield on one rank, where, and in which dtype.
+
+    compute_dtype: to which FSDP casts parameters for the computation; None where it casts nothing.
+    parameter_devices: the device that each parameter and buffer reports when the method starts, by its name.
+    merged_weights: the weights with their adapters added, for a contract that promises them.
+    rank_parts: this rank's part of each tensor, for a contract that promises this rank's shards.
+    earlier: what the method was to yield when it was called before; None of a first call.
+    """
+
+    contract: Contract
+    reference: Reference
+    rank: int
+    compute_device: torch.device
+    compute_dtype: torch.dtype | None
+    parameter_devices: Mapping[str, torch.device]
+    shard_group_of_one: bool
+    merged_weights: Mapping[str, Merged] = field(default_factory=dict)
+    rank_parts: Mapping[str, RankPart] = field(default_factory=dict)
+    earlier: ExpectedYield | None = None
+
+
+class Verifier:
+    """Checks what one method yields on one rank, entry by entry.
+
+    Call :meth:`check` with each entry, as :func:`read` returned it while the method was running, and :meth:`problems`
+    at the end.
+    """
+
+    def __init__(self, expectation: ExpectedYield) -> None:
+        self._expectation = expectation
+        self._contract = expectation.contract
+        self._reference = expectation.reference
+        self._merged = expectation.merged_weights if self._contract.weights == "merged" else {}
+        self._expected = self._expected_tensors()
+        self._earlier = Verifier(expectation.earlier) if expectation.earlier else None
+        self._seen: set[str] = set()
+        self._findings = Findings()
+
+    @property
+    def num_promised(self) -> int:
+        return len(self._expected)
+
+    def check(self, entry: YieldedEntry) -> None:
+        """Compares one entry. Nothing here touches the device."""
+        if entry.name in self._seen:
+            self._findings.note("wrong", "came twice", entry.name)
+            return
+        self._seen.add(entry.name)
+        expected = self._expected.get(entry.name)
+        if expected is None or not self._has_right_form(entry):
+            return
+        self._check_place(entry, expected)
+        difference = self._difference(entry, expected)
+        earlier = self._earlier
+        if difference and earlier and not earlier._difference(entry, earlier._expected[entry.name]):
+            difference = "stale, the values of before the last training step"
+        if difference:
+            self._findings.note("wrong", difference, entry.name)
+
+    def problems(self) -> tuple[Problem, ...]:
+        """One problem for each kind of finding, with the first few names of each."""
+        self._check_names()
+        return self._findings.problems()
+
+    def _expected_tensors(self) -> dict[str, torch.Tensor]:
+        if self._contract.form == "flat":
+            if self._expectation.shard_group_of_one:
+                # torch says in a warning that it returns the full state dict where nothing is sharded.
+                return self._reference.full
+            return self._reference.flat | self._reference.buffers()
+        if self._contract.form == "optimizer":
+            return self._reference.optimizer
+        full = self._reference.full
+        if self._contract.keys == "parameters":
+            full = {name: full[name] for name in self._reference.parameters}
+        match self._contract.weights:
+            case "merged":
+                return lora_reference.base_weights(full)
+            case "adapter":
+                return lora_reference.adapter_weights(full)
+            case "own":
+                return full
+            case _:
+                assert_never(self._contract.weights)
+
+    def _has_right_form(self, entry: YieldedEntry) -> bool:
+        promised = self._contract.form
+        match promised:
+            case "full" | "optimizer":
+                fits = entry.form == "tensor"
+            case "info":
+                fits = entry.form == "info"
+            case "sharded":
+                # A buffer, and anything in a shard group of one, has nothing to be sharded into.
+                is_plain = self._expectation.shard_group_of_one or entry.name in self._reference.buffer_names
+                fits = entry.is_sharded or (entry.form == "tensor" and is_plain)
+            case "local":
+                fits = entry.form == "local shard"
+            case "flat":
+                fits = entry.form in ("tensor", "sharded tensor")
+            case _:
+                assert_never(promised)
+        if not fits:
+            what = f"{entry.form_in_words} where {_FORM_IN_WORDS[promised]} was promised"
+            self._findings.note("wrong", what, entry.name)
+        return fits
+
+    def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
+        dtype = self._promised_dtype(entry, expected)
+        if entry.dtype != dtype:
+            what = f"dtype {dtype_name(entry.dtype)} where {dtype_name(dtype)} was promised"
+            self._findings.note("misplaced", what, entry.name)
+        # The step counter of Adam is a host scalar wherever its parameter lies.
+        host_scalar = self._contract.form == "optimizer" and expected.ndim == 0
+        if entry.form == "info" or self._contract.device == "any" or host_scalar:
+            return
+        device = self._promised_device(entry.name)
+        if entry.device != device:
+            self._findings.note("misplaced", f"on {entry.device} where {device} was promised", entry.name)
+        elif entry.local_device is not None and entry.local_device != entry.device:
+            split = f"half-moved, says {entry.device} and has its local shard on {entry.local_device}"
+            self._findings.note("misplaced", split, entry.name)
+
+    def _promised_dtype(self, entry: YieldedEntry, expected: torch.Tensor) -> torch.dtype:
+        match self._contract.dtype:
+            case "any":
+                return entry.dtype
+            case "compute":
+                return (self._expectation.compute_dtype if expected.is_floating_point() else None) or expected.dtype
+            case "master":
+                return expected.dtype
+            case _:
+                assert_never(self._contract.dtype)
+
+    def _promised_device(self, name: str) -> torch.device:
+        match self._contract.device:
+            case "cpu":
+                return torch.device("cpu")
+            case "parameter":
+                return self._expectation.parameter_devices.get(name, self._expectation.compute_device)
+            case "compute" | "any":
+                return self._expectation.compute_device
+            case _:
+                assert_never(self._contract.device)
+
+    def _difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
+        """How the value differs; empty if it does not."""
+        if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
+            return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
+        if entry.data is None:
+            return ""
+        if entry.is_sharded and self._contract.form == "sharded":
+            if why_not := entry.why_no_shard(self._expectation.shard_group_of_one):
+                return why_not
+            expected = entry.part(self._expectation.rank).read(expected)
+        if entry.place is not None:
+            return self._expectation.rank_parts[entry.name].difference(entry.data, entry.place, expected)
+        if entry.name in self._merged:
+            return self._merged[entry.name].difference(entry.data)
+        return compare(entry.data, expected)
+
+    def _check_names(self) -> None:
+        if self._contract.ranks == "rank0" and self._expectation.rank != 0 and not self._seen:
+            return
+        missing = [name for name in self._expected if name not in self._seen and not self._has_other_name(name)]
+        if missing and not self._seen:
+            self._findings.note("incomplete", "no data on this rank, of", f"{len(missing)} promised entries")
+            return
+        for name in missing:
+            self._findings.note("incomplete", f"missing of {len(self._expected)} names", name)
+        for name in sorted(self._seen - set(self._expected)):
+            self._findings.note("incomplete", "not a name of the model", name)
+
+    def _has_other_name(self, name: str) -> bool:
+        """Whether a tied parameter came under another of its names, where that is enough: they share one tensor."""
+        tensor = self._expected[name]
+        is_enough = self._contract.keys == "any name"
+        return is_enough and any(self._expected.get(other) is tensor for other in self._seen)
+
+
+_FORM_IN_WORDS: dict[PromisedForm, str] = {
+    "full": "a full tensor",
+    "sharded": "a sharded tensor",
+    "local": "this rank's shard and its place",
+    "flat": "a flat shard",
+    "info": "shape and dtype alone",
+    "optimizer": "a full tensor",
+}
+
+
+def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
+    """The device that each parameter, flat parameter and buffer reports, under its unwrapped name."""
+    held = reader.read(model)
+    devices = {name: tensor.shown.device for tensor in held.tensors() for name in tensor.names}
+    for unit in held.fsdp1_units:
+        devices[unit.flat_name] = unit.flat_parameter.device
+        devices |= {name: shown.device for name, shown in unit.shown.items()}
+    return devices

@@ -1,0 +1,460 @@
+"""Workers as their supervisor sees them: forked processes, what they say, how they end; alone, or one for each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import psutil
+
+from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
+from fsdp_doctor.probe import worker
+from fsdp_doctor.probe.deadlines import Deadlines, Limits, Watch
+from fsdp_doctor.probe.messages import MESSAGES, StopWorker, decode
+from fsdp_doctor.probe.processes import Activity, end_orphans
+from fsdp_doctor.probe.worker import WorkerEnds
+from fsdp_doctor.verdict.classification import waiting_in
+from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, short
+
+# The first polls of a round are short, so that supervision adds little to a case of some milliseconds;
+# later ones are long, so that they leave the processor to the workers.
+_SHORT_POLL, _LONG_POLL, _SHORT_PHASE = 0.002, 0.02, 0.3
+IDLE_POLL = 0.5
+_OUTPUT_KEPT = 8 * 1024
+_STACKS_KEPT = 64 * 1024
+_TERMINATE_SECONDS = 2.0
+_KILL_SECONDS = 20.0
+_STACK_SECONDS = 2.0
+_STACK_AFTER_SECONDS = 3.0
+_CHUNK = 1 << 16
+_STATE_IN_WORDS: dict[str, str] = {
+    psutil.STATUS_STOPPED: "was stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "was stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "was in an uninterruptible wait",
+}
+_ERROR_OF_EXIT_CODE: dict[int, Callable[[str], FsdpDoctorError]] = {2: UsageError, 3: CannotRun}
+# The workers of this process that are still to be reaped.
+_workers: set[int] = set()
+
+
+def poll_seconds(since_beginning: float) -> float:
+    """How long to wait for a worker at once, by the seconds since its round began."""
+    return _SHORT_POLL if since_beginning < _SHORT_PHASE else _LONG_POLL
+
+
+@dataclass(kw_only=True)
+class _State:
+    """What is known of the case or start that is under way."""
+
+    record: Record | None = None
+    ready: Ready | None = None
+    refused: Refused | None = None
+    phase_report: PhaseReport | None = None
+    exit: str = ""
+    exit_time: float = 0.0
+    oom_killed: bool = False
+    oom_kills_before: int = field(default_factory=lambda: _kernel_oom_kills())
+    stopped: Stop = ""
+    stopped_detail: str = ""
+    process_state: str = ""
+    stack: str = ""
+    garbled: str = ""
+
+
+class WorkerProcess:
+    """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again.
+
+    run: the worker's whole life, called in the fork.
+    """
+
+    def __init__(self, rank: int, run: Callable[[WorkerEnds], None]) -> None:
+        ours, theirs = socket.socketpair()
+        output_read, output_write = os.pipe()
+        stacks_read, stacks_write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Importing torch can leave a helper thread behind; it holds no lock that a worker takes.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        _workers.add(self.pid)
+        if self.pid == 0:
+            ours.close()
+            os.close(output_read)
+            os.close(stacks_read)
+            ends = WorkerEnds(channel=theirs, output=output_write, stacks=stacks_write)
+            _be_the_worker(parent, lambda: run(ends), output_write)
+        theirs.close()
+        os.close(output_write)
+        os.close(stacks_write)
+        self._rank = rank
+        self._channel = ours
+        self._pipes = (output_read, stacks_read)
+        self._selector = selectors.DefaultSelector()
+        for descriptor, take in (
+            (ours.fileno(), self._take_messages),
+            (output_read, self._take_output),
+            (stacks_read, self._take_stack),
+        ):
+            os.set_blocking(descriptor, False)
+            self._selector.register(descriptor, selectors.EVENT_READ, take)
+        self._partial = b""
+        self._output = b""
+        self._stacks = b""
+        self.ended = False
+        self._closed = False
+        self._state = _State()
+        self._activity: Activity | None = None
+
+    def begin(self, command: str) -> None:
+        """Sends the worker its next command, a line. One that died since the last one reports that of this one."""
+        before, self._state = self._state, _State()
+        if self.ended:
+            self._state.exit, self._state.exit_time = before.exit, before.exit_time
+        self._output = b""
+        self._activity = None
+        with contextlib.suppress(OSError):
+            self._channel.sendall(f"{command}\n".encode())
+
+    def let_go(self) -> None:
+        """Tells the worker that no command follows, so that it ends by itself."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+
+    def pump(self, seconds: float) -> None:
+        """Waits up to ``seconds`` for the worker, takes in what it wrote, notices its end."""
+        if self._closed:
+            time.sleep(seconds)
+            return
+        self._drain(seconds)
+        if not self.ended:
+            self._reap()
+
+    def report(self) -> RankReport:
+        """What is known of this rank's part in the case or the start that is under way."""
+        state = self._state
+        return RankReport(
+            rank=self._rank,
+            record=state.record,
+            exit=state.exit,
+            exit_time=state.exit_time,
+            oom_killed=state.oom_killed,
+            stopped=state.stopped,
+            stopped_detail=state.stopped_detail,
+            process_state=state.process_state,
+            stack=state.stack,
+            garbled=state.garbled,
+            output=short(self._output.decode(errors="replace")),
+            refused=state.refused,
+            ready=state.ready,
+        )
+
+    @property
+    def record(self) -> Record | None:
+        """The worker's last record of its case."""
+        return self._state.record
+
+    @property
+    def phase_report(self) -> PhaseReport | None:
+        """The report of pytest in the worker on its phase of a test."""
+        return self._state.phase_report
+
+    @property
+    def settled(self) -> bool:
+        """Whether the report of the case or the start is final."""
+        state = self._state
+        done = state.record is not None and state.record.done
+        return bool(done or state.ready or state.refused or state.exit or state.garbled or state.stopped)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether this rank can keep the others from finishing."""
+        state = self._state
+        failed = state.record is not None and state.record.failure is not None
+        return bool(failed or state.refused or state.exit or state.garbled or state.stopped)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether a signal or a debugger stopped the worker, so that it must be woken to write its stack."""
+        return self._process_status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+    def keep_within(self, host_bytes: int | None) -> None:
+        """Stops a worker whose resident memory is more than that."""
+        if host_bytes is None:
+            return
+        resident = 0
+        with contextlib.suppress(psutil.Error):
+            resident = psutil.Process(self.pid).memory_info().rss
+        if resident > host_bytes:
+            self.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {host_bytes >> 20} MiB")
+
+    def idle_seconds(self) -> float:
+        """For how long the worker has only waited for other ranks or its device, since this was first asked here.
+
+        A worker that waits for anything else, a service or a timer, may go on by itself: its stack shows that. A
+        suspended worker is not asked, since that would wake it.
+        """
+        if self._activity is None:
+            self._activity = Activity(session=self.pid)
+        idle = self._activity.idle_seconds()
+        if idle < _STACK_AFTER_SECONDS or self.suspended:
+            return idle
+        self._ask_for_stacks()
+        return idle if waiting_in(self._stacks.decode(errors="replace")) else 0.0
+
+    def stop(self, why: Stop, detail: str) -> None:
+        """Ends the worker for a reason that goes into the report, after its stacks are taken."""
+        if self.settled:
+            return
+        state = self._state
+        # What the worker says from here on may come of being woken for its stack.
+        state.stopped, state.stopped_detail, state.exit_time = why, detail, time.time()
+        state.process_state = _STATE_IN_WORDS.get(self._process_status(), "")
+        self._ask_for_stacks()
+        state.stack = short(self._stacks.decode(errors="replace"))
+        self.kill()
+
+    def kill(self) -> None:
+        """Terminates the worker and all it started, then kills what is left. Returns when it is gone."""
+        if self._closed:
+            return
+        for number, patience in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+                os.killpg(self.pid, signal.SIGCONT)
+            end = time.monotonic() + patience
+            while not self.ended and time.monotonic() < end:
+                self._drain(0.01)
+                self._reap(by_us=True)
+            if self.ended:
+                break
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self.ended:
+            _workers.discard(self.pid)
+        end_orphans(_workers)
+        self._closed = True
+        self._selector.close()
+        self._channel.close()
+        for descriptor in self._pipes:
+            os.close(descriptor)
+
+    def _process_status(self) -> str:
+        """The kernel's word for the process; empty once it is gone."""
+        with contextlib.suppress(psutil.Error):
+            return str(psutil.Process(self.pid).status())
+        return ""
+
+    def _ask_for_stacks(self) -> None:
+        """Asks for every thread's stack and waits until the last one was written.
+
+        SIGUSR1 first: a stopped process takes it as soon as SIGCONT wakes it.
+        """
+        self._stacks = b""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGCONT)
+        end = time.monotonic() + _STACK_SECONDS
+        quiet_since = time.monotonic()
+        while time.monotonic() < end:
+            before = len(self._stacks)
+            self._drain(0.02)
+            if len(self._stacks) != before:
+                quiet_since = time.monotonic()
+            elif self._stacks and time.monotonic() - quiet_since > 0.1:
+                return
+
+    def _reap(self, by_us: bool = False) -> None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        self._drain(0)
+        self.ended = True
+        if by_us:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        self._state.exit = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self._state.exit_time = time.time()
+        self._state.oom_killed = code == -signal.SIGKILL and _kernel_oom_kills() > self._state.oom_kills_before
+
+    def _drain(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            try:
+                data = os.read(key.fd, _CHUNK)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._selector.unregister(key.fd)
+            key.data(data)
+
+    def _take_messages(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if self._state.stopped:
+            return
+        for line in lines:
+            self._take_message(line)
+        if not data and self._partial:
+            self._state.garbled = _excerpt(self._partial)
+            self._partial = b""
+
+    def _take_message(self, line: bytes) -> None:
+        try:
+            message = decode(line, MESSAGES)
+        except ValueError:
+            self._state.garbled = _excerpt(line)
+            return
+        match message:
+            case Record():
+                self._state.record = message
+            case Ready():
+                self._state.ready = message
+            case Refused():
+                self._state.refused = message
+            case PhaseReport():
+                self._state.phase_report = message
+
+    def _take_output(self, data: bytes) -> None:
+        self._output = (self._output + data)[-_OUTPUT_KEPT:]
+
+    def _take_stack(self, data: bytes) -> None:
+        self._stacks = (self._stacks + data)[:_STACKS_KEPT]
+
+
+def _be_the_worker(parent: int, run: Callable[[], None], output: int) -> NoReturn:
+    """The life of the fork."""
+    code = 1
+    try:
+        worker.become_worker(parent, output)
+        run()
+        code = 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _kernel_oom_kills() -> int:
+    try:
+        with open("/proc/vmstat") as vmstat:
+            return next((int(line.split()[1]) for line in vmstat if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError):
+        return 0
+
+
+def _excerpt(data: bytes) -> str:
+    return data[:80].decode(errors="replace")
+
+
+class WorkerGroup:
+    """Forks a worker for each rank of one node at once, and supervises them without a store; :meth:`close` ends them.
+
+    runs: each rank's whole life, called in its fork. check: called again and again while the group is waited for; what
+    it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Callable[[WorkerEnds], None]],
+        limits: Limits,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._limits = limits
+        self._deadlines = Deadlines(limits)
+        self._check = check
+        self._workers: list[WorkerProcess] = []
+        self._idle_seconds = 0.0
+        try:
+            for rank, run in enumerate(runs):
+                self._workers.append(WorkerProcess(rank, run))
+        except BaseException:
+            self.close()
+            raise
+
+    def started(self) -> list[RankReport]:
+        """Waits until all ranks are ready, have refused, ended, or were stopped. Returns every rank's report."""
+        return self._reports(self._deadlines)
+
+    def perform(self, command: str, timeout: float | None = None) -> list[RankReport]:
+        """Gives every worker the command. Returns every rank's report once all are through with it, or were stopped.
+
+        timeout: seconds without progress that the test has which is the command; None for those of the group's limits.
+        """
+        for member in self._workers:
+            member.begin(command)
+        if timeout is None:
+            return self._reports(self._deadlines)
+        return self._reports(Deadlines(self._limits, test_timeout=timeout))
+
+    def phase_reports(self) -> list[PhaseReport | None]:
+        """The reports of pytest on the last command, by rank."""
+        return [member.phase_report for member in self._workers]
+
+    def end(self, seconds: float) -> None:
+        """Lets all workers end by themselves, and ends those that have not after that time."""
+        for member in self._workers:
+            member.let_go()
+        end = time.monotonic() + seconds
+        while not all(member.ended for member in self._workers) and time.monotonic() < end:
+            for member in self._workers:
+                member.pump(_LONG_POLL / len(self._workers))
+        self.close()
+
+    def close(self) -> None:
+        """Ends all workers, and all that they have started."""
+        for member in self._workers:
+            member.kill()
+
+    def _reports(self, deadlines: Deadlines) -> list[RankReport]:
+        began = asked_at = time.monotonic()
+        watch = Watch(deadlines, self._limits.grace, [member.record for member in self._workers])
+        self._idle_seconds = 0.0
+        while working := [member for member in self._workers if not member.settled]:
+            self._check()
+            now = time.monotonic()
+            for member in self._workers:
+                member.pump(poll_seconds(now - began) / len(self._workers))
+                member.keep_within(self._limits.host_bytes)
+            if now - asked_at > IDLE_POLL:
+                asked_at = now
+                self._idle_seconds = min(member.idle_seconds() for member in working)
+            records = [member.record for member in self._workers]
+            if stop := watch.look(records, self._is_in_trouble, lambda: self._idle_seconds):
+                self._stop(stop)
+        return [member.report() for member in self._workers]
+
+    def _is_in_trouble(self) -> bool:
+        return any(member.in_trouble for member in self._workers)
+
+    def _stop(self, stop: StopWorker) -> None:
+        """A suspended worker is woken for its stack and would then let the others' collectives finish."""
+        for member in sorted(self._workers, key=lambda member: member.suspended):
+            member.stop(stop.why, stop.detail)
+
+
+def check_ready(reports: Sequence[RankReport]) -> None:
+    """Raises what the workers say if they cannot run here, DoctorFault if they ended in the start."""
+    for report in reports:
+        if report.refused is not None:
+            raise _ERROR_OF_EXIT_CODE.get(report.refused.exit_code, DoctorFault)(report.refused.reason)
+    missing = sorted((report for report in reports if report.ready is None), key=lambda report: report.exit_time)
+    if missing:
+        first = missing[0]
+        output = first.output.strip().splitlines()[-1:]
+        ending = first.exit or first.stopped_detail or "it said nothing readable"
+        ending += f" ({output[0]})" if output else ""
+        raise DoctorFault(f"the worker of rank {first.rank} did not start: {ending}")
