@@ -126,7 +126,11 @@ class Loading:
 
     def check_trained(self, trainer: Trainer) -> None:
         different = differences(outcome_of(trainer.model, trainer.optimizer), self._expected)
-        if different and self._scenario.checkpoint is not CheckpointFit.MISSING_KEY and not self._recorder.record.problems:
+        if (
+            different
+            and self._scenario.checkpoint is not CheckpointFit.MISSING_KEY
+            and not self._recorder.record.problems
+        ):
             what = "the next training step ends otherwise than that of a run which had this state from the start"
             self._recorder.note("poisoned", f"{what}: {first_names(different)}")
 

@@ -181,7 +181,7 @@ def unsupported(name: Model) -> str:
 
     if name.has_adapters and importlib.util.find_spec("peft") is None:
         return "peft is not installed: install fsdp-doctor[lora]"
-    needed = {"qwen3-moe": "Qwen3MoeConfig", "qwen3.5": "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
+    needed = {Model.QWEN3_MOE: "Qwen3MoeConfig", Model.QWEN3_5: "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
     if hasattr(transformers, needed):
         return ""
     return f"transformers {transformers.__version__} has no {needed}"

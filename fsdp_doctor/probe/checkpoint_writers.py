@@ -72,7 +72,9 @@ class CheckpointWriters:
             return None
         key = directory_of(case.scenario, self._job.scratch)
         if key not in self._results:
-            num_writers = self._place.world_size if case.scenario.checkpoint is CheckpointFit.OTHER_RUN else self._saved_by
+            num_writers = (
+                self._place.world_size if case.scenario.checkpoint is CheckpointFit.OTHER_RUN else self._saved_by
+            )
             self._results[key] = self._write(case, number, num_writers)
         result = self._results[key]
         return dataclasses.replace(result, case=case) if result is not None else None
