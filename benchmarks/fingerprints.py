@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import fsdp_doctor
 from fsdp_doctor.bench import sharded_model
 from fsdp_doctor.bench.measure import Clock
-from fsdp_doctor.fingerprints import indexed_blocks, keyed_sum
+from fsdp_doctor.fingerprints import keyed_sum
 from fsdp_doctor.matrix.cases import scenario_of
 from fsdp_doctor.plan.meta_model import on_meta
 
@@ -79,17 +79,17 @@ def disagreements(device: torch.device) -> list[str]:
         tensor = (torch.randn(401, 731, device=device) * 50).to(dtype)
         flat, rows = tensor.view(-1), tensor.shape[0]
         blocks = {
-            "whole": indexed_blocks.range_block(0, flat, 0),
-            "odd": indexed_blocks.range_block(0, flat[3:100_003], 100_003),
-            "columns": indexed_blocks.grid_block(0, tensor[:, 301:].contiguous(), (0, 301), (731, 1)),
-            "transposed": indexed_blocks.grid_block(0, tensor, (0, 0), (1, rows)),
+            "whole": keyed_sum.range_block(0, flat, 0),
+            "odd": keyed_sum.range_block(0, flat[3:100_003], 100_003),
+            "columns": keyed_sum.grid_block(0, tensor[:, 301:].contiguous(), (0, 301), (731, 1)),
+            "transposed": keyed_sum.grid_block(0, tensor, (0, 0), (1, rows)),
         }
         for place, block in blocks.items():
             on_device = torch.zeros(1, 2, dtype=torch.int64, device=device)
             on_host = torch.zeros(1, 2, dtype=torch.int64)
-            indexed_blocks.add_sums([block], on_device)
-            on_cpu = indexed_blocks.IndexedBlock(0, block.tensor.cpu(), block.base, block.sizes, block.strides)
-            indexed_blocks.add_sums([on_cpu], on_host)
+            keyed_sum.add_sums([block], on_device)
+            on_cpu = keyed_sum.IndexedBlock(0, block.tensor.cpu(), block.base, block.sizes, block.strides)
+            keyed_sum.add_sums([on_cpu], on_host)
             if not torch.equal(on_device.cpu(), on_host):
                 found.append(f"{dtype} {place}: {on_device.tolist()}, not {on_host.tolist()}")
     return found
@@ -101,12 +101,12 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
     into = torch.zeros(1, 2, dtype=torch.int64, device=clock.device)
     columns = tensor.view(-1, 4096)
     blocks = {
-        "kernel_gb_per_s": indexed_blocks.range_block(0, tensor, 0),
-        "kernel_columns_gb_per_s": indexed_blocks.grid_block(0, columns, (0, 4096), (8192, 1)),
-        "kernel_odd_gb_per_s": indexed_blocks.range_block(0, tensor, 1),
+        "kernel_gb_per_s": keyed_sum.range_block(0, tensor, 0),
+        "kernel_columns_gb_per_s": keyed_sum.grid_block(0, columns, (0, 4096), (8192, 1)),
+        "kernel_odd_gb_per_s": keyed_sum.range_block(0, tensor, 1),
     }
     found = {
-        name: nbytes / 1e9 / median(clock, lambda block=block: indexed_blocks.add_sums([block], into), repeat)
+        name: nbytes / 1e9 / median(clock, lambda block=block: keyed_sum.add_sums([block], into), repeat)
         for name, block in blocks.items()
     }
     words = tensor[: len(tensor) // 16].view(torch.int32)

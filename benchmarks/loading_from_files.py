@@ -35,8 +35,8 @@ from host_time import sharded
 from fsdp_doctor import load_full_tensors
 from fsdp_doctor.extract.host_copies import HostCopies, threads_of_a_rank
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.load import writing
-from fsdp_doctor.load.own_parts import OwnParts
+from fsdp_doctor.load import full_load
+from fsdp_doctor.load.portions import OwnParts
 
 _MIB = 1 << 20
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,emulated:emulated"}
@@ -102,7 +102,7 @@ def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float,
     start = time.thread_time()
     with (
         mock.patch.object(OwnParts, "finish", noted),
-        mock.patch.object(writing, "HostCopies", functools.partial(HostCopies, chunk_bytes=chunk_bytes)),
+        mock.patch.object(full_load, "HostCopies", functools.partial(HostCopies, chunk_bytes=chunk_bytes)),
     ):
         load_full_tensors(model, path)
     return begins[0] - start, time.thread_time() - start

@@ -32,7 +32,7 @@ from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load import load_full_tensors
-from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES
+from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import Place, place

@@ -1,10 +1,6 @@
-"""A live model, looked at on one rank: where everything lies, and what of it breaks training or extraction.
+"""``examine``: where everything of a live model lies on one rank, and what of it breaks training or extraction.
 
-facts      what can be read: devices, placements, meshes, policies; load_facts: what a load may have left;
-           memory_facts: what is held beside the shards; gradient_facts: how gradients are reduced
-findings   what it means; load_findings: of a load; memory_findings: of what is held; gradient_findings: of
-           gradients; finding: one of them
-display    both for a terminal
+facts       what can be read; findings: what it means; display: both for a terminal
 """
 
 from __future__ import annotations
@@ -19,17 +15,16 @@ from fsdp_doctor.examination.display import plain_text, render
 from fsdp_doctor.examination.facts import (
     Facts,
     FsdpUnit,
+    GradientFacts,
+    LoadFacts,
+    MemoryFacts,
     Mesh,
     OptimizerFacts,
     TensorFacts,
     TensorState,
     read,
 )
-from fsdp_doctor.examination.finding import Finding
-from fsdp_doctor.examination.findings import find
-from fsdp_doctor.examination.gradient_facts import GradientFacts
-from fsdp_doctor.examination.load_facts import LoadFacts
-from fsdp_doctor.examination.memory_facts import MemoryFacts
+from fsdp_doctor.examination.findings import Finding, find
 
 __all__ = [
     "Examination",
@@ -50,10 +45,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Examination:
-    """What ``examine`` saw on this rank. ``print`` and rich show it as a short table.
+    """The result of ``examine`` on this rank, which ``print`` and rich show as a short table.
 
-    facts: the state as such, with the tensors that are alike together.
-    findings: the bad ones first.
+    facts: the state of the model, with the tensors that are alike together. findings: the bad ones first.
     """
 
     facts: Facts
@@ -61,17 +55,17 @@ class Examination:
 
     @property
     def parameters(self) -> tuple[TensorFacts, ...]:
-        """Every parameter under every name; of an FSDP1 unit its flat parameter."""
+        """Every parameter under every name; FSDP1 units' as flat parameters."""
         return self.facts.parameters
 
     @property
     def buffers(self) -> tuple[TensorFacts, ...]:
-        """Every buffer under every name, those that no state dict has too."""
+        """Every buffer under every name, also those that no state dict has."""
         return self.facts.buffers
 
     @property
     def optimizer(self) -> tuple[OptimizerFacts, ...]:
-        """The optimizer's tensors, those that are alike together; empty without an optimizer."""
+        """The tensors of the optimizer's state, those that are alike together; empty without an optimizer."""
         return self.facts.optimizer
 
     @property
@@ -99,22 +93,22 @@ class ModelIsBad(RuntimeError):
 def examine(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, raise_on_bad: bool = False
 ) -> Examination:
-    """Looks at a live model on this rank: where each parameter and buffer lies, and what of it is trouble.
+    """Reads where each parameter and buffer of a live model lies on this rank, and finds what is wrong with that.
 
-    Any one rank may call it alone, at any time between two calls of the model: attributes are read, the current
-    stream is asked whether it is idle; nothing is changed, communicated, copied or waited for. FSDP2 and FSDP1 in any
-    state, on the meta device and before the first forward too; of another model it says that it is not FSDP.
+    Any one rank may call it alone, at any time between two calls of the model: it reads attributes and asks the current
+    stream whether it is idle; nothing is changed, communicated, copied or waited for. The model may be FSDP2 or FSDP1
+    in any state, also on the meta device and before the first forward; of another model it says that it is not FSDP.
 
-    model: FSDP's module, or one around it. What it knows is this rank's part; another rank's may be in another state.
-    optimizer: give it where ``optimizer.step()`` comes next: state on another device than its parameter is bad then,
-        and no fault where a framework keeps it offloaded between two steps.
+    model: FSDP's module, or one around it. Another rank's part of it may be in another state.
+    optimizer: pass it if ``optimizer.step()`` comes next: state on another device than its parameter is bad then, and
+        fine where a framework keeps it offloaded between two steps.
     raise_on_bad: raises ModelIsBad, which carries the examination, if a finding is ``bad``: torch fails or gives other
         values when it next uses the model. For a guard before a forward or an extraction. A rank that raises alone
         leaves the others in their next collective until its timeout.
 
     An FSDP2 model that is offloaded by hand is a ``note``: its shards can be read where they are. An FSDP1 model that
     is offloaded by hand is ``bad``: every unshard asserts (verl PR 4726). A ``hazard`` depends on what comes next, or
-    on what cannot be known: whether a copy is under way is known of this thread's current stream alone.
+    on something unknown: whether a copy is under way is known for this thread's current stream alone.
     """
     facts = read(model, optimizer)
     examination = Examination(facts, find(facts))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_doctor.examination.facts import Facts, FsdpUnit, OptimizerFacts, TensorFacts, TensorState
-from fsdp_doctor.examination.finding import Finding
+from fsdp_doctor.examination.findings import Finding
 from fsdp_doctor.extract.dtypes import dtype_name
 
 _WIDTH = 120

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint on disk, streamed: 64 MiB at a time, however large it is."""
+"""The fingerprint of a checkpoint on disk, which is read 64 MiB at a time, however large it is."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import pathlib
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
 from fsdp_doctor.errors import first_line
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
-from fsdp_doctor.fingerprints.indexed_blocks import range_block
-from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, to_be_summed
-from fsdp_doctor.load.checkpoint_index import read_index
+from fsdp_doctor.fingerprints.keyed_sum import range_block
+from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, unsummed
 from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.safetensors_files import FileTensor, open_files
+from fsdp_doctor.load.safetensors_files import FileTensor, open_files, read_index
 
 _CHUNK_BYTES = 64 << 20
 _DCP_BATCH_BYTES = 256 << 20
@@ -24,15 +22,15 @@ _NESTED = ("state_dict", "model", "module")
 
 
 def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
-    """Of a safetensors file, a file of ``torch.save``, or a directory: of either, with an index or not, or a DCP.
+    """Fingerprints a safetensors file, a file of ``torch.save``, a directory of either, or a distributed checkpoint.
 
-    Host memory: 64 MiB and what is cast of it; of a distributed checkpoint 256 MiB or its largest tensor. Files of
-    ``torch.save`` are mapped, not read, and must be in the zip format.
+    A directory may have an index or not. Host memory: 64 MiB and a cast of them; for a distributed checkpoint 256 MiB
+    or its largest tensor. Files of ``torch.save`` are mapped, not read, and must be in the zip format.
 
     dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument.
 
-    Raises FingerprintError for what is no checkpoint, LoadError (RuntimeError) for a safetensors file that is
-    damaged, or changes while it is read, OSError.
+    Raises FingerprintError if it is no checkpoint, LoadError (RuntimeError) for a safetensors file that is damaged or
+    changes while it is read, OSError.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -47,12 +45,14 @@ def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | Non
     return sums.fingerprints()
 
 
-def _add(sums: FingerprintSums, name: str, tensor: torch.Tensor, whole: torch.Size, first: int, dtype: Any) -> None:
-    """Elements ``first`` and on of a tensor of the shape ``whole``: 1-D, on the host."""
+def _add(
+    sums: FingerprintSums, name: str, tensor: torch.Tensor, shape: torch.Size, first: int, dtype: torch.dtype | None
+) -> None:
+    """Adds the elements of a tensor of that shape from ``first`` on: 1-D, on the host."""
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     blocks = [range_block(0, tensor, first)]
-    sums.add_blocks(name, to_be_summed(tensor.dtype, whole, blocks), blocks)
+    sums.add_blocks(name, unsummed(tensor.dtype, shape, blocks), blocks)
     sums.flush()
 
 
@@ -82,7 +82,7 @@ def _file_chunks(tensor: FileTensor, buffer: bytearray) -> Iterator[tuple[int, t
 
 
 def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
-    """The files of ``torch.save`` that the checkpoint is made of; None if it is of safetensors."""
+    """The files of ``torch.save`` in the checkpoint; None if it is of safetensors."""
     if path.is_file():
         return None if path.suffix == ".safetensors" else [path]
     if any(path.glob("*.safetensors")):
@@ -93,7 +93,7 @@ def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
         raise FingerprintError(str(error)) from None
     if index:
         return [path / name for name in sorted(set(index.values()))]
-    files = sorted(one for suffix in ("*.bin", "*.pt", "*.pth") for one in path.glob(suffix))
+    files = sorted(file for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     return files or None
 
 
@@ -116,27 +116,24 @@ def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
-    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)} if _is_named(state) else {}
+    is_named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if is_named else {}
     if not tensors:
         raise FingerprintError(f"{file} holds no tensors by name")
     yield from tensors.items()
-
-
-def _is_named(state: Any) -> bool:
-    return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
 
 
 def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
     import torch.distributed.checkpoint as dcp
 
     try:
-        about = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle: anything may come of a damaged one
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged pickle may raise anything
         raise FingerprintError(f"{path} is no distributed checkpoint: {type(error).__name__}: {error}") from None
-    tensors = {name: one for name, one in about.items() if isinstance(one, dcp.TensorStorageMetadata)}
+    tensors = {name: e for name, e in entries.items() if isinstance(e, dcp.TensorStorageMetadata)}
     if not tensors:
         raise FingerprintError(f"{path} holds no tensors")
-    for batch in _batches({name: (one.size, one.properties.dtype) for name, one in tensors.items()}):
+    for batch in _batches({name: (e.size, e.properties.dtype) for name, e in tensors.items()}):
         for name, tensor in _distributed_tensors(path, batch).items():
             _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
 
@@ -147,14 +144,14 @@ def _distributed_tensors(
     import torch.distributed.checkpoint as dcp
 
     try:
-        state = {name: torch.empty(shape, dtype=own, device="cpu") for name, (shape, own) in batch.items()}
+        state = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in batch.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp.load(state, checkpoint_id=path, no_dist=True)
     except dcp.CheckpointException as error:  # no Exception; its message begins with a traceback
         causes = [first_line(cause) for cause, _ in error.failures.values()]
         raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else first_line(error)}") from None
-    except Exception as error:  # the files are pickles: anything may come of damaged ones
+    except Exception as error:  # a damaged pickle may raise anything
         raise FingerprintError(f"{path} cannot be read: {first_line(error)}") from None
     return state
 
@@ -163,13 +160,13 @@ def _batches(
     tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> Iterator[dict[str, tuple[torch.Size, torch.dtype]]]:
     batch: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    held = 0
+    batch_bytes = 0
     for name, (shape, dtype) in tensors.items():
         nbytes = shape.numel() * dtype.itemsize
-        if batch and held + nbytes > _DCP_BATCH_BYTES:
+        if batch and batch_bytes + nbytes > _DCP_BATCH_BYTES:
             yield batch
-            batch, held = {}, 0
+            batch, batch_bytes = {}, 0
         batch[name] = shape, dtype
-        held += nbytes
+        batch_bytes += nbytes
     if batch:
         yield batch

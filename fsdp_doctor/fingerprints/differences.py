@@ -1,4 +1,4 @@
-"""Two fingerprints side by side: which tensors differ, and how, where that can be told."""
+"""Compares two fingerprints: which tensors differ, and how, as far as that can be found out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice"]
 
 @dataclass(frozen=True)
 class FingerprintDifference:
-    """One tensor that the engine does not hold as the trainer has it. detail: how it differs, a part of a sentence."""
+    """One tensor that the engine does not have as the trainer has it. detail: how it differs, a part of a sentence."""
 
     name: str
     kind: DifferenceKind
@@ -47,7 +47,7 @@ class FingerprintDifference:
 
 @dataclass(frozen=True)
 class FingerprintVariant:
-    """What a tensor's sums would be after a certain mistake. detail: as of a difference."""
+    """The sums of a tensor after a certain mistake. detail: as in a difference."""
 
     kind: VariantKind
     detail: str
@@ -63,129 +63,113 @@ def compare_fingerprints(
     variants: Mapping[str, Sequence[FingerprintVariant]] | None = None,
     called: tuple[str, str] = ("the trainer", "the engine"),
 ) -> list[FingerprintDifference]:
-    """Every tensor that differs, in the trainer's order, then what the engine has beside; empty if none does.
+    """Every tensor that differs, in the trainer's order, then those that only the engine has.
 
-    That a tensor is missing in the engine is no difference where the trainer ties it to one that is there.
+    A tensor that the engine lacks is no difference if the trainer ties it to one that the engine has.
 
-    history: the trainer's fingerprints of earlier steps, the last one last, by which stale tensors are known.
+    history: the trainer's fingerprints of earlier steps, the last one last, by which stale tensors are recognized.
     base: those of the model without its adapters (``fingerprint(model, lora="base")``).
-    variants: of tensors that differ, what :func:`fingerprint_variants` finds on the trainer: which of them were
+    variants: of tensors that differ, the result of :func:`fingerprint_variants` on the trainer: which of them were
         transposed, had their halves swapped, or were cast twice.
-    called: how the two sides are named in what is said about them.
+    called: the names of the two sides in the details.
 
     Raises FingerprintError for fingerprints of versions that sum otherwise, of parts of tensors only, and of models
     that have nothing in common.
     """
     if not isinstance(history, Sequence):
         raise TypeError(f"a history is a sequence of Fingerprints, not {type(history).__name__}")
-    given = [(f"the fingerprints of {name}", found) for found, name in zip((trainer, engine), called, strict=True)]
-    given += [(f"the fingerprints of {len(history) - at} steps before", found) for at, found in enumerate(history)]
-    given += [("the fingerprints of the base", base)] if base is not None else []
-    for whose, found in given:
-        require_fingerprints(found, whose)
-        found.require_whole(whose)
-    known = _Known(trainer, engine, history, base, variants or {}, called)
-    _require_one_model(known)
-    return [*_of_trainers_tensors(known), *_superfluous(known)]
+    inputs = {f"the fingerprints of {name}": side for side, name in zip((trainer, engine), called, strict=True)}
+    inputs |= {f"the fingerprints of {len(history) - index} steps before": s for index, s in enumerate(history)}
+    inputs |= {"the fingerprints of the base": base} if base is not None else {}
+    for whose, fingerprints in inputs.items():
+        require_fingerprints(fingerprints, whose)
+        fingerprints.require_whole(whose)
+    comparison = _Comparison(trainer, engine, history, base, variants or {}, *called)
+    comparison.require_one_model()
+    return [*comparison.find_differences(), *comparison.find_superfluous()]
 
 
-def _require_one_model(known: _Known) -> None:
-    trainer, engine = known.trainer, known.engine
-    common = [name for name in trainer.tensors if name in engine.tensors]
-    if (trainer.tensors or engine.tensors) and not common:
-        raise FingerprintError(
-            f"fingerprints of different models, or by different names: {known.trainers_name} has "
-            f"{some(trainer.tensors, 2)}, {known.engines_name} {some(engine.tensors, 2)}"
-        )
-    if common and all(trainer.tensors[name].numel != engine.tensors[name].numel for name in common):
-        raise FingerprintError(
-            f"fingerprints of different models: none of the {len(common)} tensors that both have is of the same size"
-        )
+@dataclass
+class _Comparison:
+    trainer: Fingerprints
+    engine: Fingerprints
+    history: Sequence[Fingerprints]
+    base: Fingerprints | None
+    variants: Mapping[str, Sequence[FingerprintVariant]]
+    trainers_name: str
+    engines_name: str
 
+    def __post_init__(self) -> None:
+        self.tied_to = {name: [n for n in names if n != name] for names in self.trainer.tied for name in names}
+        self.names_by_values: dict[TensorFingerprint, list[str]] = {}
+        for name, tensor in self.trainer.tensors.items():
+            self.names_by_values.setdefault(tensor, []).append(name)
 
-class _Known:
-    """All that is there to explain a difference with."""
-
-    def __init__(
-        self,
-        trainer: Fingerprints,
-        engine: Fingerprints,
-        history: Sequence[Fingerprints],
-        base: Fingerprints | None,
-        variants: Mapping[str, Sequence[FingerprintVariant]],
-        called: tuple[str, str],
-    ) -> None:
-        self.trainer, self.engine, self.history, self.base, self.variants = trainer, engine, history, base, variants
-        self.trainers_name, self.engines_name = called
-        self.tied_to = {name: [one for one in names if one != name] for names in trainer.tied for name in names}
-        self.by_values: dict[TensorFingerprint, list[str]] = {}
-        for name, one in trainer.tensors.items():
-            self.by_values.setdefault(one, []).append(name)
-
-
-def _of_trainers_tensors(known: _Known) -> Iterator[FingerprintDifference]:
-    for name, wanted in known.trainer.tensors.items():
-        held = known.engine.tensors.get(name)
-        if held is None:
-            if not any(other in known.engine.tensors for other in known.tied_to.get(name, ())):
-                yield FingerprintDifference(name, "missing", f"{known.engines_name} does not have it")
-        elif held != wanted:
-            kind, detail = _explanation(known, name, wanted, held)
-            yield FingerprintDifference(name, kind, detail)
-
-
-def _explanation(
-    known: _Known, name: str, wanted: TensorFingerprint, held: TensorFingerprint
-) -> tuple[DifferenceKind, str]:
-    """The first that fits, the most telling ones first."""
-    for steps, before in enumerate(reversed(known.history), start=1):
-        if before.tensors.get(name) == held:
-            when = f"{steps} {'step' if steps == 1 else 'steps'} before"
-            return "stale", f"stale: it is what {known.trainers_name} had {when}"
-    if known.base is not None and known.base.tensors.get(name) == held:
-        return "base", "it is the base weight, without the adapter"
-    for variant in known.variants.get(name, ()):
-        if variant.lanes == held.lanes:
-            return variant.kind, variant.detail
-    if held.lanes == wanted.lanes and held.dtype == wanted.dtype:
-        # Zeros add nothing to a sum, so it does not tell how many of them are behind the others.
-        zeros = "" if held.numel == wanted.numel else ", but for zeros at the end,"
-        return "shape", f"the same values{zeros} in the shape {list(held.shape)}, not {list(wanted.shape)}"
-    return _other_tensor(known, name, held) or _form(wanted, held)
-
-
-def _other_tensor(known: _Known, name: str, held: TensorFingerprint) -> tuple[DifferenceKind, str] | None:
-    """Whether it has to do with another tensor of the model."""
-    others = [other for other in known.by_values.get(held, ()) if other != name]
-    for other in others:
-        if known.engine.tensors.get(other) == known.trainer.tensors[name]:
-            return "swapped", f"swapped with {other}"
-    if others:
-        tied = any(known.engine.tensors.get(other) == held for other in others)
-        if tied and any(name in names and others[0] in names for names in known.engine.tied):
-            return "tied", f"{known.engines_name} ties it to {others[0]}, and {known.trainers_name} does not"
-        return "swapped", f"it holds the values of {others[0]}"
-    for other in known.tied_to.get(name, ()):
-        if known.engine.tensors.get(other) == known.trainer.tensors[other]:
-            return (
-                "untied",
-                f"{known.trainers_name} ties it to {other}, which is right; this name has other values",
+    def require_one_model(self) -> None:
+        trainers, engines = self.trainer.tensors, self.engine.tensors
+        common = [name for name in trainers if name in engines]
+        if (trainers or engines) and not common:
+            raise FingerprintError(
+                f"fingerprints of different models, or by different names: {self.trainers_name} has "
+                f"{some(trainers, 2)}, {self.engines_name} {some(engines, 2)}"
             )
-    return None
+        if common and all(trainers[name].numel != engines[name].numel for name in common):
+            raise FingerprintError(
+                f"fingerprints of different models: none of the {len(common)} tensors that both have is of the same "
+                "size"
+            )
 
+    def find_differences(self) -> Iterator[FingerprintDifference]:
+        for name, expected in self.trainer.tensors.items():
+            actual = self.engine.tensors.get(name)
+            if actual is None:
+                if not any(other in self.engine.tensors for other in self.tied_to.get(name, ())):
+                    yield FingerprintDifference(name, "missing", f"{self.engines_name} does not have it")
+            elif actual != expected:
+                yield FingerprintDifference(name, *self._explain(name, expected, actual))
 
-def _form(wanted: TensorFingerprint, held: TensorFingerprint) -> tuple[DifferenceKind, str]:
-    if held.shape != wanted.shape:
-        return "shape", f"it has the shape {list(held.shape)}, not {list(wanted.shape)}"
-    if held.dtype != wanted.dtype:
-        return "dtype", f"it is {held.dtype}, not {wanted.dtype}"
-    return "values", "it holds other values"
+    def find_superfluous(self) -> Iterator[FingerprintDifference]:
+        for name, actual in self.engine.tensors.items():
+            if name not in self.trainer.tensors:
+                same = self.names_by_values.get(actual)
+                addition = f"; it has the values of {same[0]}" if same else ""
+                yield FingerprintDifference(name, "superfluous", f"{self.trainers_name} does not have it{addition}")
 
+    def _explain(self, name: str, expected: TensorFingerprint, actual: TensorFingerprint) -> tuple[DifferenceKind, str]:
+        """The kind and the detail; the most specific explanation wins."""
+        for steps, before in enumerate(reversed(self.history), start=1):
+            if before.tensors.get(name) == actual:
+                when = f"{steps} {'step' if steps == 1 else 'steps'} before"
+                return "stale", f"stale: it is what {self.trainers_name} had {when}"
+        if self.base is not None and self.base.tensors.get(name) == actual:
+            return "base", "it is the base weight, without the adapter"
+        for variant in self.variants.get(name, ()):
+            if variant.lanes == actual.lanes:
+                return variant.kind, variant.detail
+        if actual.lanes == expected.lanes and actual.dtype == expected.dtype:
+            # Zeros add nothing to a sum, so it does not tell how many are at the end.
+            zeros = "" if actual.numel == expected.numel else ", but for zeros at the end,"
+            return "shape", f"the same values{zeros} in the shape {list(actual.shape)}, not {list(expected.shape)}"
+        if explanation := self._explain_by_other_tensor(name, actual):
+            return explanation
+        if actual.shape != expected.shape:
+            return "shape", f"it has the shape {list(actual.shape)}, not {list(expected.shape)}"
+        if actual.dtype != expected.dtype:
+            return "dtype", f"it is {actual.dtype}, not {expected.dtype}"
+        return "values", "it holds other values"
 
-def _superfluous(known: _Known) -> Iterator[FingerprintDifference]:
-    for name, held in known.engine.tensors.items():
-        if name in known.trainer.tensors:
-            continue
-        same = known.by_values.get(held)
-        beside = f"; it has the values of {same[0]}" if same else ""
-        yield FingerprintDifference(name, "superfluous", f"{known.trainers_name} does not have it{beside}")
+    def _explain_by_other_tensor(self, name: str, actual: TensorFingerprint) -> tuple[DifferenceKind, str] | None:
+        engines = self.engine.tensors
+        others = [other for other in self.names_by_values.get(actual, ()) if other != name]
+        for other in others:
+            if engines.get(other) == self.trainer.tensors[name]:
+                return "swapped", f"swapped with {other}"
+        if others:
+            ties = any(name in names and others[0] in names for names in self.engine.tied)
+            if ties and any(engines.get(other) == actual for other in others):
+                return "tied", f"{self.engines_name} ties it to {others[0]}, and {self.trainers_name} does not"
+            return "swapped", f"it holds the values of {others[0]}"
+        for other in self.tied_to.get(name, ()):
+            if engines.get(other) == self.trainer.tensors[other]:
+                return "untied", f"{self.trainers_name} ties it to {other}, which is right; this name has other values"
+        return None

@@ -1,18 +1,17 @@
-"""Fingerprints as data: of each tensor of a model, whole or this rank's part of it; combined, written and read."""
+"""Fingerprints as data: the sums of each tensor of a model, or of one rank's part of it; combined, written and read."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
 
 from fsdp_doctor.fingerprints.keyed_sum import VERSION
 
 Lanes: TypeAlias = tuple[int, int]
-
-_MODULUS = 1 << 64
-_FORMAT = "fsdp-doctor fingerprints"
 
 
 class FingerprintError(ValueError):
@@ -21,10 +20,10 @@ class FingerprintError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorFingerprint:
-    """Of one tensor.
+    """The fingerprint of one tensor, or of a part of it.
 
-    dtype: as torch names it, without ``torch.``. shape: of the whole tensor. first, num_summed: the first of its
-    elements that were summed, and how many. lanes: the two sums modulo 2**64, not negative.
+    dtype: as torch names it, without ``torch.``. shape: of the whole tensor. first, num_summed: the index of the first
+    element that was summed, and how many were. lanes: the two sums modulo 2**64, not negative.
     """
 
     dtype: str
@@ -35,10 +34,7 @@ class TensorFingerprint:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for length in self.shape:
-            numel *= length
-        return numel
+        return math.prod(self.shape)
 
     @property
     def is_whole(self) -> bool:
@@ -52,54 +48,69 @@ class TensorFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Of a model's tensors by name. tied: the names that share one tensor, as far as it is known."""
+    """The fingerprints of a model's tensors by name. tied: the names that share one tensor, as far as it is known."""
 
     tensors: Mapping[str, TensorFingerprint]
     tied: tuple[tuple[str, ...], ...] = ()
     version: int = VERSION
 
     def require_whole(self, whose: str) -> None:
-        """Raises FingerprintError for a version that sums otherwise, and for what is a part of a tensor only."""
+        """Raises FingerprintError for another version of the sum, and for a tensor of which only a part was summed."""
         require_version(self.version, whose)
-        for name, one in self.tensors.items():
-            if not one.is_whole:
+        for name, tensor in self.tensors.items():
+            if not tensor.is_whole:
                 raise FingerprintError(
-                    f"{whose}: of {name} {one.num_summed} of {one.numel} elements were summed; "
+                    f"{whose}: of {name} {tensor.num_summed} of {tensor.numel} elements were summed; "
                     f"add the fingerprints of all ranks that share the tensor with combine_fingerprints"
                 )
 
     def to_json(self) -> str:
         tensors = {
-            name: {"dtype": one.dtype, "shape": list(one.shape), "summed": [one.first, one.num_summed], "sum": one.hex}
-            for name, one in self.tensors.items()
+            name: _TensorEntry(tensor.dtype, tensor.shape, (tensor.first, tensor.num_summed), tensor.hex)
+            for name, tensor in self.tensors.items()
         }
-        return json.dumps(
-            {"format": _FORMAT, "version": self.version, "tied": [list(n) for n in self.tied], "tensors": tensors},
-            indent=1,
-        )
+        file = _File("fsdp-doctor fingerprints", self.version, self.tied, tensors)
+        return msgspec.json.format(msgspec.json.encode(file), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprints:
-        """Raises FingerprintError for a text that is none, or of a version that sums otherwise."""
+        """Raises FingerprintError for another text, and for another version of the sum."""
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FingerprintError(f"no fingerprints: this is no JSON ({error})") from None
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            raise FingerprintError(f"no fingerprints: the JSON does not say that its format is {_FORMAT!r}")
-        require_version(found.get("version"), "these fingerprints")
-        try:
-            tensors = {str(name): _tensor(about) for name, about in found["tensors"].items()}
-            tied = tuple(tuple(map(str, names)) for names in found["tied"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FingerprintError(f"no fingerprints: {type(error).__name__}: {error}") from None
-        return cls(tensors, tied)
+            file = msgspec.json.decode(text, type=_File)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise FingerprintError(f"this is no file of fingerprints: {error}") from None
+        require_version(file.version, "these fingerprints")
+        tensors = {
+            name: TensorFingerprint(
+                entry.dtype, entry.shape, *entry.summed, (int(entry.sum[:16], 16), int(entry.sum[16:], 16))
+            )
+            for name, entry in file.tensors.items()
+        }
+        return cls(tensors, file.tied)
 
 
-def require_fingerprints(found: object, whose: str) -> None:
-    """Raises TypeError for anything else, such as what another rank has not sent."""
-    if not isinstance(found, Fingerprints):
-        raise TypeError(f"{whose} are no Fingerprints: {type(found).__name__}")
+@dataclass(frozen=True)
+class _TensorEntry:
+    """A tensor in a file. summed: the first element and the number of elements. sum: both lanes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    summed: tuple[int, int]
+    sum: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+@dataclass(frozen=True)
+class _File:
+    format: Literal["fsdp-doctor fingerprints"]
+    version: int
+    tied: tuple[tuple[str, ...], ...]
+    tensors: dict[str, _TensorEntry]
+
+
+def require_fingerprints(value: object, whose: str) -> None:
+    """Raises TypeError for anything else, such as None from another rank."""
+    if not isinstance(value, Fingerprints):
+        raise TypeError(f"{whose} are no Fingerprints: {type(value).__name__}")
 
 
 def require_version(version: Any, whose: str) -> None:
@@ -110,25 +121,16 @@ def require_version(version: Any, whose: str) -> None:
         )
 
 
-def _tensor(about: Any) -> TensorFingerprint:
-    digits = about["sum"]
-    if len(digits) != 32:
-        raise ValueError(f"a sum has 32 hexadecimal digits, not {len(digits)}")
-    lanes = int(digits[:16], 16), int(digits[16:], 16)
-    first, num_summed = map(int, about["summed"])
-    return TensorFingerprint(str(about["dtype"]), tuple(map(int, about["shape"])), first, num_summed, lanes)
-
-
 def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
     """Adds what several ranks have summed of the same tensors, each replica once.
 
-    Raises FingerprintError where there are none, where the parts are of versions that sum otherwise, of tensors that
-    differ in shape or dtype, where a part that several ranks hold is not the same on them, or where parts overlap.
+    Raises FingerprintError if there are none, if the parts are of versions that sum otherwise, of tensors that differ
+    in shape or dtype, if a part that several ranks hold is not the same on them, or if parts overlap.
     """
     if isinstance(parts, Fingerprints):
         raise TypeError("fingerprints to be combined are those of several ranks, not of one")
-    sums = PartialSums()
-    seen: dict[tuple[str, int, int], TensorFingerprint] = {}
+    sums: dict[str, TensorFingerprint] = {}
+    replicas: dict[tuple[str, int, int], TensorFingerprint] = {}
     tied: dict[tuple[str, ...], None] = {}
     is_empty = True
     for part in parts:
@@ -136,47 +138,37 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
         require_fingerprints(part, "fingerprints to be combined")
         require_version(part.version, "fingerprints to be combined")
         tied |= dict.fromkeys(part.tied)
-        for name, one in part.tensors.items():
-            replica = seen.setdefault((name, one.first, one.num_summed), one)
-            if replica is one or not one.num_summed:
-                sums.add(name, one)
-            elif replica != one:
+        for name, tensor in part.tensors.items():
+            replica = replicas.setdefault((name, tensor.first, tensor.num_summed), tensor)
+            if replica is tensor or not tensor.num_summed:
+                add_fingerprint(sums, name, tensor)
+            elif replica != tensor:
                 raise FingerprintError(
-                    f"{name}: elements {one.first} and on are held by several ranks, and not the same"
+                    f"{name}: elements {tensor.first} and on are held by several ranks, and not the same"
                 )
     if is_empty:
         raise FingerprintError("there are no fingerprints to combine")
-    return Fingerprints(sums.tensors, tuple(tied))
+    return Fingerprints(sums, tuple(tied))
 
 
-@dataclass
-class PartialSums:
-    """What is being summed, by name."""
-
-    tensors: dict[str, TensorFingerprint] = field(default_factory=dict)
-
-    def add(self, name: str, one: TensorFingerprint) -> None:
-        """Raises FingerprintError for parts of tensors that differ, and for more elements than there are."""
-        self.tensors[name] = _added(name, self.tensors[name], one) if name in self.tensors else one
-
-
-def _added(name: str, one: TensorFingerprint, other: TensorFingerprint) -> TensorFingerprint:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def add_fingerprint(sums: dict[str, TensorFingerprint], name: str, part: TensorFingerprint) -> None:
+    """Adds a part of a tensor. Raises FingerprintError for parts that overlap or differ in shape or dtype."""
+    if (known := sums.get(name)) is None:
+        sums[name] = part
+        return
+    if (known.dtype, known.shape) != (part.dtype, part.shape):
         raise FingerprintError(
-            f"{name} is {one.dtype} {list(one.shape)} in one part and {other.dtype} {list(other.shape)} in another"
+            f"{name} is {known.dtype} {list(known.shape)} in one part and {part.dtype} {list(part.shape)} in another"
         )
-    summed = one.num_summed + other.num_summed
-    if summed > one.numel:
-        raise FingerprintError(f"{name} has {one.numel} elements, and {summed} were summed: parts of it overlap")
-    first = min((part.first for part in (one, other) if part.num_summed), default=0)
-    return replace(one, first=first, num_summed=summed, lanes=added_lanes(one.lanes, other.lanes))
+    num_summed = known.num_summed + part.num_summed
+    if num_summed > known.numel:
+        raise FingerprintError(f"{name} has {known.numel} elements, and {num_summed} were summed: parts of it overlap")
+    first = min((one.first for one in (known, part) if one.num_summed), default=0)
+    lanes = to_lanes(one + other for one, other in zip(known.lanes, part.lanes, strict=True))
+    sums[name] = replace(known, first=first, num_summed=num_summed, lanes=lanes)
 
 
-def added_lanes(one: Lanes, other: Lanes) -> Lanes:
-    return (one[0] + other[0]) % _MODULUS, (one[1] + other[1]) % _MODULUS
-
-
-def lanes_of(signed: Iterable[int]) -> Lanes:
-    """Two sums as int64 has them."""
-    one, two = signed
-    return one % _MODULUS, two % _MODULUS
+def to_lanes(sums: Iterable[int]) -> Lanes:
+    """Two sums modulo 2**64, not negative."""
+    first, second = sums
+    return first % (1 << 64), second % (1 << 64)

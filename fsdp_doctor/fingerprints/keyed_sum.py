@@ -1,4 +1,4 @@
-"""The sum, and what it detects.
+"""The sum of a tensor's bytes that a fingerprint is made of, and what it detects.
 
 A tensor's bytes, in row-major order, little-endian, are words of 32 bits; the last one is filled up with zeros. The
 words stand in rows of 4096. With a key of 64 bits for each row and for each column, a lane of the sum is
@@ -8,35 +8,101 @@ words stand in rows of 4096. With a key of 64 bits for each row and for each col
 and there are two lanes, with other keys; in the second one the halves of each word change places first. The keys
 are odd numbers out of splitmix64. So:
 
-- a word that is held in parts (two bfloat16 on two ranks) is the sum of its parts, and every rank may sum what it
-  holds, in any order: the sums of all ranks add up to that of the whole tensor, however it is divided;
-- one changed word, or any change within one, is always seen, since odd keys have inverses;
+- a word that is divided (two bfloat16 on two ranks) is the sum of its parts, and every rank may sum its part in any
+  order: the sums of all ranks add up to that of the whole tensor, however it is divided;
+- a change of one word is always detected, since odd keys have inverses;
 - any other change (a swap, a permutation, a transposition, values of another step) is missed with a probability
   of less than 2**-66 if the keys are taken for random numbers, and typically 2**-110. The weakest case is one in which
-  all differing bits are the highest of their words: what has 33 bits left in one lane has 49 in the other;
-- zeros add nothing. So a fingerprint also has the dtype, the shape, and how many elements were summed.
+  all differing bits are the highest of their words: 33 bits are left of them in one lane, and 49 in the other;
+- zeros add nothing. So a fingerprint also has the dtype, the shape, and the number of elements that were summed.
 
-It is no cryptographic hash: the sum is linear and the keys are known, so whoever wants two tensors with the same
-fingerprint can make them. A tensor and itself in another dtype have nothing in common.
+It is no cryptographic hash: the sum is linear and the keys are known, so two tensors with the same fingerprint can be
+made on purpose. The sums of a tensor and of the same values in another dtype have nothing in common.
+
+On CUDA the sum is a Triton kernel, for all blocks of memory at once (``sum_kernels``); elsewhere, and without Triton,
+it is made of torch operations. The result is the same, bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+# Fingerprints of two versions of the sum cannot be compared.
 VERSION = 1
-"""Of the sum: fingerprints of two versions cannot be compared."""
 ROW_WORDS = 4096
 
 _GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number, as are the next two
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _SHIFTS = (30, 27, 31)
-# Of the words that are worked on at once: on the CPU what its caches hold.
+# Limits of what is computed at once: on the CPU as much as its caches hold.
 _MOST_ROWS = {"cpu": 64}
 _MOST_ROWS_ELSEWHERE = 1024
 _MOST_ELEMENTS = 1 << 19
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(slots=True, eq=False)
+class IndexedBlock:
+    """Contiguous memory whose elements have places in a tensor.
+
+    number: of the tensor, among those that are summed together. tensor: of any shape and dtype. An element with the
+    coordinates ``c`` among ``sizes`` is number ``base + sum(c * stride)`` of the whole tensor in row-major order.
+    """
+
+    number: int
+    tensor: torch.Tensor
+    base: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class WordRun:
+    """Consecutive words of the tensor ``number``: int32, 1-D; first: the index of the first word."""
+
+    number: int
+    words: torch.Tensor
+    first: int
+
+
+def range_block(number: int, tensor: torch.Tensor, first: int) -> IndexedBlock:
+    """A block whose elements are consecutive in the whole tensor too, from element ``first`` on."""
+    return IndexedBlock(number, tensor, first, (tensor.numel(),), (1,))
+
+
+def grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], strides: Sequence[int]) -> IndexedBlock:
+    """A part of the tensor that begins at ``offsets``. strides: the distance of neighbours along each dim."""
+    base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return IndexedBlock(number, tensor, base, tuple(tensor.shape), tuple(strides))
+
+
+def add_sums(blocks: Sequence[IndexedBlock], into: torch.Tensor) -> None:
+    """Adds the blocks' sums to the rows of their numbers. into: (tensors, 2), int64, on the blocks' device."""
+    pieces = [piece for block in blocks for piece in in_words(block)]
+    runs = [piece for piece in pieces if isinstance(piece, WordRun)]
+    grids = [piece for piece in pieces if isinstance(piece, IndexedBlock)]
+    if into.device.type == "cuda" and _has_triton():
+        from fsdp_doctor.fingerprints import sum_kernels
+
+        # Triton launches on the current device, wherever the memory is.
+        with torch.cuda.device(into.device):
+            sum_kernels.add_words(runs, into)
+            sum_kernels.add_elements(grids, into)
+        return
+    for run in runs:
+        into[run.number] += sum_of_words(run.words, run.first)
+    for grid in grids:
+        into[grid.number] += _sum_of_elements(grid)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def keys(counters: torch.Tensor, family: int) -> torch.Tensor:
@@ -51,7 +117,7 @@ def keys(counters: torch.Tensor, family: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def column_keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each lane, int64."""
+    """The keys of both lanes, int64."""
     columns = torch.arange(ROW_WORDS, device=device)
     return keys(columns, 0), keys(columns, 1)
 
@@ -60,8 +126,69 @@ def row_keys(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys(rows, 2), keys(rows, 3)
 
 
+def in_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
+    """Divides the block into whole words and, where they are not consecutive, 1-D integers of at most 4 bytes."""
+    if not block.tensor.numel():
+        return
+    flat, base, sizes, strides = _integers(block)
+    sizes, strides = _merged(sizes, strides)
+    if len(sizes) == 1 and strides[0] == 1:
+        yield from _run(block.number, flat, base)
+        return
+    per_word = 4 // flat.element_size()
+    aligned = flat.data_ptr() % 4 == 0 and base % per_word == 0 and sizes[-1] % per_word == 0
+    if per_word > 1 and aligned and strides[-1] == 1 and all(stride % per_word == 0 for stride in strides[:-1]):
+        flat, base = flat.view(torch.int32), base // per_word
+        sizes = (*sizes[:-1], sizes[-1] // per_word)
+        strides = (*(stride // per_word for stride in strides[:-1]), 1)
+    yield IndexedBlock(block.number, flat, base, sizes, strides)
+
+
+def _integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...]]:
+    """The block as integers of at most 4 bytes; each 4 bytes of a longer element count as one."""
+    # The values of a conjugate view are not in memory yet.
+    flat = block.tensor.resolve_conj().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    per_element = max(block.tensor.element_size() // 4, 1)
+    flat = flat.view(_INTEGERS[min(block.tensor.element_size(), 4)])
+    if per_element == 1:
+        return flat, block.base, block.sizes, block.strides
+    strides = (*(stride * per_element for stride in block.strides), 1)
+    return flat, block.base * per_element, (*block.sizes, per_element), strides
+
+
+def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Joins dims along which the elements are consecutive, and drops those of length one."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    merged = merged or [(1, 1)]
+    return tuple(size for size, _ in merged), tuple(stride for _, stride in merged)
+
+
+def _run(number: int, flat: torch.Tensor, base: int) -> Iterator[WordRun | IndexedBlock]:
+    """Divides consecutive elements into whole words, and the elements before the first and after the last."""
+    per_word = 4 // flat.element_size()
+    head = min(-base % per_word, flat.numel())
+    length = (flat.numel() - head) // per_word * per_word
+    if length:
+        words = flat[head : head + length]
+        # torch requires that words are aligned in memory.
+        words = words.clone() if words.data_ptr() % 4 else words
+        yield WordRun(number, words.view(torch.int32), (base + head) // per_word)
+    for begin, end in ((0, head), (head + length, flat.numel())):
+        if begin < end:
+            yield IndexedBlock(number, flat[begin:end], base + begin, (end - begin,), (1,))
+
+
 def sum_of_words(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Of words that follow one another, int32, 1-D: both lanes, int64. first: the index of the first one."""
+    """Both lanes, int64, of consecutive words: int32, 1-D. first: the index of the first one."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     column = first % ROW_WORDS
     most_rows = _MOST_ROWS.get(words.device.type, _MOST_ROWS_ELSEWHERE)
@@ -77,7 +204,7 @@ def sum_of_words(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _sum_of_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, swapped: torch.Tensor) -> torch.Tensor:
-    """rows, swapped: memory to use, which spares the CPU new pages at each step."""
+    """rows, swapped: memory that is used again, which spares the CPU new pages at each step."""
     flat = rows.view(-1)
     flat[:column], flat[column + words.numel() :] = 0, 0
     flat[column : column + words.numel()] = words
@@ -91,25 +218,20 @@ def _sum_of_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor,
 
 
 def _times(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The product of a matrix and a vector, which torch has for int64 on the CPU alone."""
+    """The product of a matrix and a vector; torch's own is for int64 on the CPU alone."""
     return torch.mv(rows, columns) if rows.device.type == "cpu" else (rows * columns).sum(dim=1)
 
 
-def sum_of_elements(
-    elements: torch.Tensor, base: int, sizes: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
-    """Of elements wherever they belong: both lanes.
-
-    elements: int8, int16 or int32, 1-D. An element with the coordinates ``c`` among ``sizes`` is number
-    ``base + sum(c * stride)`` of the tensor.
-    """
+def _sum_of_elements(grid: IndexedBlock) -> torch.Tensor:
+    """Both lanes of elements in any places; ``grid.tensor`` is int8, int16 or int32, 1-D."""
+    elements = grid.tensor
     total = torch.zeros(2, dtype=torch.int64, device=elements.device)
     per_word = 4 // elements.element_size()
     for begin in range(0, elements.numel(), _MOST_ELEMENTS):
         part = elements[begin : begin + _MOST_ELEMENTS].to(torch.int64) & ((1 << (32 // per_word)) - 1)
         rest = torch.arange(begin, begin + part.numel(), device=elements.device)
-        index = torch.full_like(rest, base)
-        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        index = torch.full_like(rest, grid.base)
+        for size, stride in zip(reversed(grid.sizes), reversed(grid.strides), strict=True):
             index += rest % size * stride
             rest = rest // size
         word = index // per_word
@@ -124,5 +246,5 @@ def sum_of_elements(
 
 
 def _halves_swapped(words: torch.Tensor) -> torch.Tensor:
-    """int64 with 32 bits in use, in and out."""
+    """The words with their halves in the other order: int64 of which 32 bits are used."""
     return (words >> 16) | ((words & 0xFFFF) << 16)

@@ -1,9 +1,15 @@
-"""The fingerprint of a sharded model: each rank sums its shards, and the sums are added."""
+"""The fingerprint of a sharded model, and what it would be after one of the usual mistakes.
+
+Each rank sums its shards, and the sums are added.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,6 +18,7 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
+from fsdp_doctor.extract.dtypes import OutputDtypes, dtype_name
 from fsdp_doctor.extract.full import BUCKET_BYTES, OfExtraction, announced
 from fsdp_doctor.extract.local import (
     LoadedShard,
@@ -24,11 +31,18 @@ from fsdp_doctor.extract.local import (
     request_of,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
+from fsdp_doctor.extract.own_shards import row_major
 from fsdp_doctor.extract.plan import signature
-from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec, specs
+from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, specs
 from fsdp_doctor.extract.without_autograd import without_autograd
-from fsdp_doctor.fingerprints.fingerprint_set import Fingerprints, TensorFingerprint, lanes_of
-from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, to_be_summed
+from fsdp_doctor.fingerprints.differences import FingerprintVariant
+from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, to_lanes
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, grid_block
+from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, unsummed
+
+_INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+_BlocksOf: TypeAlias = Callable[[LoadedShard], list[IndexedBlock]]
 
 
 @without_autograd
@@ -41,43 +55,86 @@ def fingerprint(
     lora: Lora = "merged",
     combined: bool = True,
 ) -> Fingerprints:
-    """128 bits for each name of what :func:`full_tensors` would yield with the same arguments; nothing is gathered.
+    """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments; gathers nothing.
 
-    The same for every strategy, sharding, offload and number of ranks, and for the unsharded model; what the sum
-    detects and what not is said in ``fsdp_doctor.fingerprints.keyed_sum``. Each rank sums its shards on the
-    device, after the cast and the merge, which change nothing in the model; then the sums, 24 bytes a tensor, are added
-    by an all-reduce over each group that divides tensors, so under HSDP each replica has its own. Shards on the host
-    cross the link once more; :meth:`FingerprintSums.watch` sums the tensors of an extraction as they pass instead.
+    They are the same for every strategy, sharding, offload and number of ranks, and for the unsharded model;
+    ``fsdp_doctor.fingerprints.keyed_sum`` says what they detect. Each rank sums its shards on the device, after the
+    cast and the merge, which change nothing in the model; then the sums, 24 bytes a tensor, are added by an all-reduce
+    over each group that divides tensors, so that under HSDP each replica has sums of its own. Shards on the host are
+    copied to the device; :meth:`FingerprintSums.watch` sums the tensors of an extraction as they pass instead.
 
-    Every rank of the group over which the model is sharded must call it with the same arguments; they compare
-    what they have before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
+    Every rank of the group over which the model is sharded must call it with the same arguments; they compare their
+    models before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
 
-    combined: False for what this rank has of the sums, without a collective (except for the factors of adapters), for
+    combined: False for this rank's part of the sums, without a collective (except for the factors of adapters), for
         :func:`combine_fingerprints`.
 
-    Device memory as :func:`local_shards`, and 64 MiB where shards do not lie on the device as they are summed.
+    Device memory: as :func:`local_shards`, and 64 MiB for shards that are copied or cast.
 
     Raises as :func:`full_tensors`.
     """
-    announcing = announced(model) if combined else announced_where_merged(model, lora)
-    with announcing:
+    with announced(model) if combined else announced_where_merged(model, lora):
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
         if not combined:
             refuse_unknown(request)
     deltas = gathered_deltas(request, factor_stream(request))
-    if not combined:
-        return _with_ties(request, _own(request, deltas))
-    settings = f"fingerprints dtype={dtype} lora={lora}"
-    with agreed(request, settings) as agree:
-        sums = GroupSums(request.sources, _own(request, deltas), request.device)
+    if combined:
+        with _agreed(request, f"fingerprints dtype={dtype} lora={lora}") as agree:
+            sums = _SumsOverRanks(request.sources, _sum_shards(request, deltas), request.device)
+            agree()
+            by_first_name = sums.add()
+    else:
+        by_first_name = _sum_shards(request, deltas)
+    every = [spec for source in request.sources for spec in specs(source)]
+    tensors = {name: by_first_name[spec.names[0]] for spec in every for name in spec.names}
+    return Fingerprints(tensors, tuple(spec.names for spec in every if len(spec.names) > 1))
+
+
+def fingerprint_variants(
+    model: nn.Module,
+    names: Collection[str],
+    *,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    lora: Lora = "merged",
+) -> dict[str, list[FingerprintVariant]]:
+    """Fingerprints of some tensors after the usual mistakes, for ``compare_fingerprints(variants=...)``.
+
+    The mistakes: transposed in the last two dims; the halves of a dim swapped, for each dim of even length (a fused
+    ``gate_up_proj``); cast to float16, bfloat16 or a float8 first, or to one of them and back. The model is read once
+    for each mistake. The arguments are those that :func:`fingerprint` was given.
+
+    Every rank must call it with the same names, as :func:`fingerprint`. Raises the same errors, and FingerprintError
+    for a name that the model does not have.
+    """
+    with announced(model):
+        request = request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora)
+        sources = _restrict(request.sources, names)
+        known = {name for source in sources for spec in specs(source) for name in spec.names}
+        if unknown := sorted(set(names) - known):
+            raise FingerprintError(f"the model has no {unknown[0]}")
+        adapters = {name: factors for name, factors in request.adapters.items() if name in known}
+        request = replace(request, sources=sources, adapters=adapters)
+    deltas = gathered_deltas(request, factor_stream(request))
+    with _agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
+        sums = [
+            (variant, _SumsOverRanks(_restrict(request.sources, parts), parts, request.device))
+            for variant, parts in _variants(request, deltas)
+        ]
         agree()
-        added = sums.added()
-    return _with_ties(request, added)
+        added = [(variant, sums_of_variant.add()) for variant, sums_of_variant in sums]
+    by_first_name: dict[str, list[FingerprintVariant]] = {}
+    for variant, tensors in added:
+        for name, tensor in tensors.items():
+            if tensor.is_whole:
+                by_first_name.setdefault(name, []).append(replace(variant, lanes=tensor.lanes))
+    every = [spec for source in request.sources for spec in specs(source)]
+    return {name: by_first_name.get(spec.names[0], []) for spec in every for name in spec.names if name in names}
 
 
 @contextlib.contextmanager
-def agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
-    """Yields what compares the ranks' models and waits for all of them; who raises tells the others instead."""
+def _agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
+    """Yields a function that compares the ranks' models and waits for all; tells the others if this one raises."""
     agreement = Agreement(request.plan.ranks)
     agreement.expect(
         lambda: ComparedPlan(signature(request.sources, request.dtypes, settings, request.adapters)),
@@ -88,51 +145,51 @@ def agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object
         agreement.end()
 
 
-def _own(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:
-    """By the first name of each tensor: what this rank's shards add."""
+def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:
+    """This rank's part of the sums, by the first name of each tensor."""
     sums = FingerprintSums()
     with contextlib.closing(loaded_shards(request, deltas, own=False)) as shards:
         for shard in shards:
-            _add(sums, shard)
+            _add_shard(sums, shard)
             del shard
     return dict(sums.fingerprints().tensors)
 
 
-def _add(sums: FingerprintSums, shard: LoadedShard) -> None:
+def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf | None = None) -> None:
     spec, tensor, place, is_copy = shard
-    blocks = blocks_of_shard(tensor, spec.shape, place)
-    one = to_be_summed(tensor.dtype, spec.shape, blocks)
-    sums.add_blocks(spec.names[0], one, blocks, held=tensor.nbytes * is_copy)
+    blocks = blocks_of_shard(tensor, spec.shape, place) if blocks_of is None else blocks_of(shard)
+    fingerprint = unsummed(tensor.dtype, spec.shape, blocks)
+    sums.add_blocks(spec.names[0], fingerprint, blocks, kept_bytes=tensor.nbytes * is_copy)
 
 
-class GroupSums:
-    """What this rank adds to each tensor's sums, and the memory to add it over the groups that divide them.
+class _SumsOverRanks:
+    """This rank's part of the sums of tensors, and the device memory to add them over the groups that divide these.
 
-    Made before the ranks agree, so that no rank waits in a collective for one that has not the memory.
+    Made before the ranks agree, so that no rank waits in a collective for one that lacks the memory.
     """
 
-    def __init__(self, sources: Sequence[Source], own: Mapping[str, TensorFingerprint], device: torch.device) -> None:
-        together: dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[str]]] = {}
+    def __init__(self, sources: Sequence[Source], parts: Mapping[str, TensorFingerprint], device: torch.device) -> None:
+        by_groups: dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[str]]] = {}
         for source in sources:
             groups = _dividing_groups(source)
-            _, names = together.setdefault(tuple(map(id, groups)), (groups, []))
+            _, names = by_groups.setdefault(tuple(map(id, groups)), (groups, []))
             names += [spec.names[0] for spec in specs(source)]
-        self._own = own
-        self._together = [
-            (groups, names, _numbers([own[name] for name in names], device))
-            for groups, names in together.values()
+        self._parts = parts
+        self._by_groups = [
+            (groups, names, _to_tensor([parts[name] for name in names], device))
+            for groups, names in by_groups.values()
             if groups
         ]
 
-    def added(self) -> dict[str, TensorFingerprint]:
-        """The sums of all ranks. Every rank must call it, with the same sources."""
-        added = dict(self._own)
-        for groups, names, numbers in self._together:
+    def add(self) -> dict[str, TensorFingerprint]:
+        """Returns the sums of all ranks, every one of which must call it with the same sources."""
+        added = dict(self._parts)
+        for groups, names, rows in self._by_groups:
             for group in groups:
-                dist.all_reduce(numbers, group=group)
-            for name, (*lanes, num_summed) in zip(names, numbers.tolist(), strict=True):
-                one = self._own[name]
-                added[name] = TensorFingerprint(one.dtype, one.shape, 0, num_summed, lanes_of(lanes))
+                dist.all_reduce(rows, group=group)
+            for name, (*sums, num_summed) in zip(names, rows.tolist(), strict=True):
+                part = self._parts[name]
+                added[name] = TensorFingerprint(part.dtype, part.shape, 0, num_summed, to_lanes(sums))
         return added
 
 
@@ -144,23 +201,102 @@ def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
             return [source.shard_group.group]
         case Placed():
             mesh, placements = source.mesh, source.placements
-            return [mesh.get_group(dim) for dim, one in enumerate(placements) if not isinstance(one, Replicate)]
+            return [mesh.get_group(dim) for dim, p in enumerate(placements) if not isinstance(p, Replicate)]
         case _:
             assert_never(source)
 
 
-def _numbers(sums: Iterable[TensorFingerprint], device: torch.device) -> torch.Tensor:
-    """A row for each tensor."""
-    rows = [(*map(_signed, one.lanes), one.num_summed) for one in sums]
+def _to_tensor(fingerprints: Sequence[TensorFingerprint], device: torch.device) -> torch.Tensor:
+    """A row for each: both lanes as signed numbers, and how many elements were summed."""
+    rows = [(*(lane - (lane >> 63 << 64) for lane in one.lanes), one.num_summed) for one in fingerprints]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
 
 
-def _signed(lane: int) -> int:
-    return lane - (1 << 64) if lane >> 63 else lane
+def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]:
+    """The sources of the tensors of these names."""
+    wanted = set(names)
+    chosen: list[Source] = []
+    for source in sources:
+        if isinstance(source, FlatUnit):
+            if spans := tuple(span for span in source.spans if not wanted.isdisjoint(span.spec.names)):
+                chosen.append(replace(source, spans=spans))
+        elif not wanted.isdisjoint(source.spec.names):
+            chosen.append(source)
+    return chosen
 
 
-def _with_ties(request: ShardRequest, by_first_name: dict[str, TensorFingerprint]) -> Fingerprints:
-    """Under every name, in the order of the extraction."""
-    every: list[TensorSpec] = [spec for source in request.sources for spec in specs(source)]
-    tensors = {name: by_first_name[spec.names[0]] for spec in every for name in spec.names}
-    return Fingerprints(tensors, tuple(spec.names for spec in every if len(spec.names) > 1))
+def _variants(
+    request: ShardRequest, deltas: Mapping[str, list[Delta]]
+) -> Iterator[tuple[FingerprintVariant, dict[str, TensorFingerprint]]]:
+    """(variant without lanes, this rank's part of the sums of the tensors to which it applies) of each mistake."""
+    dims = max((len(spec.shape) for source in request.sources for spec in specs(source)), default=0)
+    yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transposed)
+    for dim in range(dims):
+        variant = FingerprintVariant("halves swapped", f"the halves of dim {dim} are swapped", (0, 0))
+        yield variant, _sum_variant(request, deltas, functools.partial(_swap_halves, dim=dim))
+    # Integers are buffers, which are sources of their own.
+    floating = replace(request, sources=[s for s in request.sources if specs(s)[0].dtype.is_floating_point])
+    for dtype in _INTERMEDIATE_DTYPES:
+        variant = FingerprintVariant("cast twice", f"cast twice: to {dtype_name(dtype)} and back", (0, 0))
+        yield variant, _sum_variant(floating, deltas, back_from=dtype)
+        variant = FingerprintVariant("cast twice", f"cast twice: to {dtype_name(dtype)} first", (0, 0))
+        yield variant, _sum_variant(floating, deltas, first_to=dtype)
+
+
+def _sum_variant(
+    request: ShardRequest,
+    deltas: Mapping[str, list[Delta]],
+    blocks_of: _BlocksOf | None = None,
+    *,
+    first_to: torch.dtype | None = None,
+    back_from: torch.dtype | None = None,
+) -> dict[str, TensorFingerprint]:
+    """This rank's part of the sums after a mistake, of the tensors that it changes, by first name.
+
+    first_to: a dtype to which they are cast before that of the fingerprint. back_from: a dtype to which they are cast
+    after it, and back.
+    """
+    dtypes = {spec.names[0]: request.dtypes.of(spec) for source in request.sources for spec in specs(source)}
+    read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))
+    sums = FingerprintSums()
+    with contextlib.closing(loaded_shards(read, deltas, own=False)) as shards:
+        for shard in shards:
+            dtype = dtypes[shard.spec.names[0]]
+            if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):
+                continue
+            tensor = shard.tensor if back_from is None else shard.tensor.to(back_from)
+            _add_shard(sums, LoadedShard(shard.spec, tensor.to(dtype), shard.place, is_copy=True), blocks_of)
+            del shard, tensor
+    return dict(sums.fingerprints().tensors)
+
+
+def _transposed(shard: LoadedShard) -> list[IndexedBlock]:
+    shape = shard.spec.shape
+    if len(shape) < 2:
+        return []
+    strides = (*row_major(shape)[:-2], 1, shape[-2])
+    return blocks_of_shard(shard.tensor, shape, shard.place, strides)
+
+
+def _swap_halves(shard: LoadedShard, dim: int) -> list[IndexedBlock]:
+    shape = shard.spec.shape
+    if dim >= len(shape) or shape[dim] % 2:
+        return []
+    half = shape[dim] // 2
+    return [
+        block
+        for part, offsets in parts_of_shard(shard.tensor, shape, shard.place)
+        for block in _moved_blocks(part, offsets, shape, dim, half)
+    ]
+
+
+def _moved_blocks(
+    part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int, half: int
+) -> Iterator[IndexedBlock]:
+    """Divides a block at the middle of the dim, and gives the places of each half to the other."""
+    inside = min(max(half - offsets[dim], 0), part.shape[dim])
+    for begin, length, moved in ((0, inside, half), (inside, part.shape[dim] - inside, -half)):
+        if length:
+            target = list(offsets)
+            target[dim] += begin + moved
+            yield grid_block(0, part.narrow(dim, begin, length).contiguous(), target, row_major(shape))

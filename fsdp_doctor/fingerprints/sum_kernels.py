@@ -1,8 +1,8 @@
 """The sum as two Triton kernels, each one launch for any number of blocks.
 
-Words that follow one another are read once, at the speed of memory: a program has some rows of 4096 words, multiplies
-each row by its key, adds the rows, and only then multiplies by the keys of the columns. So a word costs two products
-by the same number for the whole row, and the keys of the columns are made once a program.
+Consecutive words are read once, at the speed of memory: a program has some rows of 4096 words, multiplies each row by
+its key, adds the rows, and only then multiplies by the keys of the columns. So a word costs two products, and the keys
+of the columns are made once a program.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from fsdp_doctor.fingerprints.indexed_blocks import ElementGrid, WordRun
-from fsdp_doctor.fingerprints.keyed_sum import ROW_WORDS
+from fsdp_doctor.fingerprints.keyed_sum import ROW_WORDS, IndexedBlock, WordRun
 
 _ROWS_A_PROGRAM = 64
 _ELEMENTS_A_PROGRAM = 1 << 14
@@ -34,7 +33,8 @@ def add_words(runs: Sequence[WordRun], into: torch.Tensor) -> None:
             of_run = range(first // (ROW_WORDS * _ROWS_A_PROGRAM), -(-last // (ROW_WORDS * _ROWS_A_PROGRAM)))
             for program in of_run:
                 programs += (run.words.data_ptr() - 4 * first, first, last, program * _ROWS_A_PROGRAM, run.number)
-        table = _on_device(programs, into.device)
+        # Through pageable memory, so that the list need not outlive the call.
+        table = torch.tensor(programs, dtype=torch.int64, device="cpu").to(into.device, non_blocking=True)
         _sum_words[(len(programs) // 5,)](
             table,
             into,
@@ -51,10 +51,10 @@ def _is_aligned(run: WordRun) -> bool:
     return (run.words.data_ptr() - 4 * run.first) % 16 == 0
 
 
-def add_elements(grids: Sequence[ElementGrid], into: torch.Tensor) -> None:
+def add_elements(grids: Sequence[IndexedBlock], into: torch.Tensor) -> None:
     """into: (tensors, 2), int64, on the device of the elements."""
     for itemsize in (1, 2, 4):
-        of_size = [grid for grid in grids if grid.elements.element_size() == itemsize]
+        of_size = [grid for grid in grids if grid.tensor.element_size() == itemsize]
         if of_size:
             programs = torch.cat([_element_programs(part) for grid in of_size for part in _with_few_dims(grid)])
             _sum_elements[(len(programs),)](
@@ -69,35 +69,30 @@ def add_elements(grids: Sequence[ElementGrid], into: torch.Tensor) -> None:
             )
 
 
-def _with_few_dims(grid: ElementGrid) -> list[ElementGrid]:
-    """The grid, or its parts along the first dims, until it has as many as the kernel knows."""
+def _with_few_dims(grid: IndexedBlock) -> list[IndexedBlock]:
+    """Divides the grid along its first dims until it has no more than the kernel handles."""
     if len(grid.sizes) <= _MOST_DIMS:
         return [grid]
-    parts = grid.elements.view(grid.sizes[0], -1)
+    parts = grid.tensor.view(grid.sizes[0], -1)
     return [
         few
         for index, elements in enumerate(parts)
         for few in _with_few_dims(
-            ElementGrid(grid.number, elements, grid.base + index * grid.strides[0], grid.sizes[1:], grid.strides[1:])
+            IndexedBlock(grid.number, elements, grid.base + index * grid.strides[0], grid.sizes[1:], grid.strides[1:])
         )
     ]
 
 
-def _element_programs(grid: ElementGrid) -> torch.Tensor:
-    """A row for each, on the host."""
+def _element_programs(grid: IndexedBlock) -> torch.Tensor:
+    """A row of arguments for each program, on the host."""
     missing = _MOST_DIMS - len(grid.sizes)
     sizes, strides = (1,) * missing + grid.sizes, (0,) * missing + grid.strides
     place = (grid.base, *strides, *sizes[1:], grid.number)
-    begins = torch.arange(0, grid.elements.numel(), _ELEMENTS_A_PROGRAM, device="cpu")
-    first = torch.tensor([grid.elements.data_ptr(), 0, grid.elements.numel(), *place], device="cpu")
+    begins = torch.arange(0, grid.tensor.numel(), _ELEMENTS_A_PROGRAM, device="cpu")
+    first = torch.tensor([grid.tensor.data_ptr(), 0, grid.tensor.numel(), *place], device="cpu")
     programs = first.repeat(len(begins), 1)
     programs[:, 1] = begins
     return programs
-
-
-def _on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Through pageable memory, which torch copies before it returns."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 # Triton reads annotations as code: only those that it knows are there.

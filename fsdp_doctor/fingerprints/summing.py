@@ -1,4 +1,4 @@
-"""Tensors, and parts of tensors, to their fingerprints: of what an engine holds, and of what passes by."""
+"""Fingerprints of tensors and of parts of tensors: what an engine holds, or what is on its way there."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fsdp_doctor.extract.own_shards import ShardPlace, row_major
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,
-    PartialSums,
     TensorFingerprint,
-    lanes_of,
+    add_fingerprint,
+    to_lanes,
 )
-from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, add_sums, grid_block, range_block
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, add_sums, grid_block, range_block
 from fsdp_doctor.fsdp import private
 
-# What is held until it is summed, of tensors that would be let go of otherwise.
-_MOST_HELD = 64 << 20
+# Of copies that are kept until they are summed.
+_MOST_KEPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """A block of a tensor that is known by a name: an engine's shard of it, or its slice of a fused tensor.
+    """A block of a tensor: an engine's shard of it, or its slice of a fused tensor.
 
-    tensor: the block, a view if need be. shape: of the whole tensor. offsets: where the block begins, one for each dim;
-    by default at the beginning. So of a fused ``gate_up_proj`` whose rows of the up projection begin at ``n``,
+    tensor: the block, which may be a view. shape: of the whole tensor. offsets: where the block begins, one for each
+    dim; by default at the beginning. If the rows of the up projection in a fused ``gate_up_proj`` begin at ``n``,
     ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
     """
 
@@ -54,43 +54,45 @@ class TensorPart:
 
 
 class FingerprintSums:
-    """Sums tensors as they come. :meth:`fingerprints` is what was summed: a part, where the tensors were parts.
+    """Sums tensors as they come; :meth:`fingerprints` returns the sums.
 
-    A tensor is read on the stream that is current when it is given, and may be changed or let go of afterwards.
+    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
     """
 
     def __init__(self) -> None:
-        self._sums = PartialSums()
+        self._sums: dict[str, TensorFingerprint] = {}
         self._waiting: list[tuple[str, TensorFingerprint, list[IndexedBlock]]] = []
         self._summed: list[tuple[list[tuple[str, TensorFingerprint]], torch.Tensor]] = []
-        self._held = 0
+        self._kept_bytes = 0
         self._same_tensor: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
-        """A whole tensor, a DTensor's part on this rank, or a part. A name may come once for each part of it.
+        """Adds a whole tensor, this rank's part of a DTensor, or a part. A name may come once for each part of it.
 
-        Raises FingerprintError for a part that does not lie in its tensor and for a tensor whose values are not in
-        memory element by element (:func:`require_dense`), LayoutError (RuntimeError) for a DTensor that is not
-        divided into shards, TypeError for what is no tensor or has no text for a name.
+        Raises FingerprintError for a part that does not lie in its tensor and for a tensor that is not dense in memory,
+        LayoutError (RuntimeError) for a DTensor that is not divided into shards, TypeError unless it is a string and a
+        tensor.
         """
         with torch.no_grad():
             part, blocks = _blocks_of(name, tensor)
         self.add_blocks(name, part, blocks)
         self.flush()
 
-    def add_blocks(self, name: str, one: TensorFingerprint, blocks: list[IndexedBlock], *, held: int = 0) -> None:
-        """Summed together with what comes next, so their memory must stay as it is until :meth:`flush`.
+    def add_blocks(
+        self, name: str, tensor: TensorFingerprint, blocks: list[IndexedBlock], *, kept_bytes: int = 0
+    ) -> None:
+        """Adds blocks that are summed together with the next ones: their memory must not change until :meth:`flush`.
 
-        one: with lanes of zero. held: bytes that live for the sum alone; from 64 MiB on all of it is summed at once.
+        tensor: with lanes of zero. kept_bytes: of memory that lives for the sum alone; 64 MiB of it cause a flush.
         """
-        self._waiting.append((name, one, blocks))
-        self._held += held
-        if self._held >= _MOST_HELD:
+        self._waiting.append((name, tensor, blocks))
+        self._kept_bytes += kept_bytes
+        if self._kept_bytes >= _MOST_KEPT_BYTES:
             self.flush()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Launches the sums of what was added. Nothing waits for the device."""
+        """Launches the sums of what was added, without waiting for the device."""
         by_device: dict[torch.device, list[tuple[str, TensorFingerprint, list[IndexedBlock]]]] = {}
         for entry in self._waiting:
             device = entry[2][0].tensor.device if entry[2] else torch.device("cpu")
@@ -101,13 +103,13 @@ class FingerprintSums:
                 for block in blocks:
                     block.number = number
             add_sums([block for _, _, blocks in entries for block in blocks], into)
-            self._summed.append(([(name, one) for name, one, _ in entries], into))
-        self._waiting, self._held = [], 0
+            self._summed.append(([(name, tensor) for name, tensor, _ in entries], into))
+        self._waiting, self._kept_bytes = [], 0
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what it is given, summed: for the weights on their way to an engine.
+        """Sums and yields tensors, such as weights on their way to an engine.
 
-        Names under which one tensor comes one after the other with the same values are noted as tied.
+        Consecutive names of one tensor with the same values are noted as tied.
         """
         last: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731, nothing came before the first
         for name, tensor in tensors:
@@ -124,23 +126,21 @@ class FingerprintSums:
         """Waits for the device. Raises FingerprintError for a name that came twice."""
         self.flush()
         for entries, into in self._summed:
-            for (name, one), signed in zip(entries, into.tolist(), strict=True):
-                self._sums.add(name, replace(one, lanes=lanes_of(signed)))
+            for (name, tensor), sums in zip(entries, into.tolist(), strict=True):
+                add_fingerprint(self._sums, name, replace(tensor, lanes=to_lanes(sums)))
         self._summed = []
-        found = dict(self._sums.tensors)
-        together = (tuple(names) for names in self._same_tensor if len(names) > 1)
-        return Fingerprints(found, tuple(names for names in together if len({found[name] for name in names}) == 1))
+        return _with_ties(dict(self._sums), self._same_tensor)
 
 
 def fingerprint_tensors(
     tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
 ) -> Fingerprints:
-    """What a receiver holds: whole tensors, or its parts of them, by the trainer's names.
+    """Sums what a receiver holds: whole tensors, or its parts of them, by the trainer's names.
 
-    A rank that holds parts gets a part of the fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
-    collective. An iterator's tensors are summed and let go of one by one; those of a mapping or a list are summed in
-    one launch a device, or one for each 64 MiB of what is not contiguous and is copied; names whose tensors are the
-    same memory are noted as tied.
+    A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
+    collective. The tensors of an iterator are summed and freed one by one; those of a mapping or a list are summed in
+    one launch a device, or one for each 64 MiB of copies of what is not contiguous; names whose tensors are the same
+    memory are noted as tied.
 
     Raises as :meth:`FingerprintSums.add`.
     """
@@ -155,23 +155,26 @@ def fingerprint_tensors(
     same_memory: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], list[str]] = {}
     with torch.no_grad():
         for name, tensor in pairs:
-            one, blocks = _blocks_of(name, tensor)
-            sums.add_blocks(name, one, blocks, held=_copied_bytes(tensor, blocks))
+            fingerprint, blocks = _blocks_of(name, tensor)
+            sums.add_blocks(name, fingerprint, blocks, kept_bytes=_copied_bytes(tensor, blocks))
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
                 key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
                 same_memory.setdefault(key, []).append(name)
-    found = sums.fingerprints()
-    together = (tuple(names) for names in same_memory.values() if len(names) > 1)
     # One memory may be read as two dtypes, or as the conjugate of itself.
-    tied = (names for names in together if len({found.tensors[name] for name in names}) == 1)
-    return Fingerprints(found.tensors, tuple(tied))
+    return _with_ties(sums.fingerprints().tensors, same_memory.values())
+
+
+def _with_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
+    """groups: names that are tied if their tensors are the same."""
+    tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
+    return Fingerprints(tensors, tied)
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises FingerprintError for what has no memory in which each element of its dtype has a place.
+    """Raises FingerprintError for a tensor whose elements do not lie in memory one by one.
 
-    That is: sparse and nested tensors, quantized ones, those on the meta device, and subclasses that hold other
-    tensors (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    That is: sparse, nested and quantized tensors, those on the meta device, and subclasses that wrap other tensors
+    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         form = f"a {type(tensor).__name__}"
@@ -188,34 +191,29 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
     raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
 
 
-def to_be_summed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
-    """Without sums."""
-    held = [block for block in blocks if block.tensor.numel()]
-    first = min((block.base for block in held), default=0)
-    return TensorFingerprint(
-        dtype_name(dtype), tuple(shape), first, sum(block.tensor.numel() for block in held), (0, 0)
-    )
-
-
-def _require_tensor(name: object, tensor: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a tensor is a text, not {type(name).__name__}")
-    given = tensor.tensor if isinstance(tensor, TensorPart) else tensor
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} is no tensor: {type(given).__name__}")
+def unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
+    """The fingerprint of the blocks with lanes of zero."""
+    filled = [block for block in blocks if block.tensor.numel()]
+    first = min((block.base for block in filled), default=0)
+    num_summed = sum(block.tensor.numel() for block in filled)
+    return TensorFingerprint(dtype_name(dtype), tuple(shape), first, num_summed, (0, 0))
 
 
 def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
-    _require_tensor(name, tensor)
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is a string, not {type(name).__name__}")
+    values = tensor.tensor if isinstance(tensor, TensorPart) else tensor
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} is no tensor: {type(values).__name__}")
     if isinstance(tensor, TensorPart):
         require_dense(name, tensor.tensor)
         tensor.check(name)
         offsets = tensor.offsets or (0,) * len(tensor.shape)
         blocks = [grid_block(0, tensor.tensor.detach().contiguous(), offsets, row_major(tensor.shape))]
-        return to_be_summed(tensor.tensor.dtype, tensor.shape, blocks), blocks
+        return unsummed(tensor.tensor.dtype, tensor.shape, blocks), blocks
     local = private.local_tensor(tensor).detach()
     require_dense(name, local)
-    if isinstance(tensor, DTensor) and not all(isinstance(one, Replicate) for one in tensor.placements):
+    if isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements):
         place = ShardPlace(
             numel=local.numel(),
             offset=None,
@@ -224,24 +222,24 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
             placements=tuple(tensor.placements),
         )
         blocks = blocks_of_shard(local, tensor.shape, place)
-        return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
-    blocks = [range_block(0, local.contiguous(), 0)]
-    return to_be_summed(tensor.dtype, tensor.shape, blocks), blocks
+    else:
+        blocks = [range_block(0, local.contiguous(), 0)]
+    return unsummed(tensor.dtype, tensor.shape, blocks), blocks
 
 
 def _copied_bytes(tensor: torch.Tensor | TensorPart, blocks: Sequence[IndexedBlock]) -> int:
-    """Of the blocks that are copies of what the tensor holds on this rank."""
-    given = private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
-    memory = given.untyped_storage().data_ptr()
+    """Bytes of the blocks that are copies of the tensor's memory on this rank."""
+    local = private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
+    memory = local.untyped_storage().data_ptr()
     return sum(block.tensor.nbytes for block in blocks if block.tensor.untyped_storage().data_ptr() != memory)
 
 
 def blocks_of_shard(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace, strides: Sequence[int] | None = None
 ) -> list[IndexedBlock]:
-    """Where a shard's elements lie in the whole tensor.
+    """The blocks of a shard, with the places of their elements in the whole tensor.
 
-    strides: those of the tensor that is summed, one for each dim of ``shape``; by default it is the tensor itself.
+    strides: of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
     """
     whole = row_major(shape)
     if place.offset is not None and place.stride == whole and strides is None:
@@ -252,14 +250,14 @@ def blocks_of_shard(
 def parts_of_shard(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """The blocks that make up a shard, each contiguous and with as many dims as the tensor, and where each begins."""
+    """Divides a shard into contiguous blocks with the tensor's dims, and yields each with its offsets in the tensor."""
     if place.offset is None:
         held = place.held_part(shape)
         view = local.reshape(held.shape)
-        for whole, own in held.blocks():
-            yield view[own].contiguous(), tuple(dim.start for dim in whole)
+        for in_tensor, in_shard in held.blocks():
+            yield view[in_shard].contiguous(), tuple(dim.start for dim in in_tensor)
         return
-    # In memory the dims may be in another order than in the tensor.
+    # The dims may have another order in memory than in the tensor.
     order = sorted(range(len(shape)), key=lambda dim: (-place.stride[dim], dim))
     inverse = [order.index(dim) for dim in range(len(shape))]
     for part, offsets in _parts_of_range(local.reshape(-1), place.offset, [shape[dim] for dim in order]):
@@ -269,7 +267,7 @@ def parts_of_shard(
 def _parts_of_range(
     flat: torch.Tensor, first: int, shape: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """The blocks that make up a range of a flattened tensor: a part of a row, whole rows, a part of another."""
+    """Divides a range of a flattened tensor into a part of a row, whole rows, and a part of another row."""
     if not flat.numel():
         return
     if len(shape) <= 1:

@@ -1,30 +1,43 @@
-"""Full tensors into a sharded model."""
+"""``load_full_tensors``: the life of one load of full tensors into a sharded model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import get_args
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from fsdp_doctor.errors import some
+from fsdp_doctor.extract.host_copies import HostCopies
+from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.extract.without_autograd import in_present_modes, without_autograd
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.load.checks import DtypeRule, Rules
-from fsdp_doctor.load.given import TensorSource, given
-from fsdp_doctor.load.outcome import LoadReport
+from fsdp_doctor.fsdp.reader import HeldModel
+from fsdp_doctor.load.agreement import Holders, LoadAgreement, before_agreement
+from fsdp_doctor.load.from_first_rank import FromFirstRank
+from fsdp_doctor.load.matching import DtypeRule, Matching
+from fsdp_doctor.load.outcome import LoadError, LoadReport
+from fsdp_doctor.load.portions import OwnParts
+from fsdp_doctor.load.source import Source, TensorSource, Value, open_source
 from fsdp_doctor.load.targets import (
-    comparison_of,
-    loaded_model,
-    plan,
-    settle,
+    ModelPlace,
+    Target,
+    compare_groups,
+    describe_targets,
+    place_of,
+    replace_memory,
     targets_of,
-    write_other_memories,
+    transient_values,
 )
-from fsdp_doctor.load.together import Together, refused
-from fsdp_doctor.load.transient_buffers import TransientBuffers
-from fsdp_doctor.load.writing import LOAD_BUCKET_BYTES, Load, check_arguments
+
+# A small model's bucket is as large as the model. A bucket is divided among all ranks.
+LOAD_BUCKET_BYTES = 512 << 20
+_LEAST_BUCKET_BYTES = 1 << 20
 
 
 def load_full_tensors(
@@ -38,41 +51,41 @@ def load_full_tensors(
 ) -> LoadReport:
     """Fills the shards of a model, and its buffers, where they lie, from full tensors.
 
-    Every rank of the model's mesh must call it, with the same arguments but for the source, which rank 0 alone (the
-    first of the mesh) or every rank has. They agree on what is loaded before anything is written, and again at the
-    end; an error of one rank is a LoadError on all others, instead of a collective that stands still.
+    Every rank of the model's mesh must call it, with the same arguments except for the source, which either rank 0
+    alone (the first of the mesh) or every rank has. They agree on what is loaded before anything is written, and again
+    at the end; an error of one rank is a LoadError on all others, instead of a collective that never ends.
 
     Nothing of the model is replaced: an optimizer that was made before holds the same parameters, tied ones stay tied,
-    each shard stays on its device, pinned or not, and in its dtype. What is on the meta device is given memory: a
-    shard on the CPU under CPUOffloadPolicy, else on the compute device. All has arrived when it returns.
+    each shard stays on its device, pinned or not, and in its dtype. Tensors on the meta device are given memory: on the
+    CPU for a shard under CPUOffloadPolicy, else on the compute device. Everything has arrived when it returns.
 
-    No rank holds a full model. Device memory in use beside the shards: two buckets on rank 0 where it alone has the
-    source, elsewhere what it gets of them; nothing where every rank has it, except a tensor that is cast or whose
-    shard is not contiguous. Host memory: 256 MiB at most that are pinned,
-    and 64 MiB for what does not lie in the source as the shards have it.
+    No rank holds a full model. Device memory beside the shards: two buckets on rank 0 if it alone has the source, and
+    on the others what they get of them; none if every rank has it, except for a tensor that is cast or whose shard is
+    not contiguous. Host memory: at most 256 MiB that are pinned, and 64 MiB for tensors that do not lie in the source
+    as the shards have them.
 
     model: under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not), under any
         offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.
-    source: by the names that the model had before it was wrapped (by FSDP1, activation checkpointing, torch.compile;
-        peft's names stay as they are), full tensors on any device: a mapping; an iterable of (name, tensor), of which
-        each tensor has been read when the next is asked for (a generator is closed at the end, also where it is
-        refused); a safetensors file, or a directory of such files with or without an index. Where every rank has it,
-        each reads its own rows only and nothing is communicated; where rank 0 alone has it, the others pass None or an
-        empty mapping. A tied tensor may come under any of its names, or several.
+    source: full tensors on any device by the names that the model had before it was wrapped (by FSDP1, activation
+        checkpointing, torch.compile; peft's names stay as they are): a mapping; an iterable of (name, tensor), which
+        may reuse the memory of a tensor when the next is asked for, and is closed at the end if it is a generator; a
+        safetensors file, or a directory of such files with or without an index. If every rank has it, each reads its
+        own rows only and nothing is communicated; if rank 0 alone has it, the others pass None or an empty mapping. A
+        tied tensor may come under any of its names, or several.
     strict: False to leave as it is what the source lacks, and to skip what the model does not have; the report names
         both. Shapes and dtypes must fit all the same.
-    dtype: ``keep`` a tensor of another dtype than the model's is an error; ``cast`` it is cast to the model's.
+    dtype: ``keep``: a tensor of another dtype than the model's is an error; ``cast``: it is cast to the model's.
     buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them.
     bucket_bytes: of device memory of one bucket.
 
-    Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, for other
-    shapes and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is
-    not sharded, tensors of which groups of ranks have others under one name (meshes of a part of the ranks, plain
+    Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, other shapes
+    and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is not
+    sharded, tensors that are different ones under one name on groups of ranks (meshes of some of the ranks, plain
     parameters whose values differ), ranks whose models or arguments differ, or whose files do in names, shapes,
-    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). What an iterator yields is known only as
-    it comes, and that a file was written to or replaced while it was read, only at the end: then the error says how
-    many tensors had been written. On a rank where something else is raised (OSError, what an iterator raises) it
-    stays what it is, and the others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
+    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). The items of an iterator are checked as
+    they come, and whether a file was written to or replaced meanwhile at the end: then the error says how many tensors
+    had been written. On a rank where something else is raised (OSError, what an iterator raises) it stays what it is,
+    and the others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
@@ -80,11 +93,11 @@ def load_full_tensors(
             stack.callback(source.close)
         if isinstance(source, Iterator):
             source = in_present_modes(source)
-        return _loaded(model, source, strict=strict, dtype=dtype, buffers=buffers, bucket_bytes=bucket_bytes)
+        return _load(model, source, strict=strict, dtype=dtype, buffers=buffers, bucket_bytes=bucket_bytes)
 
 
 @without_autograd
-def _loaded(
+def _load(
     model: nn.Module,
     source: TensorSource,
     *,
@@ -93,29 +106,151 @@ def _loaded(
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
 ) -> LoadReport:
-    with refused(model):
+    with before_agreement(model):
         if dtype not in get_args(DtypeRule):
             raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
         if buffers is not None and not isinstance(buffers, Mapping):
             raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
         check_arguments(model, bucket_bytes)
-        held = reader.read(model)
-        place = loaded_model(held)
-    together = Together(place.ranks)
-    with together.lasting(), contextlib.ExitStack() as stack:
-        targets = targets_of(held, place)
-        transient = TransientBuffers(held.transient_buffers, buffers or {}, place.device)
-        have = given(source, is_first=torch.distributed.get_rank() == place.first)
-        stack.callback(have.close)
+        contents = reader.read(model)
+        place = place_of(contents)
+    agreement = LoadAgreement(place.ranks)
+    with agreement.under_way(), contextlib.ExitStack() as stack:
+        targets = targets_of(contents, place)
+        transient = transient_values(contents.transient_buffers, buffers or {}, place.device)
+        opened = stack.enter_context(contextlib.closing(open_source(source, is_first=dist.get_rank() == place.first)))
         settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-        holders = together.begin(have, lambda: plan(targets, settings), comparison_of(held, place))
+        holders = agreement.begin(
+            opened, lambda: [settings, *describe_targets(targets)], compare_groups(contents, place)
+        )
+        matching = Matching(targets, strict=strict, dtype=dtype, holders=holders, conflicts=agreement.conflicts)
 
-        def begin() -> None:
-            settle(model, held, place.device)
-            for unit in held.fsdp2_units:
-                unit.follow_moved()
-            transient.fill()
+        def prepare_model() -> None:
+            settle(model, contents, place.device)
+            for fsdp2_unit in contents.fsdp2_units:
+                fsdp2_unit.follow_moved()
+            for buffer, value in transient:
+                if buffer.is_meta:
+                    replace_memory(buffer, value)
+                else:
+                    buffer.copy_(value)
 
-        report = Load(place, targets, together, bucket_bytes).run(have, holders, Rules(strict, dtype), begin)
-        write_other_memories(held)
+        report = fill_targets(place, targets, opened, holders, matching, agreement, bucket_bytes, prepare_model)
+        for unit in contents.fsdp1_units:
+            # Where FSDP1 has the shard on another device, too: a forward under mixed precision reads it there, and the
+            # next reshard returns to it.
+            loaded, *others = unit.memories
+            for other in others:
+                other.copy_(loaded)
         return report
+
+
+def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
+    """Raises TypeError, ValueError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(bucket_bytes, int):
+        raise TypeError(f"bucket_bytes must be a whole number, not {type(bucket_bytes).__name__}")
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+
+
+def settle(model: nn.Module, contents: HeldModel, device: torch.device) -> None:
+    """Waits for copies from and to the shards, on any stream, and frees what is unsharded.
+
+    What a forward without a backward left unsharded would be used again, with the values from before the load.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for unit in contents.fsdp1_units:
+        unit.reshard()
+        unit.unite_memories()
+
+
+def fill_targets(
+    place: ModelPlace,
+    targets: Sequence[Target],
+    source: Source,
+    holders: Holders,
+    matching: Matching,
+    agreement: LoadAgreement,
+    bucket_bytes: int,
+    prepare_model: Callable[[], None] = lambda: None,
+) -> LoadReport:
+    """Matches the source with the targets, reads it, and writes each rank's parts.
+
+    prepare_model: called before the first write, when all ranks have found that they can write.
+    """
+    if holders == "first" and place.partial:
+        raise LoadError(
+            f"{some(place.partial)}: sharded over some of the model's ranks, on a mesh that is no submesh of one of "
+            "all, so that rank 0 does not know which rank has which part: give every rank the source"
+        )
+    if source.kind in ("mapping", "files"):
+        matching.add_all(source.tensors)
+    streams = Streams(place.device)
+    with contextlib.closing(HostCopies(streams)) as copies:
+        values = _values(source, matching, agreement, copies)
+        if holders == "first":
+            full_bytes = sum(target.shape.numel() * target.dtype.itemsize for target in targets)
+            bucket_bytes = min(bucket_bytes, max(full_bytes, _LEAST_BUCKET_BYTES))
+            if place.known_group is None:
+                # One is about to be made, for which each rank waits for all others.
+                agreement.agree()
+            buckets = FromFirstRank(place, targets, bucket_bytes, agreement.agree, copies, streams)
+            buckets.prepare()
+            agreement.agree()
+            prepare_model()
+            with contextlib.closing(buckets):
+                if dist.get_rank() != place.first:
+                    return msgspec.json.decode(buckets.receive(agreement.count_written), type=LoadReport)
+                buckets.send(values)
+                copies.finish()
+                source.check_unchanged()
+                report = _report(matching, agreement)
+                agreement.agree(msgspec.json.encode(report).decode())
+                return report
+        agreement.agree()
+        prepare_model()
+        own_parts = OwnParts(copies, streams)
+        for index, value in values:
+            own_parts.write(targets[index], value)
+        own_parts.finish()
+        source.check_unchanged()
+        agreement.agree()
+        return _report(matching, agreement)
+
+
+def _values(
+    source: Source, matching: Matching, agreement: LoadAgreement, copies: HostCopies
+) -> Iterator[tuple[int, Value]]:
+    """(index of a target, full tensor), each target once."""
+    if source.kind == "iterator":
+        for name, value in source.read_items():
+            index = matching.add(name, value)
+            if index is not None:
+                yield index, value
+                agreement.count_written(1)
+                # The iterator may fill the same memory again.
+                copies.finish()
+        matching.check_complete()
+        return
+    names = [(index, matching.names[index][0]) for index in sorted(matching.names)]
+    if source.kind == "files":
+        # Each file is read from its beginning to its end.
+        begins = {name: (str(tensor.file.path), tensor.begin) for name, tensor in source.file_tensors.items()}
+        names.sort(key=lambda pair: begins[pair[1]])
+    for index, name in names:
+        yield index, source.tensors[name]
+        agreement.count_written(1)
+        if source.makes_values:
+            copies.finish()
+
+
+def _report(matching: Matching, agreement: LoadAgreement) -> LoadReport:
+    return LoadReport(
+        loaded=agreement.num_written, missing=tuple(matching.missing()), superfluous=tuple(matching.superfluous)
+    )

@@ -1,4 +1,4 @@
-"""How a tensor is divided over the ranks, and by which way each rank's part comes to it from rank 0."""
+"""How tensors are divided over the ranks, and which ranks get their parts from which."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from fsdp_doctor.load.outcome import LoadError
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same part.
-
-    group: None for all that the model is on. source: the one that has it first, from which the others get it.
-    """
+    """Ranks that hold the same part. group: None for all ranks of the model. source: the rank that gets it first."""
 
     group: dist.ProcessGroup | None
     source: int
@@ -32,8 +29,8 @@ class Replicas:
 class Layout(ABC):
     """How one tensor, or many of one kind, are divided.
 
-    owners: the ranks that get their parts from rank 0 itself, as far as this rank is one of them or is rank 0.
-    replicas: the groups, one after the other, in which the parts are then passed on.
+    owners: the ranks that get their parts from rank 0 directly; on a rank that is neither one of them nor rank 0, maybe
+    others. replicas: the groups in which the parts are then passed on, one group after the other.
     """
 
     owners: tuple[int, ...]
@@ -41,33 +38,33 @@ class Layout(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """In words: alike on every rank."""
+        """A description that is the same on every rank."""
 
     @abstractmethod
     def part(self, shape: torch.Size, rank: int) -> HeldPart:
-        """What a rank holds of a tensor of that shape, as ``arranged`` has it."""
+        """The part that a rank holds of a tensor of that shape, in the order of ``arranged``."""
 
     def arranged(self, full: torch.Tensor) -> torch.Tensor:
-        """The full tensor in the order in which it is divided: a view."""
+        """A view of the full tensor in the order in which it is divided."""
         return full
 
     def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
-        """What the part has of the flattened tensor; None where rows are not in order."""
-        return [some for some in part.stretches(shape) if some.length and some.rows]
+        """The part's elements in the flattened tensor; None if its rows are not in the tensor's order."""
+        return [stretch for stretch in part.stretches(shape) if stretch.length and stretch.rows]
 
 
 class OnMesh(Layout):
-    """A DTensor's. Raises LoadError for a mesh on which torch's own parts do not agree who has which shard."""
+    """A DTensor's. Raises LoadError for a mesh on which FSDP2 and DTensor disagree about which rank has which shard."""
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         self._ranks = mesh.mesh
-        if any(not _ascend(self._ranks, dim) for dim, one in enumerate(placements) if not isinstance(one, Replicate)):
+        if any(not _ascend(self._ranks, dim) for dim, p in enumerate(placements) if not isinstance(p, Replicate)):
             raise LoadError(
                 f"the mesh {self._ranks.tolist()} has its ranks in another order than their process group, by which "
                 "FSDP2 divides, while DTensor divides by the mesh: give it ranks in ascending order"
             )
         self._placements = tuple(placements)
-        self._known: dict[tuple[torch.Size, int], HeldPart] = {}
+        self._parts: dict[tuple[torch.Size, int], HeldPart] = {}
         self._stretches: dict[tuple[torch.Size, HeldPart], list[Stretches] | None] = {}
         copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
         firsts = tuple(slice(1) if dim in copied else slice(None) for dim in range(mesh.ndim))
@@ -84,9 +81,9 @@ class OnMesh(Layout):
 
     def part(self, shape: torch.Size, rank: int) -> HeldPart:
         key = shape, rank
-        if key not in self._known:
-            self._known[key] = held_part(rank, shape, self._ranks, self._placements)
-        return self._known[key]
+        if key not in self._parts:
+            self._parts[key] = held_part(rank, shape, self._ranks, self._placements)
+        return self._parts[key]
 
     def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
         key = shape, part
@@ -96,7 +93,7 @@ class OnMesh(Layout):
 
 
 class Whole(Layout):
-    """Of a tensor that every rank has: a buffer, or a parameter that is not sharded."""
+    """The layout of a tensor that every rank has: a buffer, or a parameter that is not sharded."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.owners = ranks[:1]
@@ -110,10 +107,7 @@ class Whole(Layout):
 
 
 class Layouts:
-    """Of all tensors of a model that are in no flat parameter: it has few layouts, and a mesh is slow to ask.
-
-    meshes: of the model, those that have all of its ranks.
-    """
+    """Makes each layout of a model once: it has few, and reading a mesh is slow. meshes: those of all ranks."""
 
     def __init__(self, ranks: tuple[int, ...], meshes: Sequence[DeviceMesh]) -> None:
         self._whole = Whole(ranks)
@@ -131,13 +125,15 @@ class Layouts:
 
 
 class ShardsOfUnit:
-    """How the flat parameter of one FSDP1 unit is divided. length: of each shard. own: which this rank has."""
+    """How the flat parameter of one FSDP1 unit is divided.
+
+    length: of each shard. places: by rank, the index of its shard.
+    """
 
     def __init__(self, unit: Fsdp1Unit, first: int) -> None:
         self.length = unit.shard.numel()
         ranks = tuple(dist.get_process_group_ranks(unit.group))
         self.places = {rank: place if unit.is_sharded else 0 for place, rank in enumerate(ranks)}
-        self.own = self.places[dist.get_rank()]
         self.owners = () if first not in ranks else ranks if unit.is_sharded else (first,)
         copied = unit.replica_group or (None if unit.is_sharded else unit.group)
         self.replicas: tuple[Replicas, ...] = ()
@@ -146,9 +142,9 @@ class ShardsOfUnit:
 
 
 class InFlatParameter(Layout):
-    """Of one parameter in an FSDP1 unit: each rank holds a range of it, in the order in which its memory lies.
+    """The layout of one parameter in an FSDP1 unit: each rank holds a range of it, in the order of its memory.
 
-    offset: where it begins in the flat parameter. stride: of the full tensor.
+    offset: of its first element in the flat parameter. stride: of the full tensor.
     """
 
     def __init__(self, shards: ShardsOfUnit, offset: int, stride: tuple[int, ...]) -> None:
@@ -164,10 +160,11 @@ class InFlatParameter(Layout):
         return HeldPart(((range(min(max(begin, 0), numel), min(max(begin + length, 0), numel)),),))
 
     def place(self, shape: torch.Size) -> Slices:
-        """Where this rank's part lies in its shard."""
-        (own,) = self.part(shape, dist.get_rank()).runs[0]
-        begin = own.start + self._offset - self._shards.own * self._shards.length if len(own) else 0
-        return (slice(begin, begin + len(own)),)
+        """The slices of this rank's shard that are its part."""
+        rank = dist.get_rank()
+        (run,) = self.part(shape, rank).runs[0]
+        begin = run.start + self._offset - self._shards.places[rank] * self._shards.length if len(run) else 0
+        return (slice(begin, begin + len(run)),)
 
     def arranged(self, full: torch.Tensor) -> torch.Tensor:
         order = sorted(range(full.ndim), key=lambda dim: -self._stride[dim])
@@ -186,10 +183,9 @@ def _ascend(ranks: torch.Tensor, dim: int) -> bool:
 def over_all_ranks(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """The same division over one of ``meshes``: the one that it is over already, or one of which that is a submesh.
+    """The same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh; None if none is.
 
-    Over the dims that the submesh lacks it is replicated: each of its neighbours there has a submesh with the same
-    shards. None where it is over no part of any of them.
+    It is replicated over the dims that the submesh lacks: each neighbour along them has a submesh with the same shards.
     """
     for whole in meshes:
         here = whole.get_coordinate() or [0] * whole.ndim

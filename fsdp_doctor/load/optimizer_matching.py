@@ -1,70 +1,267 @@
-"""The parameters that an optimizer has against those that a checkpoint has, and their param groups."""
+"""What a checkpoint has of an optimizer's state, what the optimizer has, and whether the two fit."""
 
 from __future__ import annotations
 
+import base64
 import collections
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import some
-from fsdp_doctor.load.optimizer_checkpoint import ScalarEntry, StateOutline, TensorEntry, entry_name
-from fsdp_doctor.load.optimizer_parameters import Optimized, Stretch
+from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
+from fsdp_doctor.fsdp.shards import Slices
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit
 from fsdp_doctor.load.outcome import LoadError
+from fsdp_doctor.load.source import check_value
+from fsdp_doctor.load.targets import ModelPlace, home_of
 
 StateDtypeRule = Literal["keep", "cast", "source"]
 
-# How an optimizer computes, which is the run's own affair, and no part of what it has learned.
+# Types of a single value in a parameter's state; torch's own optimizers have numbers only.
+_SINGLE = (numbers.Number, str, NoneType)
+_FORMAT = "the source must be what get_optimizer_state_dict(..., full_state_dict=True) returns"
+# Options that say how an optimizer computes: they belong to the run, and not to what the optimizer has learned.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+# Options that most optimizers have, so that they do not tell one from another.
+_COMMON = ("lr", "weight_decay", "maximize")
+# Options on which no optimizer's choice of state depends.
+_SCHEDULED = ("initial_lr", *_COMMON)
 
 
-# Of a scheduler, or of most optimizers: they tell none from another.
-_OF_ANY = ("lr", "weight_decay", "maximize")
-# What no optimizer makes other state for.
-_SCHEDULED = ("initial_lr", *_OF_ANY)
+@dataclass(frozen=True)
+class TensorEntry:
+    """An entry of a parameter's state that is a tensor with a value for each element of the parameter."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-def check_kind(outline: StateOutline, defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises LoadError for the state of another optimizer, of which the options of the param groups tell.
+@dataclass(frozen=True)
+class ScalarEntry:
+    """An entry of a parameter's state with one value, such as a step. dtype: None unless a tensor holds the value."""
 
-    defaults, groups: of the optimizer. Versions of one differ in an option or two; another one lacks most of the
-    options, and has some that this one does not have.
+    value: Any
+    dtype: torch.dtype | None
+
+
+Entries: TypeAlias = dict[str, TensorEntry | ScalarEntry]
+
+
+@dataclass
+class StateOutline:
+    """A full optimizer state without the values of its tensors, which all ranks have to know.
+
+    entries: by parameter and by key. groups: the options of each, and the names of its parameters under ``params``.
     """
-    own = set(defaults) - {*_IMPLEMENTATION, *_OF_ANY}
-    known = own | {key for group in groups for key in group}
+
+    entries: dict[str, Entries] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def describe(self) -> list[str]:
+        """Lines that are the same for outlines that are alike."""
+        lines = [
+            f"{entry_name(key, name)}: {e}" for name, entries in self.entries.items() for key, e in entries.items()
+        ]
+        for index, group in enumerate(self.groups):
+            lines += [f"{name} in param group {index}" for name in group["params"]]
+            lines += [f"param group {index} with {key} = {group[key]!r}" for key in group if key != "params"]
+        return sorted(lines)
+
+    def to_word(self) -> str:
+        return base64.b85encode(pickle.dumps(self)).decode()
+
+    @staticmethod
+    def from_word(word: str) -> StateOutline:
+        """Unpickles the word of rank 0 of this process group."""
+        outline: StateOutline = pickle.loads(base64.b85decode(word))
+        return outline
+
+
+def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
+    """The outline of a full state, and its tensors by ``entry_name``. Raises LoadError, TypeError."""
+    if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):
+        raise TypeError(f"{_FORMAT}, with state and param_groups")
+    groups = source["param_groups"]
+    are_groups = isinstance(groups, Sequence) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
+    )
+    if not isinstance(source["state"], Mapping) or not are_groups:
+        raise TypeError(f"{_FORMAT}: its state must be a mapping, and its param_groups a list of mappings with params")
+    outline, tensors = StateOutline(), {}
+    for name, values in source["state"].items():
+        if not isinstance(name, str) or not isinstance(values, Mapping):
+            raise LoadError(f"{_FORMAT}: its state has {name!r} where a parameter's name is expected")
+        entries: Entries = outline.entries.setdefault(name, {})
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                check_value(entry_name(key, name), value)
+                if value.ndim:
+                    tensors[entry_name(key, name)] = value
+                    entries[key] = TensorEntry(value.shape, value.dtype)
+                else:
+                    entries[key] = ScalarEntry(value.item(), value.dtype)
+            elif isinstance(value, _SINGLE):
+                entries[key] = ScalarEntry(value, None)
+            else:
+                raise LoadError(
+                    f"{entry_name(key, name)} is a {type(value).__name__} in the source: state is tensors and numbers"
+                )
+    for group in groups:
+        if not all(isinstance(name, str) for name in group["params"]):
+            raise LoadError(f"{_FORMAT}: its param_groups have indices where parameters' names are expected")
+        outline.groups.append({k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in group.items()})
+    listed = collections.Counter(name for group in outline.groups for name in group["params"])
+    if twice := [name for name, count in listed.items() if count > 1]:
+        raise LoadError(f"the source has {some(twice)} in two param groups")
+    return outline, tensors
+
+
+def entry_name(key: str, name: str) -> str:
+    return f"{key} of {name}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterPart:
+    """One parameter of the model in a parameter of the optimizer.
+
+    shape: of the full one. slices: this rank's part of it in the optimizer's flat parameter; None for all of it.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    layout: Layout
+    slices: Slices | None = None
+
+    def part_of(self, state: torch.Tensor) -> torch.Tensor:
+        """A view of this one's elements in a tensor like the optimizer's parameter."""
+        local = private.local_tensor(state)
+        if self.slices is not None:
+            return local[self.slices]
+        if not isinstance(self.layout, InFlatParameter):
+            return local
+        return self.layout.arranged(local) if local.shape == self.shape else local.view(-1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerParameter:
+    """One parameter of an optimizer: a parameter of the model, a part of one, or a flat parameter of several.
+
+    group: the index of its param group. home: where it lies in a training step.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    home: torch.device
+    parts: tuple[ParameterPart, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The first name of each part."""
+        return [part.names[0] for part in self.parts]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer makes state for it on this rank: FSDP1's makes none for an empty part."""
+        return isinstance(self.parameter, DTensor) or self.parameter.numel() > 0
+
+
+def parameters_of(contents: HeldModel, place: ModelPlace, optimizer: torch.optim.Optimizer) -> list[OptimizerParameter]:
+    """Raises LoadError for a parameter that the model does not have."""
+    known = {id(parameter): (home, parts) for parameter, home, parts in _trainable(contents, place)}
+    parameters = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise LoadError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: "
+                    "make it after the model was sharded, or loaded with assign=True"
+                )
+            home, parts = known[id(parameter)]
+            parameters.append(OptimizerParameter(parameter=parameter, group=index, home=home, parts=parts))
+    return parameters
+
+
+def _trainable(
+    contents: HeldModel, place: ModelPlace
+) -> Iterator[tuple[torch.Tensor, torch.device, tuple[ParameterPart, ...]]]:
+    """(parameter, where it lies in training, its parts) of all that an optimizer may have."""
+    layouts = Layouts(place.ranks, place.meshes)
+    for unit in contents.fsdp1_units:
+        home = torch.device("cpu") if unit.offloads else unit.compute_device
+        for tensor, unit_parts in _trainable_of_unit(unit, place):
+            yield tensor, home, unit_parts
+    for parameter in contents.parameters:
+        if private.local_tensor(parameter.tensor).is_meta:
+            raise LoadError(f"{parameter.names[0]} is on the meta device: load the model first")
+        part = ParameterPart(names=parameter.names, shape=parameter.tensor.shape, layout=layouts.of(parameter.tensor))
+        yield parameter.tensor, home_of(parameter, place.device), (part,)
+
+
+def _trainable_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[tuple[nn.Parameter, tuple[ParameterPart, ...]]]:
+    shards = ShardsOfUnit(unit, place.first)
+    pieces = [
+        (names, piece.shape, InFlatParameter(shards, piece.offset, piece.stride))
+        for names, piece in zip(unit.names, unit.layout(), strict=True)
+    ]
+    yield (
+        unit.flat_parameter,
+        tuple(
+            ParameterPart(names=names, shape=shape, layout=layout, slices=layout.place(shape))
+            for names, shape, layout in pieces
+        ),
+    )
+    for original, (names, shape, layout) in zip(unit.originals, pieces, strict=False):
+        yield original, (ParameterPart(names=names, shape=shape, layout=layout),)
+
+
+def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
+    """Raises LoadError for the state of another kind of optimizer, which the options of the param groups tell.
+
+    Versions of one optimizer differ in an option or two; another one lacks most of the options and has other ones.
+    """
+    options = set(optimizer.defaults) - {*_IMPLEMENTATION, *_COMMON}
+    known = options | {key for group in optimizer.param_groups for key in group}
     for group in outline.groups:
-        lacking, strange = own - set(group), set(group) - known - set(_OF_ANY)
-        if strange and 2 * len(lacking) > len(own):
+        lacking, unknown = options - set(group), set(group) - known - set(_COMMON)
+        if unknown and 2 * len(lacking) > len(options):
             raise LoadError(
-                f"the source is the state of another optimizer: its param groups have {some(sorted(strange))}, and not "
+                f"the source is the state of another optimizer: its param groups have {some(sorted(unknown))}, and not "
                 f"{some(sorted(lacking))}"
             )
 
 
 class StateMatching:
-    """found: of each parameter with state, its entries. stateless: those that never had a gradient.
+    """The entries of a checkpoint for each parameter of an optimizer.
 
-    options: of the param groups, by their index. missing, superfluous, without_state: as in a LoadReport; raises
-    LoadError where they are not allowed, and for what does not fit.
+    entries: (parameter, its entries by key), in the dtypes in which they are loaded. stateless: parameters for which
+    the checkpoint has no state. options: of the param groups, by their index. missing, superfluous, without_state: as
+    in a LoadReport. Raises LoadError for what does not fit, and for missing and superfluous ones if ``strict``.
     """
 
     def __init__(
-        self, parameters: Sequence[Optimized], outline: StateOutline, *, strict: bool, dtype: StateDtypeRule
+        self, parameters: Sequence[OptimizerParameter], outline: StateOutline, *, strict: bool, dtype: StateDtypeRule
     ) -> None:
         self._outline = outline
         self._dtype = dtype
         self._group_of = {name: index for index, group in enumerate(outline.groups) for name in group["params"]}
-        self.found: list[tuple[Optimized, dict[str, TensorEntry | ScalarEntry]]] = []
-        self.stateless: list[Optimized] = []
+        self.entries: list[tuple[OptimizerParameter, Entries]] = []
+        self.stateless: list[OptimizerParameter] = []
         self.missing: list[str] = []
-        self.without_state: list[str] = []
-        for one in parameters:
-            self._match(one)
-        known = {name for one in parameters for stretch in one.stretches for name in stretch.names}
-        self.superfluous = [name for name in self._outline.entries if name not in known]
+        for parameter in parameters:
+            self._match(parameter)
+        self.without_state = [name for parameter in self.stateless for name in parameter.names]
+        known = {name for parameter in parameters for part in parameter.parts for name in part.names}
+        self.superfluous = [name for name in outline.entries if name not in known]
         if strict and self.missing:
             raise LoadError(f"the source lacks {len(self.missing)} of the optimizer's parameters: {some(self.missing)}")
         if strict and self.superfluous:
@@ -77,92 +274,80 @@ class StateMatching:
             raise LoadError(
                 f"the source has {len(ungrouped)} parameters with state in none of its param groups: {some(ungrouped)}"
             )
-        self.options = self._options(parameters)
-        self._check_alike()
+        self.options = self._match_groups(parameters)
+        self._check_groups_are_alike()
 
-    def check_against(
-        self, state: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Raises LoadError for what has other keys, or values of another kind, than the optimizer has for it.
+    def check_against(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises LoadError for entries of other keys or kinds than an optimizer with the same options has now."""
+        for parameter, entries in self.entries:
+            state = optimizer.state.get(parameter.parameter, {})
+            kinds = {key: _kind_of_value(value, parameter) for key, value in state.items()}
+            group = optimizer.param_groups[parameter.group]
+            options = self.options.get(parameter.group, {})
+            if kinds and all(group.get(key, v) == v for key, v in options.items() if key not in _SCHEDULED):
+                _check_kinds(parameter, entries, kinds, "and the optimizer has")
 
-        state, groups: of the optimizer. With other options it may need other keys.
-        """
-        for one, entries in self.found:
-            own = {key: _kind_of_value(value, one) for key, value in state.get(one.parameter, {}).items()}
-            options = self.options.get(one.group, {})
-            if own and all(groups[one.group].get(key, v) == v for key, v in options.items() if key not in _SCHEDULED):
-                _check_kinds(one, entries, own, "and the optimizer has")
-
-    def _check_alike(self) -> None:
-        """An optimizer makes the same state for all parameters of a group."""
-        kinds: dict[int, collections.Counter[tuple[tuple[str, str], ...]]] = collections.defaultdict(
-            collections.Counter
-        )
-        for one, entries in self.found:
-            kinds[one.group][tuple((key, _kind(entry, one)) for key, entry in sorted(entries.items()))] += 1
-        for one, entries in self.found:
-            ((most, _),) = kinds[one.group].most_common(1)
-            _check_kinds(one, entries, dict(most), "and most parameters of its group have")
-        for one in self.stateless:
-            # Of one that never had a gradient there is no entry.
-            if kinds[one.group] and self._outline.entries.keys() & set(map(self._name, one.stretches)):
-                raise LoadError(f"{one.names[0]} has an empty state in the source, and others of its group have not")
-
-    def _match(self, one: Optimized) -> None:
-        named = [self._name(stretch) for stretch in one.stretches]
-        if not any(named):
-            if one.parameter.requires_grad:
-                self.missing += one.names
+    def _match(self, parameter: OptimizerParameter) -> None:
+        names = [self._name_in_source(part) for part in parameter.parts]
+        if not any(names):
+            if parameter.parameter.requires_grad:
+                self.missing += parameter.names
             return
-        entries = [self._outline.entries.get(name, {}) if name else {} for name in named]
-        if not any(entries):
-            self.stateless.append(one)
-            self.without_state += one.names
+        of_parts = [self._outline.entries.get(name, {}) if name else {} for name in names]
+        if not any(of_parts):
+            self.stateless.append(parameter)
             return
-        for stretch, name, own in zip(one.stretches, named, entries, strict=True):
-            _check_shapes(stretch, name, own)
-            if difference := _difference(entries[0], own):
+        for part, name, entries in zip(parameter.parts, names, of_parts, strict=True):
+            for key, entry in entries.items():
+                if isinstance(entry, TensorEntry) and entry.shape != part.shape:
+                    raise LoadError(
+                        f"{entry_name(key, name)} has the shape {list(entry.shape)} in the source, and the parameter "
+                        f"has {list(part.shape)}"
+                    )
+            if key := _differing_key(of_parts[0], entries):
                 raise LoadError(
-                    f"{one.names[0]} and {stretch.names[0]} lie in one flat parameter, and the source has {difference} "
-                    "of them that differ"
+                    f"{parameter.names[0]} and {part.names[0]} lie in one flat parameter, and {key} of them differs in "
+                    "the source"
                 )
-        self.found.append((one, {key: self._in_dtype(one, key, entry) for key, entry in entries[0].items()}))
+        self.entries.append((parameter, {key: self._cast(parameter, key, e) for key, e in of_parts[0].items()}))
 
-    def _in_dtype(self, one: Optimized, key: str, entry: TensorEntry | ScalarEntry) -> TensorEntry | ScalarEntry:
-        """As the optimizer is to have it."""
-        own = one.parameter.dtype
-        if not isinstance(entry, TensorEntry) or entry.dtype == own or not entry.dtype.is_floating_point:
+    def _cast(
+        self, parameter: OptimizerParameter, key: str, entry: TensorEntry | ScalarEntry
+    ) -> TensorEntry | ScalarEntry:
+        dtype = parameter.parameter.dtype
+        if not isinstance(entry, TensorEntry) or entry.dtype == dtype or not entry.dtype.is_floating_point:
             return entry
         match self._dtype:
             case "keep":
                 raise LoadError(
-                    f"{entry_name(key, one.names[0])} is {entry.dtype} in the source, and the parameter is {own}: "
-                    "torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' takes it as it is"
+                    f"{entry_name(key, parameter.names[0])} is {entry.dtype} in the source, and the parameter is "
+                    f"{dtype}: torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' loads "
+                    "it as it is"
                 )
             case "cast":
-                return TensorEntry(entry.shape, own)
+                return TensorEntry(entry.shape, dtype)
             case "source":
                 return entry
             case _:
                 assert_never(self._dtype)
 
-    def _name(self, stretch: Stretch) -> str:
-        """The one that the source has; empty for none."""
-        have = [name for name in stretch.names if name in self._outline.entries]
-        listed = [name for name in stretch.names if name in self._group_of]
-        return next(iter([*have, *listed]), "")
+    def _name_in_source(self, part: ParameterPart) -> str:
+        """The name with entries, else the one in a param group; empty if there is none."""
+        with_entries = (name for name in part.names if name in self._outline.entries)
+        listed = (name for name in part.names if name in self._group_of)
+        return next(with_entries, next(listed, ""))
 
-    def _options(self, parameters: Sequence[Optimized]) -> dict[int, dict[str, Any]]:
-        """Each group of the optimizer has parameters of one group of the checkpoint, and of no other."""
-        theirs: dict[int, tuple[int, str]] = {}
-        ours: dict[int, tuple[int, str]] = {}
-        for one in parameters:
-            for stretch in one.stretches:
-                other = next((self._group_of[name] for name in stretch.names if name in self._group_of), None)
-                if other is None:
+    def _match_groups(self, parameters: Sequence[OptimizerParameter]) -> dict[int, dict[str, Any]]:
+        """The checkpoint's options for each group of the optimizer: their groups must have the same parameters."""
+        by_ours: dict[int, tuple[int, str]] = {}
+        by_theirs: dict[int, tuple[int, str]] = {}
+        for parameter in parameters:
+            for part in parameter.parts:
+                theirs = next((self._group_of[name] for name in part.names if name in self._group_of), None)
+                if theirs is None:
                     continue
-                name = stretch.names[0]
-                for group, match, known in ((one.group, other, theirs), (other, one.group, ours)):
+                ours, name = parameter.group, part.names[0]
+                for group, match, known in ((ours, theirs, by_ours), (theirs, ours, by_theirs)):
                     expected, first = known.setdefault(group, (match, name))
                     if expected != match:
                         raise LoadError(
@@ -170,52 +355,57 @@ class StateMatching:
                             "the source, and in two of the other"
                         )
         return {
-            group: {key: v for key, v in self._outline.groups[other].items() if key not in _IMPLEMENTATION}
-            for group, (other, _) in theirs.items()
+            ours: {key: v for key, v in self._outline.groups[theirs].items() if key not in _IMPLEMENTATION}
+            for ours, (theirs, _) in by_ours.items()
         }
 
+    def _check_groups_are_alike(self) -> None:
+        """An optimizer makes the same state for all parameters of a group."""
+        counts: dict[int, collections.Counter[tuple[tuple[str, str], ...]]] = collections.defaultdict(
+            collections.Counter
+        )
+        for parameter, entries in self.entries:
+            counts[parameter.group][tuple((key, _kind(e, parameter)) for key, e in sorted(entries.items()))] += 1
+        for parameter, entries in self.entries:
+            ((most, _),) = counts[parameter.group].most_common(1)
+            _check_kinds(parameter, entries, dict(most), "and most parameters of its group have")
+        for parameter in self.stateless:
+            # A parameter that never had a gradient has no entries, not an empty dictionary.
+            has_entries = self._outline.entries.keys() & {self._name_in_source(part) for part in parameter.parts}
+            if counts[parameter.group] and has_entries:
+                raise LoadError(
+                    f"{parameter.names[0]} has an empty state in the source, unlike other parameters of its group"
+                )
 
-def _check_shapes(stretch: Stretch, name: str, entries: dict[str, TensorEntry | ScalarEntry]) -> None:
-    for key, entry in entries.items():
-        if isinstance(entry, TensorEntry) and entry.shape != stretch.shape:
-            raise LoadError(
-                f"{entry_name(key, name)} has the shape {list(entry.shape)} in the source, and the parameter has "
-                f"{list(stretch.shape)}"
-            )
 
-
-def _kind(entry: TensorEntry | ScalarEntry, one: Optimized) -> str:
-    """What ``_kind_of_value`` says of the value."""
-    if isinstance(entry, TensorEntry) or (entry.dtype is not None and not one.parameter.ndim):
+def _kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:
+    """As ``_kind_of_value`` says of the value."""
+    if isinstance(entry, TensorEntry) or (entry.dtype is not None and not parameter.parameter.ndim):
         return "a tensor"
     return "a number" if isinstance(entry.value, numbers.Number) else type(entry.value).__name__
 
 
-def _kind_of_value(value: Any, one: Optimized) -> str:
-    """Of a parameter's state. A number may be a tensor with one value."""
-    if isinstance(value, torch.Tensor) and (value.ndim or not one.parameter.ndim):
+def _kind_of_value(value: Any, parameter: OptimizerParameter) -> str:
+    """The kind of a value in an optimizer's state; a tensor with one value is a number."""
+    if isinstance(value, torch.Tensor) and (value.ndim or not parameter.parameter.ndim):
         return "a tensor"
     return "a number" if isinstance(value, numbers.Number | torch.Tensor) else type(value).__name__
 
 
-def _check_kinds(
-    one: Optimized, entries: Mapping[str, TensorEntry | ScalarEntry], expected: Mapping[str, str], who: str
-) -> None:
-    kinds = {key: _kind(entry, one) for key, entry in entries.items()}
+def _check_kinds(parameter: OptimizerParameter, entries: Entries, expected: Mapping[str, str], whose: str) -> None:
+    kinds = {key: _kind(entry, parameter) for key, entry in entries.items()}
     for key in {**expected, **kinds}:
         if kinds.get(key) != expected.get(key):
             raise LoadError(
-                f"{entry_name(key, one.names[0])} is {kinds.get(key, 'missing')} in the source, {who} "
+                f"{entry_name(key, parameter.names[0])} is {kinds.get(key, 'missing')} in the source, {whose} "
                 f"{expected.get(key, 'none')}: a step would fail, or begin anew"
             )
 
 
-def _difference(one: dict[str, TensorEntry | ScalarEntry], other: dict[str, TensorEntry | ScalarEntry]) -> str:
-    """A key that is not alike: tensors in their dtype, single values in all."""
-    for key in {**one, **other}:
-        left, right = (
-            (entry.dtype,) if isinstance(entry, TensorEntry) else entry for entry in (one.get(key), other.get(key))
-        )
+def _differing_key(entries: Entries, others: Entries) -> str:
+    """The first key of tensors that differ in their dtype or of single values that differ; empty if there is none."""
+    for key in {**entries, **others}:
+        left, right = (e.dtype if isinstance(e, TensorEntry) else e for e in (entries.get(key), others.get(key)))
         if left != right:
             return key
     return ""

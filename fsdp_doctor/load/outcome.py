@@ -1,4 +1,4 @@
-"""What a load ends with: an account of it, or an error that all ranks have."""
+"""The result of a load: a report, or an error that every rank raises."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class LoadError(RuntimeError):
 class LoadReport:
     """The same on every rank.
 
-    loaded: how many tensors were written. missing: names, as the model has them, of what the source did not have and
-    what is as it was. superfluous: names that the source had and the model does not have. without_state: the
-    parameters for which an optimizer's checkpoint has no state, because they never had a gradient.
+    loaded: how many tensors were written.
+    missing: the model's names of tensors that the source does not have; they are unchanged.
+    superfluous: names in the source that the model does not have.
+    without_state: parameters for which an optimizer's checkpoint has no state, because they never had a gradient.
     """
 
     loaded: int

@@ -1,6 +1,6 @@
-"""Safetensors files: their headers, checked, and any range of their tensors.
+"""Safetensors files: validated headers, the index of a checkpoint of several files, and any range of their bytes.
 
-Read with pread, not through a map of the file: a page of a map that has gone with the file's end ends the process.
+Files are read with pread and not mapped: to touch a mapped page behind the end of a truncated file kills the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fsdp_doctor.errors import some
-from fsdp_doctor.load.checkpoint_index import read_index
 from fsdp_doctor.load.outcome import LoadError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -44,24 +43,27 @@ DTYPES: dict[str, torch.dtype] = {
 }
 if hasattr(torch, "float8_e8m0fnu"):  # From torch 2.7 on.
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
-# As the safetensors package has it.
+# The limit of the safetensors package.
 _LONGEST_HEADER = 100_000_000
 _LENGTH_BYTES = 8
 
 
 class SafetensorsFile:
-    """One open file. Raises LoadError if it is none, or a part of it is missing; OSError if it cannot be read."""
+    """One open file and its tensors by name.
+
+    Raises LoadError for another kind of file and for a truncated one, OSError if it cannot be read.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        # What is no file, such as a pipe, might never be opened.
+        # To open a pipe without O_NONBLOCK might wait forever.
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            opened = os.fstat(self._fd)
-            if not stat.S_ISREG(opened.st_mode):
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise LoadError(f"{path} is no file")
-            self._version = _version_of(opened)
-            self.tensors = self._read_header()
+            self._version = _version_of(status)
+            self.tensors = self._read_header(status.st_size)
         except BaseException:
             self.close()
             raise
@@ -72,7 +74,7 @@ class SafetensorsFile:
             self._fd = -1
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Bytes from ``offset`` of the file on, as many as there is room for. Any thread may call it."""
+        """Fills ``into`` with the bytes of the file from ``offset`` on. Any thread may call it."""
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
@@ -80,21 +82,20 @@ class SafetensorsFile:
             offset, into = offset + count, into[count:]
 
     def check_unchanged(self) -> None:
-        """Raises LoadError where the file was written to, or another put in its place, since it was opened.
+        """Raises LoadError if the file was written to or replaced since it was opened.
 
-        Where it was removed, all that was read is still of the one file.
+        A file that was removed is fine: all that was read is still of one version.
         """
-        found = [os.fstat(self._fd)]
+        states = [os.fstat(self._fd)]
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.stat(self.path))
-        if any(_version_of(one) != self._version for one in found):
+            states.append(os.stat(self.path))
+        if any(_version_of(state) != self._version for state in states):
             raise LoadError(
-                f"{self.path} has changed while it was read, so that what was loaded may be of two checkpoints: load "
-                "again when nothing writes to it"
+                f"{self.path} has changed while it was read, so what was loaded may be a mixture of two checkpoints: "
+                "load again when nothing writes to it"
             )
 
-    def _read_header(self) -> dict[str, FileTensor]:
-        size = os.fstat(self._fd).st_size
+    def _read_header(self, size: int) -> dict[str, FileTensor]:
         if size < _LENGTH_BYTES:
             raise LoadError(f"{self.path} is no safetensors file: it has {size} bytes")
         length = int.from_bytes(os.pread(self._fd, _LENGTH_BYTES, 0), "little")
@@ -106,34 +107,28 @@ class SafetensorsFile:
         data = bytearray(length)
         self.read(_LENGTH_BYTES, memoryview(data))
         try:
-            header = json.loads(data, object_pairs_hook=self._without_duplicates)
+            header = json.loads(data, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError) as error:
             raise LoadError(f"{self.path} is no safetensors file: its header is no JSON ({error})") from None
         if not isinstance(header, dict):
             raise LoadError(f"{self.path} is no safetensors file: its header is no JSON object")
         header.pop("__metadata__", None)
-        tensors = {name: self._tensor(name, about, begin, size) for name, about in header.items()}
-        in_order = sorted((one.begin, one.end, name) for name, one in tensors.items())
+        tensors = {name: self._tensor(name, entry, begin, size) for name, entry in header.items()}
+        in_order = sorted((tensor.begin, tensor.end, name) for name, tensor in tensors.items())
         for (_, end, name), (start, _, other) in itertools.pairwise(in_order):
             if start < end:
                 raise LoadError(f"{self.path}: {name} and {other} lie in the same bytes")
         return tensors
 
-    def _without_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise LoadError(f"{self.path} has a name twice in its header")
-        return found
-
-    def _tensor(self, name: str, about: Any, begin: int, size: int) -> FileTensor:
-        about = about if isinstance(about, dict) else {}
-        dtype, shape, offsets = about.get("dtype"), about.get("shape"), about.get("data_offsets")
+    def _tensor(self, name: str, entry: Any, begin: int, size: int) -> FileTensor:
+        entry = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise LoadError(f"{self.path}: {name} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
+            raise LoadError(f"{self.path}: {name} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
         if not _are_counts(shape):
-            raise LoadError(f"{self.path}: {name} has the shape {shape!r}, which is none")
+            raise LoadError(f"{self.path}: {name} has the shape {shape!r}, which is not a list of lengths")
         if not _are_counts(offsets) or len(offsets) != 2:
-            raise LoadError(f"{self.path}: {name} has the offsets {offsets!r}, which are none")
+            raise LoadError(f"{self.path}: {name} has the offsets {offsets!r}, which are not a first and a last byte")
         first, last = offsets
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         if last - first != nbytes:
@@ -145,7 +140,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A full tensor in a file. begin: the first of its bytes there."""
+    """A full tensor in a file. begin: the offset of its first byte."""
 
     file: SafetensorsFile
     begin: int
@@ -158,7 +153,7 @@ class FileTensor:
 
 
 def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
-    """One file, or all of a directory, or those of its index where it has one; what they hold, by name."""
+    """Opens a file, or the files of a directory (those of its index if it has one), and lists their tensors by name."""
     index: dict[str, str] = {}
     paths: Iterable[pathlib.Path] = [path]
     if path.is_dir():
@@ -168,34 +163,64 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
             raise LoadError(f"the index of {path} names files that are not there: {some(absent)}")
         if not paths:
             raise LoadError(f"{path} holds no safetensors file")
-    files: list[SafetensorsFile] = []
+    with contextlib.ExitStack() as on_error:
+        files = []
+        for each in paths:
+            files.append(SafetensorsFile(each))
+            on_error.callback(files[-1].close)
+        tensors = dict(_tensors_of(path, files, index))
+        on_error.pop_all()
+        return files, tensors
+
+
+def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
+    """The name of each tensor's file, as transformers writes it; empty without an index, and if there are several.
+
+    suffix: of the files, such as ``safetensors``. Raises LoadError if the index is malformed or names files outside of
+    the directory, OSError if it cannot be read.
+    """
+    indexes = sorted(directory.glob(f"*.{suffix}.index.json"))
+    if len(indexes) != 1:
+        return {}
+    # To read a pipe might wait forever.
+    if not indexes[0].is_file():
+        raise LoadError(f"{indexes[0]} is no file")
     try:
-        files += _opened(paths)
-        return files, _all_tensors(path, files, index)
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+        text = indexes[0].read_text(encoding="utf-8")
+        weight_map = json.loads(text, object_pairs_hook=_without_duplicates)["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LoadError(f"{indexes[0]} is no index of a checkpoint: {error!r}") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise LoadError(f"{indexes[0]} is no index of a checkpoint: its weight_map does not map names to files")
+    outside = {name for name in weight_map.values() if name in ("", "..") or pathlib.PurePath(name).name != name}
+    if outside:
+        raise LoadError(
+            f"{indexes[0]} names files outside of its directory: {some(sorted(name or repr(name) for name in outside))}"
+        )
+    return weight_map
 
 
-def _opened(paths: Iterable[pathlib.Path]) -> Iterator[SafetensorsFile]:
-    for path in paths:
-        yield SafetensorsFile(path)
-
-
-def _all_tensors(path: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]) -> dict[str, FileTensor]:
-    found: dict[str, FileTensor] = {}
+def _tensors_of(
+    path: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
+) -> Iterator[tuple[str, FileTensor]]:
+    file_of: dict[str, pathlib.Path] = {}
     for file in files:
-        of_index = {name for name, where in index.items() if where == file.path.name}
-        if lacking := sorted(of_index - set(file.tensors)):
+        names = {name for name, where in index.items() if where == file.path.name} if index else set(file.tensors)
+        if lacking := sorted(names - set(file.tensors)):
             raise LoadError(f"{file.path} does not hold what the index of {path} says: {some(lacking)}")
         for name, tensor in file.tensors.items():
-            if index and name not in of_index:
-                continue
-            if name in found:
-                raise LoadError(f"{name} is in {found[name].file.path} and in {file.path}")
-            found[name] = tensor
-    return found
+            if name in names:
+                if name in file_of:
+                    raise LoadError(f"{name} is in {file_of[name]} and in {file.path}")
+                file_of[name] = file.path
+                yield name, tensor
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("it has a name twice")
+    return entries
 
 
 def _version_of(file: os.stat_result) -> tuple[int, int, int, int]:

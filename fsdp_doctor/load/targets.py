@@ -1,17 +1,17 @@
-"""What a load fills: every tensor of the model, and where this rank's part of it lies."""
+"""The targets of a load: every tensor of a sharded model, where this rank's part of it is, and the model's ranks."""
 
 from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_doctor.errors import some
@@ -22,19 +22,19 @@ from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
 from fsdp_doctor.fsdp.shards import Slices
 from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks, over_all_ranks
-from fsdp_doctor.load.materialization import materialize
 from fsdp_doctor.load.outcome import LoadError
+from fsdp_doctor.load.source import check_value
 
-# Of a group that is made for loads: its collectives begin on all ranks at once.
-_PATIENCE = datetime.timedelta(minutes=5)
+# A group that is made for a load: all ranks come to its collectives at the same time.
+_GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Target:
-    """One tensor, each once.
+    """One tensor to be filled.
 
-    names: all of them, any of which the source may have. shape, dtype: of the full tensor. shard: this rank's part
-    where it lies, of as many elements as the layout gives it; a tensor on the meta device is given memory then.
+    names: all of its names, any of which the source may have. shape, dtype: of the full tensor. shard: returns this
+    rank's part where it lies, with as many elements as the layout says, and gives memory to one on the meta device.
     """
 
     names: tuple[str, ...]
@@ -45,13 +45,13 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """Where a model lies.
+class ModelPlace:
+    """The ranks and devices of a model.
 
-    ranks: those that take part, rank 0 first, which is the first of the model's mesh. known_group: one of all of them
-    that there is, None if it has to be made. device: where this rank communicates. meshes: those that have all of the
-    ranks. partial: the first names of the tensors of which rank 0 does not know who has what: they are sharded over a
-    part of the ranks, which is no submesh of one of all.
+    ranks: those that take part; the first of the model's mesh is rank 0 of the load. known_group: an existing group of
+    exactly these ranks, None if there is none. device: where this rank communicates. meshes: those of all ranks.
+    partial: names of tensors on meshes of some ranks that are no submesh of one of all, so that rank 0 does not know
+    how they are divided.
     """
 
     ranks: tuple[int, ...]
@@ -66,107 +66,129 @@ class LoadedModel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Where none is known, each rank waits here until all others have come, too."""
+        """Made where none is known: then each rank waits here for all others."""
         return self.known_group or _new_group(self.ranks, _world())
 
 
-def ranks_of(held: HeldModel) -> tuple[int, ...]:
-    """Those that the largest part of the model is on; none where nothing is sharded."""
-    return max(_ranks_of_parts(held), key=len, default=())
+def ranks_of(contents: HeldModel) -> tuple[int, ...]:
+    """The ranks of the largest part of the model; empty if nothing is sharded."""
+    return max(_ranks_of_parts(contents), key=len, default=())
 
 
-def loaded_model(held: HeldModel) -> LoadedModel:
-    """Raises LoadError for a model that is not sharded, or whose ranks cannot be told."""
-    if not held.fsdp1_units and not _meshes(held):
+def place_of(contents: HeldModel) -> ModelPlace:
+    """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
+    if not contents.fsdp1_units and not _meshes(contents):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
-    if held.stray_pieces:
-        raise LoadError(held.stray_sentence)
+    if contents.stray_pieces:
+        raise LoadError(contents.stray_sentence)
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
-    of_parts = _ranks_of_parts(held)
-    ranks = max(of_parts, key=len)
-    if strange := [some for some in of_parts if not set(some) <= set(ranks)]:
-        raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(strange[0])}: load them apart")
-    meshes = tuple(mesh for mesh in _meshes(held) if mesh.size() == len(ranks) and mesh_ranks(mesh)[0] == ranks[0])
-    device, known_group = _compute_device(held), _known_group(held, ranks)
+    ranks = ranks_of(contents)
+    if others := [part for part in _ranks_of_parts(contents) if not set(part) <= set(ranks)]:
+        raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(others[0])}: load them apart")
+    meshes = tuple(mesh for mesh in _meshes(contents) if mesh.size() == len(ranks) and mesh_ranks(mesh)[0] == ranks[0])
+    device, known_group = _compute_device(contents), _known_group(contents, ranks)
     if len(ranks) > 1 and not private.has_backend_for(known_group or _world(), device):
         raise LoadError(
             f"the model's process group has no backend for {device.type}: initialize it with one, as in "
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    return LoadedModel(
-        ranks=ranks, known_group=known_group, device=device, meshes=meshes, partial=_partial(held, ranks, meshes)
+    return ModelPlace(
+        ranks=ranks, known_group=known_group, device=device, meshes=meshes, partial=_partial(contents, ranks, meshes)
     )
 
 
 @without_garbage_collection
-def targets_of(held: HeldModel, model: LoadedModel) -> list[Target]:
-    """Every parameter and persistent buffer, in the order of the model, FSDP1's units first."""
-    if lost := held.unused(but_followed=True):
+def targets_of(contents: HeldModel, place: ModelPlace) -> list[Target]:
+    """Every parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
+    if unused := contents.unused(but_followed=True):
         raise LoadError(
-            f"FSDP2 does not compute with what the model has as {some(lost)}: another parameter was assigned after "
-            "the first forward, and the next one puts the former back. Copy values into the one that FSDP2 has instead"
+            f"FSDP2 does not compute with what the model has as {some(unused)}: another parameter was assigned after "
+            "the first forward, and the next forward puts the former one back. Copy values into the former one instead"
         )
-    layouts, rank = Layouts(model.ranks, model.meshes), dist.get_rank()
-    targets = [target for unit in held.fsdp1_units for target in _of_unit(unit, model)]
-    targets += [_of_tensor(tensor, layouts.of(tensor.tensor), rank, model.device) for tensor in held.tensors()]
+    layouts, rank = Layouts(place.ranks, place.meshes), dist.get_rank()
+    targets = [target for unit in contents.fsdp1_units for target in _targets_of_unit(unit, place)]
+    targets += [_target(tensor, layouts.of(tensor.tensor), rank, place.device) for tensor in contents.tensors()]
     return targets
 
 
-def plan(targets: Sequence[Target], settings: str) -> list[str]:
-    """A line for each target and one for the settings: what all ranks must have alike."""
-    return [settings, *(f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets)]
+def describe_targets(targets: Sequence[Target]) -> list[str]:
+    """A line for each: what all ranks must have alike."""
+    return [f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets]
 
 
-def comparison_of(held: HeldModel, model: LoadedModel) -> Comparison:
-    """Of what a load cannot write as it should; what are to be copies it makes alike."""
-    return Comparison(read_groups(held), shards_of(held), model.device, compares=["plain"])
+def compare_groups(contents: HeldModel, place: ModelPlace) -> Comparison:
+    """Finds tensors that are different ones under the same name on groups of ranks, which no load can write."""
+    return Comparison(read_groups(contents), shards_of(contents), place.device, compares=["plain"])
 
 
-def settle(model: nn.Module, held: HeldModel, device: torch.device) -> None:
-    """Waits for copies from and to the shards, on any stream, and lets go of what is unsharded.
+def home_of(tensor: HeldTensor, compute_device: torch.device) -> torch.device:
+    """Where a parameter or buffer is in training: on the CPU for a DTensor under CPUOffloadPolicy."""
+    is_offloaded = tensor.unit is not None and isinstance(tensor.unit.policy, CPUOffloadPolicy)
+    return torch.device("cpu") if is_offloaded and isinstance(tensor.tensor, DTensor) else compute_device
 
-    What a forward without a backward left unsharded would be used again, with the values of before.
+
+def transient_values(
+    buffers: Sequence[HeldTensor], supplied: Mapping[str, torch.Tensor], device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(buffer, value) of the non-persistent buffers, which no checkpoint has, so that the caller supplies them.
+
+    device: of the values of those on the meta device. Raises LoadError for a buffer on the meta device that is not
+    supplied, and for what does not fit.
     """
-    if device.type != "cpu":
-        torch.get_device_module(device.type).synchronize(device)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for unit in held.fsdp1_units:
-        unit.reshard()
-        unit.unite_memories()
+    by_name = {name: buffer for buffer in buffers for name in buffer.names}
+    if unknown := [name for name in supplied if name not in by_name]:
+        raise LoadError(f"buffers: the model has no non-persistent buffers of these names: {some(unknown)}")
+    if empty := [b.names[0] for b in buffers if b.tensor.is_meta and not supplied.keys() & set(b.names)]:
+        raise LoadError(
+            f"{len(empty)} non-persistent buffers are on the meta device, and no checkpoint has them; "
+            f"give them as buffers={{name: tensor}}: {some(empty)}"
+        )
+    for name, value in supplied.items():
+        check_value(name, value)
+        buffer = by_name[name].tensor
+        if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            raise LoadError(
+                f"buffers: {name} is {list(value.shape)} of {value.dtype}, and {list(buffer.shape)} of {buffer.dtype} "
+                "in the model"
+            )
+    pairs = ((by_name[name].tensor, value.detach()) for name, value in supplied.items())
+    return [(buffer, value.to(device, copy=True) if buffer.is_meta else value) for buffer, value in pairs]
 
 
-@torch.no_grad()
-def write_other_memories(held: HeldModel) -> None:
-    """Copies what was loaded to where else FSDP1 has a shard: on another device than the flat parameter.
+def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives a tensor on the meta device the memory of the other; it stays the object, with the attributes, that it was.
 
-    The forward under mixed precision reads it there, and the next reshard returns to it.
+    So an optimizer that was made before holds the same parameters, and ties stay. Raises LoadError if torch does not
+    allow it because something else, such as a graph, refers to the tensor.
     """
-    for unit in held.fsdp1_units:
-        loaded, *others = unit.memories
-        for other in others:
-            other.copy_(loaded)
+    new = nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    new.__class__ = type(tensor)
+    new.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, new)
+    except RuntimeError as error:
+        raise LoadError(f"a tensor on the meta device cannot be given memory: {error}") from error
 
 
-def _meshes(held: HeldModel) -> list[DeviceMesh]:
-    """Each once."""
-    meshes = (tensor.tensor.device_mesh for tensor in held.parameters if isinstance(tensor.tensor, DTensor))
+def _meshes(contents: HeldModel) -> list[DeviceMesh]:
+    meshes = (
+        parameter.tensor.device_mesh for parameter in contents.parameters if isinstance(parameter.tensor, DTensor)
+    )
     return list({id(mesh): mesh for mesh in meshes}.values())
 
 
-def _partial(held: HeldModel, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
+def _partial(contents: HeldModel, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
     is_over_all = {
-        id(mesh): over_all_ranks(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in _meshes(held)
+        id(mesh): over_all_ranks(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in _meshes(contents)
     }
-    tensors = ((one.names[0], one.tensor) for one in held.parameters)
-    names = [name for name, one in tensors if isinstance(one, DTensor) and not is_over_all[id(one.device_mesh)]]
-    return (*names, *(unit.flat_name for unit in held.fsdp1_units if _ranks_of_unit(unit) != ranks))
+    tensors = ((parameter.names[0], parameter.tensor) for parameter in contents.parameters)
+    names = [name for name, t in tensors if isinstance(t, DTensor) and not is_over_all[id(t.device_mesh)]]
+    return (*names, *(unit.flat_name for unit in contents.fsdp1_units if _ranks_of_unit(unit) != ranks))
 
 
-def _ranks_of_parts(held: HeldModel) -> list[tuple[int, ...]]:
-    return [*map(mesh_ranks, _meshes(held)), *map(_ranks_of_unit, held.fsdp1_units)]
+def _ranks_of_parts(contents: HeldModel) -> list[tuple[int, ...]]:
+    return [*map(mesh_ranks, _meshes(contents)), *map(_ranks_of_unit, contents.fsdp1_units)]
 
 
 def _ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
@@ -175,9 +197,9 @@ def _ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(unit.group))
 
 
-def _known_group(held: HeldModel, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    groups = [mesh.get_group() for mesh in _meshes(held) if mesh.ndim == 1]
-    groups += [*(unit.group for unit in held.fsdp1_units), _world()]
+def _known_group(contents: HeldModel, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    groups = [mesh.get_group() for mesh in _meshes(contents) if mesh.ndim == 1]
+    groups += [*(unit.group for unit in contents.fsdp1_units), _world()]
     return next((group for group in groups if sorted(dist.get_process_group_ranks(group)) == sorted(ranks)), None)
 
 
@@ -188,46 +210,41 @@ def _world() -> dist.ProcessGroup:
 
 @functools.lru_cache(maxsize=1)
 def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Once for all loads in the same world. A rank that fails here is waited for as long as the group would."""
-    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_PATIENCE, use_local_synchronization=True)
-    return made
+    """Kept for all loads in the same world."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
+    return group
 
 
-def _compute_device(held: HeldModel) -> torch.device:
-    for tensor in held.parameters:
-        if isinstance(tensor.tensor, DTensor):
-            return device_of(tensor.tensor.device_mesh.device_type)
-    return held.fsdp1_units[0].compute_device
+def _compute_device(contents: HeldModel) -> torch.device:
+    for mesh in _meshes(contents)[:1]:
+        return device_of(mesh.device_type)
+    return contents.fsdp1_units[0].compute_device
 
 
-def home(held: HeldTensor, compute_device: torch.device) -> torch.device:
-    """Where a parameter or buffer is in training: a DTensor under CPUOffloadPolicy on the CPU."""
-    offloaded = held.unit is not None and isinstance(held.unit.policy, CPUOffloadPolicy)
-    return torch.device("cpu") if offloaded and isinstance(held.tensor, DTensor) else compute_device
-
-
-def _of_tensor(held: HeldTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
-    tensor, unit = held.tensor, held.unit
-    device = home(held, compute_device)
+def _target(contents: HeldTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
+    tensor, unit = contents.tensor, contents.unit
+    device = home_of(contents, compute_device)
     local = private.local_tensor(tensor)
     if local.numel() != layout.part(tensor.shape, rank).shape.numel():
         raise LoadError(
-            f"{held.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
+            f"{contents.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
         )
     if any(length > 1 and not stride for length, stride in zip(local.shape, local.stride(), strict=True)):
-        raise LoadError(f"{held.names[0]} is expanded: several of its elements share memory; clone it before the load")
+        raise LoadError(
+            f"{contents.names[0]} is expanded: several of its elements share memory; clone it before the load"
+        )
 
     def shard() -> torch.Tensor:
         if private.local_tensor(tensor).is_meta:
-            materialize(tensor, device)
+            replace_memory(tensor, torch.empty_like(tensor, device=device))
             if unit is not None and isinstance(tensor, nn.Parameter):
                 unit.follow_materialized(tensor)
         return private.local_tensor(tensor).detach()
 
-    return Target(names=held.names, shape=tensor.shape, dtype=tensor.dtype, layout=layout, shard=shard)
+    return Target(names=contents.names, shape=tensor.shape, dtype=tensor.dtype, layout=layout, shard=shard)
 
 
-def _of_unit(unit: Fsdp1Unit, model: LoadedModel) -> Iterator[Target]:
+def _targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:
     if unit.is_summoned:
         raise LoadError("the model is inside of summon_full_params, which would write over what is loaded")
     flat = unit.shard
@@ -237,13 +254,13 @@ def _of_unit(unit: Fsdp1Unit, model: LoadedModel) -> Iterator[Target]:
         raise LoadError(
             f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
         )
-    shards = ShardsOfUnit(unit, model.first)
-    for names, place in zip(unit.names, unit.layout(), strict=True):
-        layout = InFlatParameter(shards, place.offset, place.stride)
-        shard = functools.partial(_part_of_unit, unit, layout.place(place.shape))
-        yield Target(names=names, shape=place.shape, dtype=flat.dtype, layout=layout, shard=shard)
+    shards = ShardsOfUnit(unit, place.first)
+    for names, piece in zip(unit.names, unit.layout(), strict=True):
+        layout = InFlatParameter(shards, piece.offset, piece.stride)
+        shard = functools.partial(_part_of_unit, unit, layout.place(piece.shape))
+        yield Target(names=names, shape=piece.shape, dtype=flat.dtype, layout=layout, shard=shard)
 
 
-def _part_of_unit(unit: Fsdp1Unit, place: Slices) -> torch.Tensor:
-    """Where it lies once the unit's memories are one."""
-    return unit.memories[0][place]
+def _part_of_unit(unit: Fsdp1Unit, slices: Slices) -> torch.Tensor:
+    """A view of the memory that the unit has after its memories were united."""
+    return unit.memories[0][slices]

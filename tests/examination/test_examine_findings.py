@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from support.examined import (
@@ -23,6 +26,7 @@ from support.examined import (
     trained,
 )
 from support.ranks import this_device
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy, fully_shard
 
@@ -30,12 +34,78 @@ from fsdp_doctor import examine
 from fsdp_doctor.case import offloading
 
 
+def moved(model: nn.Module, device: Any = None) -> nn.Module:
+    return model.to(device or this_device())
+
+
+def with_buffer_on_cpu(model: Any) -> nn.Module:
+    model.scratch = model.scratch.cpu()
+    return model
+
+
+def with_ignored_on_cpu() -> nn.Module:
+    net = Net().to(this_device())
+    net.up.weight.data = net.up.weight.data.cpu()
+    model = fully_shard(net, mesh=mesh(), ignored_params={net.up.weight})
+    net.up.weight.data = net.up.weight.data.cpu()
+    return model
+
+
+FLAT = ("flat_param", "up.flat_param")
+FSDP2 = ("up.weight", "up.bias", "down.weight", "down.bias", "embed.weight")
+NO_SHARD = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+# (the model, the kind of its finding, its severity, the entry in the catalogue, the tensors)
+FOUND: list[tuple[Callable[[], nn.Module], str, str, str, tuple[str, ...]]] = [
+    (
+        lambda: moved(fsdp2_model(offload_policy=UNPINNED)),
+        *("policy-shards-off-cpu", "bad", "fsdp2-params-not-on-cpu-at-lazy-init", FSDP2),
+    ),
+    (
+        lambda: moved(trained(fsdp2_model(offload_policy=UNPINNED))),
+        *("policy-shards-off-cpu", "bad", "fsdp2-unpinned-policy-moved-then-trained", FSDP2),
+    ),
+    (
+        lambda: moved(fsdp2_model(offload_policy=PINNED), "cpu"),
+        *("buffers-left-behind", "bad", "fsdp2-buffers-left-on-cpu", ("scale", "scratch")),
+    ),
+    (
+        lambda: with_buffer_on_cpu(fsdp2_model()),
+        *("buffers-left-behind", "bad", "fsdp2-buffers-left-on-cpu", ("scratch",)),
+    ),
+    (with_ignored_on_cpu, "ignored-away", "hazard", "", ("up.weight",)),
+    (
+        lambda: moved(trained(fsdp1_model(**NO_SHARD)), "cpu"),
+        *("fsdp1-away", "bad", "fsdp1-manual-offload-then-state-dict", FLAT),
+    ),
+    *(
+        (build, "half-moved", "bad", entry, FLAT)
+        for original in (False, True)
+        for build, entry in (
+            (
+                lambda o=original: moved(trained(fsdp1_model(use_orig_params=o, cpu_offload=CPUOffload(True)))),
+                "fsdp1-moved-with-policy-offload",
+            ),
+            (
+                lambda o=original: moved(trained(fsdp1_model(use_orig_params=o)), "cpu"),
+                "fsdp1-manual-offload-then-state-dict",
+            ),
+        )
+    ),
+]
+
+
+@on_two_ranks
+def test_a_model_whose_parts_lie_apart_is_found_with_its_tensors_and_entry() -> None:
+    for build, kind, *expected in FOUND:
+        found = finding(build(), kind)
+        equal((kind, found.severity, found.entry, found.names), (kind, *expected))
+
+
 @on_two_ranks
 def test_a_module_moved_under_a_pinning_policy_is_half_moved_until_it_is_moved_back() -> None:
     for model in (fsdp2_model(offload_policy=PINNED), trained(fsdp2_model(offload_policy=PINNED))):
-        model.to(this_device())
-        half = finding(model, "half-moved")
-        equal((half.severity, half.entry, len(half.names)), ("bad", "fsdp2-pinned-policy-half-moved", 5))
+        half = finding(moved(model), "half-moved")
+        equal((half.severity, half.entry, half.names), ("bad", "fsdp2-pinned-policy-half-moved", FSDP2))
         state = row(model, "up.weight").state
         equal((state.wrapper_device, state.device.type), (this_device(), "cpu"))
         offloading.unstage(model, this_device())
@@ -43,79 +113,23 @@ def test_a_module_moved_under_a_pinning_policy_is_half_moved_until_it_is_moved_b
 
 
 @on_two_ranks
-def test_a_module_moved_under_an_unpinned_policy_has_its_shards_off_the_cpu() -> None:
-    model = fsdp2_model(offload_policy=UNPINNED)
-    model.to(this_device())
-    equal(finding(model, "policy-shards-off-cpu").entry, "fsdp2-params-not-on-cpu-at-lazy-init")
-    model = trained(fsdp2_model(offload_policy=UNPINNED))
-    model.to(this_device())
-    found = finding(model, "policy-shards-off-cpu")
-    equal((found.severity, found.entry), ("bad", "fsdp2-unpinned-policy-moved-then-trained"))
-
-
-@on_two_ranks
-def test_buffers_on_the_cpu_are_left_behind_under_a_policy_and_beside_shards_on_the_device() -> None:
-    model = fsdp2_model(offload_policy=PINNED)
-    model.to("cpu")
-    left = finding(model, "buffers-left-behind")
-    equal((left.severity, left.names, left.entry), ("bad", ("scale", "scratch"), "fsdp2-buffers-left-on-cpu"))
-    model = fsdp2_model()
-    model.scratch = model.scratch.cpu()
-    equal(finding(model, "buffers-left-behind").names, ("scratch",))
-
-
-@on_two_ranks
-def test_a_manual_offload_of_fsdp2_is_a_note_and_half_of_one_is_bad() -> None:
-    model = trained(fsdp2_model())
+def test_a_manual_offload_is_a_note_of_fsdp2_and_bad_of_fsdp1_until_it_is_loaded() -> None:
+    model: Any = trained(fsdp2_model())
     offloading.offload(model, non_blocking=False)
     equal([(one.kind, one.severity) for one in examine(model, raise_on_bad=True).findings], [("offloaded", "note")])
     assert "2 buffers" in finding(model, "offloaded").sentence
     model.up.to(this_device())
     partly = finding(model, "partly-moved")
-    equal((partly.severity, partly.names), ("bad", ("down.weight", "down.bias", "embed.weight")))
+    equal((partly.severity, partly.names), ("bad", FSDP2[2:]))
     offloading.load(model, this_device(), non_blocking=False)
     equal(kinds(examine(model)), [])
-
-
-@on_two_ranks
-def test_an_ignored_parameter_on_the_cpu_is_a_hazard() -> None:
-    net = Net().to(this_device())
-    net.up.weight.data = net.up.weight.data.cpu()
-    model = fully_shard(net, mesh=mesh(), ignored_params={net.up.weight})
-    net.up.weight.data = net.up.weight.data.cpu()
-    away = finding(model, "ignored-away")
-    equal((away.severity, away.names), ("hazard", ("up.weight",)))
-
-
-@on_two_ranks
-def test_a_manual_offload_of_fsdp1_is_bad_until_it_is_loaded() -> None:
     for use_orig_params in (False, True):
         model = trained(fsdp1_model(use_orig_params=use_orig_params))
         offloading.offload(model, non_blocking=False)
         away = finding(model, "fsdp1-away")
-        equal((away.severity, away.entry), ("bad", "fsdp1-manual-offload-then-state-dict"))
-        equal(away.names, ("flat_param", "up.flat_param"))
+        equal((away.severity, away.entry, away.names), ("bad", "fsdp1-manual-offload-then-state-dict", FLAT))
         offloading.load(model, this_device(), non_blocking=False)
         equal(kinds(examine(model)), [])
-
-
-@on_two_ranks
-def test_an_fsdp1_model_without_shards_is_away_once_it_was_moved() -> None:
-    model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD))
-    model.to("cpu")
-    equal(finding(model, "fsdp1-away").names, ("flat_param", "up.flat_param"))
-
-
-@on_two_ranks
-def test_an_fsdp1_model_moved_by_to_is_half_moved() -> None:
-    for use_orig_params in (False, True):
-        model = trained(fsdp1_model(use_orig_params=use_orig_params, cpu_offload=CPUOffload(True)))
-        model.to(this_device())
-        half = finding(model, "half-moved")
-        equal((half.severity, half.entry), ("bad", "fsdp1-moved-with-policy-offload"))
-        model = trained(fsdp1_model(use_orig_params=use_orig_params))
-        model.to("cpu")
-        equal(finding(model, "half-moved").entry, "fsdp1-manual-offload-then-state-dict")
 
 
 @on_two_ranks

@@ -74,7 +74,7 @@ def test_a_default_device_or_dtype_changes_no_fingerprint() -> None:
 def test_a_rank_without_memory_for_the_sums_of_all_ranks_leaves_none_waiting() -> None:
     model = fsdp2(new_net())
     expected, failing = fingerprint(model), torch.OutOfMemoryError("there is no more")
-    without = mock.patch("fsdp_doctor.fingerprints.model_fingerprint._numbers", side_effect=failing)
+    without = mock.patch("fsdp_doctor.fingerprints.model_fingerprint._to_tensor", side_effect=failing)
     for call in (lambda: fingerprint(model), lambda: fingerprint_variants(model, ["large.weight"])):
         together()
         with (

@@ -17,7 +17,7 @@ import torch
 from program import ROOT
 
 from fsdp_doctor.fingerprints import summing
-from fsdp_doctor.fingerprints.indexed_blocks import IndexedBlock, add_sums, grid_block, range_block
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, add_sums, grid_block, range_block
 from fsdp_doctor.fingerprints.summing import TensorPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool)
@@ -95,7 +95,7 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
     columns = {str(at): whole[:, at::2] for at in (0, 1)} | {"2": whole[:, 1:]}
     given = {name: TensorPart(one, one.shape) if form == "parts" else one for name, one in columns.items()}
     monkeypatch.setattr(summing, "add_sums", counted)
-    monkeypatch.setattr(summing, "_MOST_HELD", 4096)
+    monkeypatch.setattr(summing, "_MOST_KEPT_BYTES", 4096)
     summing.fingerprint_tensors(given)
     assert launches == [one.nbytes for one in columns.values()]
     launches.clear()
@@ -106,7 +106,7 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
 _INTERPRETED = """
 import torch
 from fsdp_doctor.fingerprints import sum_kernels
-from fsdp_doctor.fingerprints.indexed_blocks import WordRun, _in_words, add_sums
+from fsdp_doctor.fingerprints.keyed_sum import WordRun, add_sums, in_words
 from test_sum_kernels import DTYPES, divisions
 
 torch.manual_seed(0)
@@ -115,7 +115,7 @@ for dtype in DTYPES:
     for blocks in divisions((torch.randn(97, 131) * 50).to(dtype)).values():
         expected, found = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
         add_sums(blocks, expected)
-        parts = [part for block in blocks for part in _in_words(block)]
+        parts = [part for block in blocks for part in in_words(block)]
         sum_kernels.add_words([part for part in parts if isinstance(part, WordRun)], found)
         sum_kernels.add_elements([part for part in parts if not isinstance(part, WordRun)], found)
         assert torch.equal(found, expected), (dtype, found, expected)

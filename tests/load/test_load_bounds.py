@@ -1,12 +1,15 @@
-"""What a load takes while it runs, what it leaves alone, and adapters, which are tensors like any others."""
+"""What a load takes while it runs, what it leaves alone, and tensors that few models have."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import pathlib
 import weakref
 from collections.abc import Iterator, Mapping
 
 import torch
+from safetensors.torch import save_file
 from support.extraction import (
     MIB,
     Tensors,
@@ -22,9 +25,11 @@ from support.extraction import (
     shard_qwen2,
     tensors_of,
 )
-from support.loading import everywhere, items_of, on_first, other_tensors
-from support.ranks import accelerator, device_type, this_device
+from support.loading import everywhere, items_of, local_of, on_first, other_tensors
+from support.ranks import Setting, accelerator, device_type, on_ranks, this_device, this_rank, together, world_size
+from support.training import shared_directory
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import load_full_tensors
 from fsdp_doctor.fsdp.names import without_adapters
@@ -142,3 +147,74 @@ def test_adapters_and_the_weights_below_them_are_loaded_under_their_own_names() 
         below = {without_adapters(name): t for name, t in expected.items() if "lora_" not in name}
         assert_same(extracted(model, lora="adapter"), factors)
         assert_same(extracted(model, lora="base"), below)
+
+
+class _Rare(nn.Module):
+    """Of dtypes and shapes that few models have."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(5, 3))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.one = nn.Parameter(torch.randn(1))
+        self.fp8 = nn.Parameter(torch.randn(6, 2).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("complex", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("flag", torch.tensor(bool(seed)))
+        self.register_buffer("steps", torch.tensor(seed))
+        self.register_buffer("none_of_it", torch.empty(0, dtype=torch.int32))
+        self.register_buffer("small", torch.randn(4).to(torch.float8_e5m2))
+        self.register_buffer("signed", torch.full((3,), -seed, dtype=torch.int8))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def _assert_filled(model: nn.Module, expected: Tensors) -> None:
+    """Each rank looks at its own part: gloo gathers none of these dtypes."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert sorted(held) == sorted(expected)
+    for name, full in expected.items():
+        local = local_of(held[name])
+        if isinstance(held[name], nn.Parameter):
+            rows = -(-len(full) // world_size())
+            full = full[rows * this_rank() : rows * (this_rank() + 1)]
+        assert local.dtype == full.dtype, name
+        assert torch.equal(_bytes(local), _bytes(full)), name
+
+
+@contextlib.contextmanager
+def _file(tensors: Tensors) -> Iterator[pathlib.Path]:
+    with shared_directory() as name:
+        path = pathlib.Path(name) / "model.safetensors"
+        if this_rank() == 0:
+            save_file(tensors, path)
+        together()
+        yield path
+
+
+@on_ranks(Setting("cpu", 2))
+def test_rare_dtypes_scalars_and_empty_tensors_are_filled_bit_by_bit() -> None:
+    expected = _Rare(3).state_dict()
+    conjugate = expected | {"complex": expected["complex"].conj()}
+    with _file(expected) as path:
+        for source in (expected, on_first(expected), path, on_first(path), on_first(iter(expected.items()))):
+            model = fully_shard(_Rare(0))
+            load_full_tensors(model, source, bucket_bytes=1)
+            _assert_filled(model, expected)
+    model = fully_shard(_Rare(0))
+    load_full_tensors(model, conjugate)
+    _assert_filled(model, conjugate)
+
+
+@everywhere
+def test_the_callers_default_device_and_inference_mode_have_no_say() -> None:
+    expected = other_tensors()
+    for context in (torch.device("meta"), torch.inference_mode()):
+        for source in (expected, on_first(expected)):
+            model = fsdp2(new_net())
+            with context:
+                load_full_tensors(model, source)
+            assert_same(extracted(model), expected)
+            assert not any(parameter.is_inference() for parameter in model.parameters())

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import pathlib
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,9 +22,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_doctor import LoadError, fingerprint_checkpoint, load_full_tensors
 from fsdp_doctor.extract.host_copies import HostCopies
-from fsdp_doctor.load import safetensors_files
+from fsdp_doctor.load import full_load
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
-from fsdp_doctor.load.writing import Load
 
 
 def _saved(tensors: Tensors) -> Tensors:
@@ -104,77 +102,6 @@ def test_files_fill_columns() -> None:
     with _files(expected) as places:
         load_full_tensors(model, places["file"])
     assert_same(extracted(model), expected)
-
-
-def _header(about: dict[str, Any]) -> bytes:
-    data = json.dumps(about).encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _entry(**changed: Any) -> dict[str, Any]:
-    return {"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changed}}
-
-
-BROKEN: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no safetensors file"),
-    "a few bytes": (b"\x01\x02", "is no safetensors file"),
-    "a pickle": (b"PK\x03\x04" + bytes(100), "is truncated, or no safetensors file"),
-    "text": (b"Once upon a time there was a file", "is no safetensors file"),
-    "a header that ends early": (_header(_entry())[:20], "is truncated, or no"),
-    "no JSON": (struct.pack("<Q", 4) + b"{abc", "is no JSON"),
-    "nested without end": (struct.pack("<Q", 100_000) + b"[" * 100_000, "is no JSON"),
-    "a list": (struct.pack("<Q", 2) + b"[]", "is no JSON object"),
-    "a tensor that is a number": (_header({"w": 3}) + bytes(16), "w has the dtype None"),
-    "an unknown dtype": (_header(_entry(dtype="F7")) + bytes(16), "w has the dtype 'F7'"),
-    "a NaN shape": (_header(_entry(shape=[float("nan"), 2])) + bytes(16), "w has the shape [nan, 2]"),
-    "a negative shape": (_header(_entry(shape=[-2, -2])) + bytes(16), "w has the shape [-2, -2]"),
-    "an absurd shape": (_header(_entry(shape=[2**62, 2**62])) + bytes(16), "w has 16 bytes, and its shape"),
-    "a shape of text": (_header(_entry(shape="22")) + bytes(16), "w has the shape '22'"),
-    "offsets backwards": (_header(_entry(data_offsets=[16, 0])) + bytes(16), "w has -16 bytes"),
-    "one offset": (_header(_entry(data_offsets=[16])) + bytes(16), "w has the offsets [16]"),
-    "two in the same bytes": (_header(_entry() | {"v": _entry()["w"]}) + bytes(16), "v and w lie in the same bytes"),
-    "data that ends early": (_header(_entry()) + bytes(15), "is truncated"),
-    "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "has a name twice"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_file_says_why(name: str, tmp_path: pathlib.Path) -> None:
-    data, message = BROKEN[name]
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(data)
-    with pytest.raises(LoadError) as raised:
-        SafetensorsFile(path)
-    assert message in str(raised.value)
-    assert str(path) in str(raised.value)
-
-
-INDEXES: dict[str, tuple[str, str]] = {
-    "no JSON": ("{", "is no index"),
-    "no map": ("{}", "is no index"),
-    "a list": ('{"weight_map": []}', "is no index"),
-    "outside": ('{"weight_map": {"w": "../model.safetensors"}}', "outside of its directory"),
-    "of another file": ('{"weight_map": {"w": "a.safetensors", "x": "a.safetensors"}}', "does not hold what the index"),
-}
-
-
-@pytest.mark.parametrize("name", INDEXES)
-def test_a_broken_index_says_why(name: str, tmp_path: pathlib.Path) -> None:
-    text, message = INDEXES[name]
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(LoadError) as raised:
-        safetensors_files.open_files(tmp_path)
-    assert message in str(raised.value)
-
-
-def test_a_directory_without_files_and_a_name_in_two_say_why(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(LoadError, match="holds no safetensors file"):
-        safetensors_files.open_files(tmp_path)
-    for name in ("a", "b"):
-        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(LoadError, match=r"w is in .*a.safetensors and in .*b.safetensors"):
-        safetensors_files.open_files(tmp_path)
 
 
 def _truncate(path: pathlib.Path) -> None:
@@ -260,7 +187,7 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
     for source in (lambda path: path, on_first):
         model = fsdp2(new_net())
         with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
-            whole, write = SafetensorsFile.read, Load.run
+            whole, write = SafetensorsFile.read, full_load.fill_targets
 
             def read(self: SafetensorsFile, offset: int, into: memoryview, whole: Any = whole) -> None:
                 if self.path == places["file"] and offset > 100_000 and this_rank() == 0:
@@ -272,7 +199,7 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
                 patch.setattr(SafetensorsFile, "read", read)
                 return write(*arguments)
 
-            patch.setattr(Load, "run", run)
+            patch.setattr(full_load, "fill_targets", run)
             with raises_soon(LoadError, str(places["file"]), "had begun to write"):
                 load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
 
@@ -299,7 +226,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> Non
     for change, source in itertools.product((_overwrite, _replace), (lambda path: path, on_first)):
         model = fsdp2(new_net())
         with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
-            path, write, finish = places["file"], Load.run, HostCopies.finish
+            path, write, finish = places["file"], full_load.fill_targets, HostCopies.finish
             if this_rank() == 0:
                 # Another time than that of a change, however coarse the clock of the files is.
                 os.utime(path, ns=(10**18, 10**18))
@@ -315,7 +242,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> Non
                 patch.setattr(HostCopies, "finish", finished)
                 return write(*arguments)
 
-            patch.setattr(Load, "run", run)
+            patch.setattr(full_load, "fill_targets", run)
             with raises_soon(LoadError, str(path), "had begun to write"):
                 load_full_tensors(model, source(path), bucket_bytes=BUCKET_BYTES)
             torch.distributed.barrier()

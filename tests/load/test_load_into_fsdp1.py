@@ -74,8 +74,8 @@ def _assert_loads(model: nn.Module, source: Any, expected: Tensors) -> None:
 
 @on_the_device
 def test_flat_shards_are_filled_where_they_lie() -> None:
-    sources = (on_first, items_of, lambda tensors: on_first(reusing(tensors, "emulated")))
-    for state, original, source in itertools.product(STATES, (True, False), sources):
+    sources = itertools.cycle((on_first, items_of, lambda tensors: on_first(reusing(tensors, "emulated"))))
+    for (state, original), source in zip(itertools.product(STATES, (True, False)), sources, strict=False):
         _assert_loads(STATES[state](use_orig_params=original), source, other_tensors(**_NO_EMPTY))
 
 

@@ -227,7 +227,7 @@ class _Mixed(nn.Module):
         self.down = nn.Linear(12, 8, bias=False)
         self.norm = nn.LayerNorm(8)
         self.one = nn.Parameter(torch.randn(1, 3))
-        self.large = nn.Linear(300, 301)
+        self.large = nn.Linear(30, 31)
         self.head = nn.Linear(8, 23, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.rand(8))
@@ -235,7 +235,7 @@ class _Mixed(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.down(self.up(self.embed(tokens)))) * self.scale
-        return self.head(hidden) + self.large(torch.ones(300, device=hidden.device)).mean() + self.one.sum()
+        return self.head(hidden) + self.large(torch.ones(30, device=hidden.device)).mean() + self.one.sum()
 
 
 def _mixed(**options: Any) -> nn.Module:
@@ -258,7 +258,7 @@ def _assert_filled(model: nn.Module, expected: Tensors) -> None:
         assert torch.equal(buffer.cpu(), expected[name]), name
 
 
-@on_ranks(Setting("cpu", 4), Setting("emulated", 4), seconds=300)
+@on_ranks(Setting("cpu", 4), Setting("emulated", 4))
 def test_rank_0_fills_what_tensor_parallelism_does_not_divide_on_every_rank() -> None:
     """A tensor that FSDP alone divides is there once for each rank of the tensor parallelism."""
     torch.manual_seed(1)
@@ -266,7 +266,7 @@ def test_rank_0_fills_what_tensor_parallelism_does_not_divide_on_every_rank() ->
     policies = [{}] if device_type() == "cpu" else [{}, {"offload_policy": CPUOffloadPolicy()}]
     for options in policies:
         sources = (on_first, lambda tensors: on_first(items_of(tensors)), lambda tensors: tensors)
-        for source, bucket_bytes in zip(sources, (1, BUCKET_BYTES, BUCKET_BYTES), strict=True):
+        for source, bucket_bytes in zip(sources, (1, 1 << 10, BUCKET_BYTES), strict=True):
             model = _mixed(**options)
             meshes = {parameter.device_mesh.ndim for parameter in model.parameters()}
             assert meshes == {1, 2}

@@ -1,0 +1,126 @@
+"""The agreement of the ranks of one load: they begin it together, and an error of one is an error of all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, PlanMismatch, RankLeft
+from fsdp_doctor.extract.rank_groups import Comparison, Conflict
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.load.outcome import LoadError
+from fsdp_doctor.load.source import Source, SourceKind
+from fsdp_doctor.load.targets import ranks_of
+
+Holders = Literal["first", "all"]
+_KINDS: dict[SourceKind, str] = {"mapping": "a mapping", "iterator": "an iterable", "files": "files"}
+
+
+class LoadAgreement:
+    """num_written: how many tensors this rank has begun to write.
+
+    conflicts: by name, tensors that cannot be loaded because groups of ranks have different ones under one name.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._agreement = Agreement(ranks, "load", speaker=ranks[0])
+        self.num_written = 0
+        self.conflicts: Mapping[str, Conflict] = {}
+
+    def begin(self, source: Source, plan: Callable[[], Sequence[str]], comparison: Comparison) -> Holders:
+        """Compares the ranks' plans and returns who has the source: rank 0 alone, or every rank.
+
+        Raises LoadError if it is neither, or if the files of the ranks differ.
+        """
+        if len(self._ranks) == 1:
+            if source.kind is None:
+                raise LoadError("there is no source")
+            return "all"
+        for kind in _KINDS:
+            self._agreement.count(kind, int(source.kind == kind))
+        self._agreement.expect(functools.cache(lambda: ComparedPlan(plan())), comparison)
+        kind_of_first = self.agree(source.kind or "")
+        self.conflicts = comparison.conflicts
+        counts = {kind: count for kind, count in zip(_KINDS, self._agreement.sums, strict=True) if count}
+        if counts == {kind_of_first: len(self._ranks)}:
+            if source.kind == "files":
+                self._compare_files(source)
+            return "all"
+        if counts == {kind_of_first: 1}:
+            return "first"
+        statement = ", ".join(
+            f"{count} of {len(self._ranks)} ranks have {_KINDS[kind]}" for kind, count in counts.items()
+        )
+        raise LoadError(
+            f"{statement or 'no rank has a source'}: rank {self._ranks[0]} alone must have one, or every rank, of one "
+            "kind"
+        )
+
+    def _compare_files(self, source: Source) -> None:
+        """Raises LoadError on a rank whose files differ from rank 0's; the others learn of it when they next agree."""
+        digests = source.digest_files()
+        first_digests = tuple(self.agree(" ".join(digests)).split())
+        if first_digests != digests:
+            what = "names, shapes or dtypes" if first_digests[0] != digests[0] else "values"
+            directories = sorted({str(file.path.parent) for file in source.files})
+            raise LoadError(
+                f"the files of rank {dist.get_rank()} in {', '.join(directories)} have other {what} than those of rank "
+                f"{self._ranks[0]}: each node must have the same checkpoint"
+            )
+
+    def count_written(self, number: int) -> None:
+        self.num_written += number
+
+    def agree(self, word: str = "") -> str:
+        """Waits until every rank has come, and returns rank 0's word. Raises RankLeft, PlanMismatch."""
+        return self._agreement.proceed(word)
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Tells the other ranks what this one raises inside, and raises LoadError where another rank fails."""
+        try:
+            yield
+            self._agreement.end()
+        except (RankLeft, PlanMismatch) as error:
+            raise LoadError(f"{error}; {self._extent('this rank')}") from None
+        except LoadError as error:
+            self._agreement.leave(f"{error}; {self._extent('it')}")
+            raise LoadError(f"{error}; {self._extent('this rank')}") from error.__cause__
+        except BaseException as error:
+            self._agreement.leave(f"{_in_words(error)}; {self._extent('it')}")
+            if sys.version_info >= (3, 11):
+                error.add_note(f"While loading: {self._extent('this rank')}.")
+            raise
+
+    def _extent(self, who: str) -> str:
+        return f"{who} had {f'begun to write {self.num_written} tensors' if self.num_written else 'written nothing'}"
+
+
+@contextlib.contextmanager
+def before_agreement(model: nn.Module) -> Iterator[None]:
+    """Tells the other ranks what this one raises inside, before it knows which ranks they are."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            Agreement(_likely_ranks(model), "load", speaker=0).leave(_in_words(error))
+        raise
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _likely_ranks(model: nn.Module) -> tuple[int, ...]:
+    """The ranks of the model, or all ranks if it cannot be read."""
+    with contextlib.suppress(Exception):
+        if ranks := ranks_of(reader.read(model)):
+            return ranks
+    return tuple(range(dist.get_world_size()))
