@@ -20,9 +20,9 @@ from fsdp_doctor.extract.local import (
     gathered_deltas,
     loaded_shards,
     request_of,
+    row_major,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
-from fsdp_doctor.extract.own_shards import row_major
 from fsdp_doctor.extract.sources import FlatUnit, Source, specs
 from fsdp_doctor.fingerprints.differences import FingerprintVariant, VariantKind
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Lanes, TensorFingerprint
