@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from fsdp_doctor import full_tensors
 from fsdp_doctor.extract import BUCKET_BYTES
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.kept_plans import Arguments, forget, plan_of
+from fsdp_doctor.extract.plan import Arguments, forget, plan_of
 
 
 def main() -> None:

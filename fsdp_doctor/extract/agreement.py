@@ -1,10 +1,10 @@
 """The ranks' agreement, over the store of the process group: what is extracted or loaded, and who has left.
 
-Before its collectives each rank compares its plan with the others'. Then a rank gives its word for so many buckets
-at once, twice as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves says
-so before the next of these stages, and the others raise where a collective would have stood still. So the store is
-asked O(log) times in the number of buckets. A store, because a group may have NCCL alone, whose collectives cannot be
-given up once they are begun.
+Before its collectives each rank compares its plan with the others'. Then each promises so many buckets at once, twice
+as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves says so before the
+next of these stages, and the others raise where a collective would have stood still. So the store is asked O(log)
+times in the number of buckets. A store, because a group may have NCCL alone, whose collectives cannot be given up once
+they are begun.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from fsdp_doctor.errors import first_line
-from fsdp_doctor.extract.interruptible import interruptible
+from fsdp_doctor.extract.rank_groups import Comparison
 from fsdp_doctor.fsdp import private
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
 # With which all go on: to one bucket, to as many as were promised, or to what they compare before.
 _ONE, _ALL, _COMPARE = "one", "all", "compare"
 # The fields of the number to which every rank of a stage adds, in bits: how many came; after that, at the first stage
-# the sum of what their plans come to and how many have more to compare, at the others how many gave their word for one
-# bucket only.
+# the sum of their plans' numbers and how many have more to compare, at the others how many promised one bucket only.
 _RANKS_BITS, _PLAN_BITS = 16, 30
 # To have a thread wait costs more than to ask: up to so many ranks ask a few times first, after so many seconds each.
 # More of them would be too much work for the store.
 _FEW_RANKS = 64
 _ASKED_AFTER = (0.0, 50e-6, 100e-6, 200e-6)
+# A signal that comes just before a wait begins does not end it.
+_SECONDS_OF_A_WAIT = 0.5
 
 
 class RankLeft(RuntimeError):
@@ -54,62 +56,16 @@ class _Keys:
     unread: list[str] = field(default_factory=list)
 
 
-class Participant:
-    """What the agreements of one process share, by the ranks that take part: how many there were, what is left."""
-
-    def __init__(self) -> None:
-        self.num_agreements: Counter[tuple[int, ...]] = Counter()
-        self.leftover: dict[tuple[int, ...], _Keys] = {}
-        self.under_way: list[Agreement] = []
-        self.lock = threading.Lock()
-
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    def store(self) -> dist.Store:
-        """A connection of the calling thread."""
-        return _connection(private.default_store())
-
-    def another_store(self) -> dist.Store:
-        """For the calling thread, in place of a connection over which a thread is still waiting."""
-        _connections.store = None
-        return self.store()
-
-    def has_one_store(self) -> bool:
-        """Whether all threads have to share one, so that while one waits no other can use it."""
-        return self.store() is private.default_store()
-
-    def next_number(self, ranks: tuple[int, ...]) -> int:
-        """Of these ranks' agreements."""
-        with self.lock:
-            self.num_agreements[ranks] += 1
-            return self.num_agreements[ranks]
-
-    def begin(self, agreement: Agreement) -> None:
-        """Raises RuntimeError where another thread is in an agreement with some of the same ranks.
-
-        Two threads would begin the groups' collectives in another order on each rank.
-        """
-        with self.lock:
-            if any(one.concerns(agreement) and one.is_of_another_thread() for one in self.under_way):
-                raise RuntimeError(
-                    "another thread of this process is extracting or loading over the same ranks, which one thread "
-                    "can do at a time: end that call first"
-                )
-            self.under_way.append(agreement)
-
-    def end(self, agreement: Agreement) -> None:
-        with self.lock:
-            if agreement in self.under_way:
-                self.under_way.remove(agreement)
-
-
-_here = Participant()
+# What the agreements of this process share, by the ranks that take part.
+_num_agreements: Counter[tuple[int, ...]] = Counter()
+_leftover: dict[tuple[int, ...], _Keys] = {}
+_under_way: list[Agreement] = []
+_lock = threading.Lock()
 
 
 def num_agreements() -> int:
     """Of this process so far. Where another rank has made fewer, the two take part in different ones from now on."""
-    return sum(_here.num_agreements.values())
+    return sum(_num_agreements.values())
 
 
 class ComparedPlan:
@@ -125,37 +81,15 @@ class ComparedPlan:
         return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
 
 
-class Exchange(Protocol):
-    """What the ranks compare once their plans are found to be alike, if that is due on one of them."""
-
-    @property
-    def is_due(self) -> bool: ...
-
-    def statement(self) -> str:
-        """What this rank says."""
-
-    def conclusion(self, statements: Mapping[int, str]) -> str:
-        """What follows from what all say, by rank: the last of them to say something works it out."""
-
-    def conclude(self, conclusion: str) -> None:
-        """Every rank gets it."""
-
-
 class Agreement:
     """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
 
-    speaker: the rank whose word all get at each stage; None where nobody has anything to say. process: another one
-    than this, where there are many in one.
+    speaker: the rank whose word all get at each stage; None where nobody has anything to say.
     """
 
     def __init__(
-        self,
-        ranks: tuple[int, ...],
-        verb: Literal["extract", "load"] = "extract",
-        speaker: int | None = None,
-        process: Participant = _here,
+        self, ranks: tuple[int, ...], verb: Literal["extract", "load"] = "extract", speaker: int | None = None
     ) -> None:
-        self._process = process
         self._ranks = ranks
         self._verb = verb
         self._speaker = speaker
@@ -168,22 +102,26 @@ class Agreement:
         self._over = len(ranks) == 1
         if self._over:
             return
-        of_ranks = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        self._number = process.next_number(ranks)
-        self._key = f"fsdp_doctor/{of_ranks}/{self._number}"
-        self._rank = process.rank()
+        with _lock:
+            _num_agreements[ranks] += 1
+            self._number = _num_agreements[ranks]
+        self._key = f"fsdp_doctor/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}/{self._number}"
+        self._rank = dist.get_rank()
         with self._store_is_there():
-            self._store = process.store()
+            self._store = _connection(private.default_store())
 
-    def expect(self, plan: Callable[[], ComparedPlan], comparison: Exchange | None = None) -> None:
-        """The plan to compare before the first bucket: asked for then, while shards are being loaded."""
+    def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
+        """The plan to compare before the first bucket: asked for then, while shards are being loaded.
+
+        comparison: of more, after the plans turned out to be alike, if that is due on one of the ranks.
+        """
         self._plan = plan
         self._comparison = comparison
 
-    def count(self, what: str, own: int) -> None:
+    def count(self, what: str, number: int) -> None:
         """Before the first stage: adds to what all ranks together have of it, which ``sums`` has after it."""
         self._counted.append(f"{self._key}/count/{what}")
-        self._store.add(self._counted[-1], own)
+        self._store.add(self._counted[-1], number)
 
     def num_next(self, num_left: int) -> int:
         """How many buckets the next promise may be for: one more than there were, so 1, 2, 4, ..."""
@@ -192,12 +130,12 @@ class Agreement:
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
         """Of how many buckets from here on every rank launches the collectives, whatever happens to it: all or 1.
 
-        one_only: this rank gives its word for no more than one. Raises RankLeft, PlanMismatch.
+        one_only: this rank promises no more than one. Raises RankLeft, PlanMismatch.
         """
         if self._over:
             return num_buckets
         # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
-        first = next(filter(self.concerns, self._process.under_way), self)
+        first = next(filter(self.concerns, _under_way), self)
         with self._store_is_there():
             agreed = self._came_to_stage(one_only or first is not self)
             if agreed == _COMPARE:
@@ -231,12 +169,12 @@ class Agreement:
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._answer_with(self._leaves(why))
+                self._answer_with(self._leaving_answer(why))
             self._end()
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
-        """What is raised inside ends the agreement, and the others are told."""
+        """An error inside ends the agreement, and the others are told."""
         try:
             yield
         except BaseException as error:
@@ -251,21 +189,33 @@ class Agreement:
             self._end()
 
     def end(self) -> None:
-        """There is no further stage."""
         if not self._over:
             self._end()
             self._heed_interrupt()
 
     def concerns(self, other: Agreement) -> bool:
-        """Whether some rank is in both."""
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
         """Of one that is still alive. An agreement is of the thread that came to its first stage."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
-    def _leaves(self, why: str) -> str:
-        """The answer with which this rank leaves."""
+    def _begin(self) -> None:
+        """Raises RuntimeError where another thread is in an agreement with some of the same ranks.
+
+        Two threads would begin the groups' collectives in another order on each rank.
+        """
+        self._thread = threading.current_thread()
+        with _lock:
+            if any(other.concerns(self) and other.is_of_another_thread() for other in _under_way):
+                raise RuntimeError(
+                    "another thread of this process is extracting or loading over the same ranks, which one thread "
+                    "can do at a time: end that call first"
+                )
+            _under_way.append(self)
+        self._keys = _leftover.pop(self._ranks, self._keys)
+
+    def _leaving_answer(self, why: str) -> str:
         after = f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
         return f"{_LEFT}:rank {self._rank} {'failed' if self._verb == 'load' else after}: {why}"
 
@@ -274,7 +224,7 @@ class Agreement:
             raise self._interrupt
 
     def _compare(self) -> None:
-        """After the first stage, and after all that is read of it: the next lets go of that."""
+        """After the first stage, and after all that is read of it: the next deletes that."""
         assert self._comparison is not None
         key = f"{self._stage_key()}/of"
         self._store.set(f"{key}/{self._rank}", self._comparison.statement())
@@ -290,16 +240,14 @@ class Agreement:
         return conclusion
 
     def _came_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
-        """Returns what the last rank to come has concluded: by itself, or whether one gave its word for one bucket."""
+        """Returns the answer of the last rank to come: its conclusion, or whether one promised one bucket only."""
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None
         if plan:
-            self._thread = threading.current_thread()
-            self._process.begin(self)
-            self._keys = self._process.leftover.pop(self._ranks, self._keys)
+            self._begin()
         is_due = self._comparison is not None and self._comparison.is_due
-        own = (plan.number + is_due if plan else int(one_only)) << _RANKS_BITS
-        total = self._store.add(f"{self._stage_key()}/came", own + 1)
+        added = (plan.number + is_due if plan else int(one_only)) << _RANKS_BITS
+        total = self._store.add(f"{self._stage_key()}/came", added + 1)
         came, rest = total % 2**_RANKS_BITS, total >> _RANKS_BITS
         if came == 1:
             for key in self._keys.read:
@@ -325,10 +273,10 @@ class Agreement:
         return sentence
 
     def _difference(self) -> str:
-        """The sentence that all ranks get: the first line that another has than the one whose plan is there first."""
+        """The sentence that all ranks get: the first line that differs from the plan that was in the store first."""
         plan = self._plan().lines
-        own = "\n".join([str(self._rank), *plan])
-        other, *others = self._store.compare_set(f"{self._key}/plan", "", own).decode().split("\n")
+        written = "\n".join([str(self._rank), *plan])
+        other, *others = self._store.compare_set(f"{self._key}/plan", "", written).decode().split("\n")
         if others == list(plan):
             return self._store.get(f"{self._key}/difference").decode()
         sentence = first_difference(f"rank {other}", others, f"rank {self._rank}", plan, self._verb)
@@ -336,8 +284,10 @@ class Agreement:
 
     def _awaited_answer(self) -> str:
         """An interrupt is heeded once the others know, or at the next stage where they have gone on meanwhile."""
+        # While one thread waits over the only connection, no other can use it.
+        has_one_store = self._store is private.default_store()
         try:
-            if self._process.has_one_store() or self._is_answered_soon():
+            if has_one_store or self._is_answered_soon():
                 return self._wait().decode()
             return interruptible(self._wait).decode()
         except dist.DistNetworkError:
@@ -348,11 +298,13 @@ class Agreement:
             raise
         except BaseException as interrupt:
             self._interrupt = interrupt
-            self._store = self._process.another_store()
-            return self._answer_with(self._leaves(type(interrupt).__name__))
+            # In place of the connection over which a thread is still waiting.
+            _connections.store = None
+            self._store = _connection(private.default_store())
+            return self._answer_with(self._leaving_answer(type(interrupt).__name__))
 
     def _too_few_came(self) -> str:
-        """A sentence for all: a rank that is not here is behind, or has not been meant to come."""
+        """A sentence for all: a rank that is not here is behind, or was not meant to come."""
         came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
         call = f"call {self._number} over ranks {list(self._ranks)}"
         where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
@@ -398,15 +350,16 @@ class Agreement:
         return [*([] if stage else self._counted), *word, f"{key}/came", key]
 
     def _end(self) -> None:
-        """What is left in the store goes with the ranks' next agreement."""
+        """What is left in the store is deleted with the ranks' next agreement."""
         self._over = True
-        process = self._process
-        process.end(self)
-        keys = self._keys if self._stage else process.leftover.get(self._ranks, self._keys)
+        with _lock:
+            if self in _under_way:
+                _under_way.remove(self)
+        keys = self._keys if self._stage else _leftover.get(self._ranks, self._keys)
         # A rank may leave before the next stage, and one that differs says how.
         difference = [f"{self._key}/plan", f"{self._key}/difference"] if not self._stage else []
         keys.unread += [*difference, *self._keys_of(self._stage)]
-        process.leftover[self._ranks] = keys
+        _leftover[self._ranks] = keys
 
 
 def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str], verb: str) -> str:
@@ -423,18 +376,48 @@ _connections = threading.local()
 
 
 def _connection(store: dist.Store) -> dist.Store:
-    """A connection of this thread's own: while one waits, other threads, torch's too, must be able to use theirs."""
+    """This thread's connection to it: while one waits, other threads, torch's too, must be able to use theirs.
+
+    Not every kind of store can be cloned, and before torch 2.7 none can: then it is the store itself.
+    """
     if getattr(_connections, "store", None) is not store:
-        _connections.store, _connections.own = store, _cloned(store)
-    own: dist.Store = _connections.own
-    return own
-
-
-def _cloned(store: dist.Store) -> dist.Store:
-    """Not every kind of store can be cloned, and before torch 2.7 none can. One that is gone would be waited for."""
-    store.check(["fsdp_doctor"])
-    try:
-        clone: dist.Store = store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):
-        return store
+        # One that is gone would be waited for.
+        store.check(["fsdp_doctor"])
+        try:
+            _connections.clone = store.clone()  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError):
+            _connections.clone = store
+        _connections.store = store
+    clone: dist.Store = _connections.clone
     return clone
+
+
+def interruptible(wait: Callable[[], bytes]) -> bytes:
+    """Calls what waits in C++ so that Ctrl-C ends it: Python's handlers of signals run in the main thread alone.
+
+    From the main thread another one calls it, and goes on if this is interrupted. Where no thread is to be had, it is
+    called here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return wait()
+    result: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            result.put((wait(), None))
+        except BaseException as error:
+            result.put((None, error))
+
+    waiting = threading.Thread(target=call, daemon=True)
+    try:
+        waiting.start()
+    except RuntimeError:
+        return wait()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            answer, error = result.get(timeout=_SECONDS_OF_A_WAIT)
+            break
+    waiting.join()
+    if error is not None:
+        raise error
+    return answer  # type: ignore[no-any-return]

@@ -1,26 +1,44 @@
-"""The iterator over full tensors, and what it would yield."""
+"""The life of one extraction: plan, read shards, gather, hand out; and what is made of the full tensors on the host.
+
+``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` is the rest: while one
+bucket is handed out, the next is loaded and gathered. ``TensorStream`` is what the caller iterates over.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+import queue
+import traceback
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.extract.agreement import Agreement, PlanMismatch
-from fsdp_doctor.extract.kept_plans import Arguments, plan_of
-from fsdp_doctor.extract.lora import Lora
-from fsdp_doctor.extract.pipeline import Pipeline
-from fsdp_doctor.extract.plan import Plan, ranks_of
+from fsdp_doctor.extract.buckets import Bucket, Division
+from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.host_copies import HostCopies, flat_bytes, threads_of_a_rank
+from fsdp_doctor.extract.loader import CastBuffer, Loader
+from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter, deltas_of, factor_names
+from fsdp_doctor.extract.plan import Arguments, Plan, plan_of, ranks_of
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups, refusal
 from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
-from fsdp_doctor.extract.streams import HomeStream
-from fsdp_doctor.fsdp import reader
+from fsdp_doctor.extract.streams import HomeStream, Streams
+from fsdp_doctor.extract.transfers import Call, OrderedResult, TensorTransfer, all_gather, handed_out, results_of
+from fsdp_doctor.extract.without_autograd import without_autograd
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
 BUCKET_BYTES = 512 << 20
+# Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
+MOST_THREADS = 8
+CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -42,22 +60,19 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
 
-    Every rank of the group over which the model is sharded must call it with the same arguments and
-    iterate to the end. They compare what they are about to gather, and give their word for 1, 2, 4, ...
-    buckets at a time; a rank that stops early or raises launches what it gave its word for and makes the
-    others raise RankLeft, instead of leaving them in a collective. It does so when it lets go of the iterator.
-    Under HSDP each replica's shard group is on its own.
+    Every rank of the group over which the model is sharded must call it with the same arguments and iterate to the
+    end. A rank that stops early or raises first takes part in the collectives that it has promised, then makes the
+    others raise RankLeft; it does so when it lets go of the iterator. Under HSDP each replica's shard group is on its
+    own.
 
-    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
-    torch.compile, peft). Tied parameters come under each of their names and share one tensor, gathered
-    once. A yielded tensor belongs to the caller and may be kept; it never aliases the model. It is
-    ready on the stream that is current when it is asked for, as the result of any operation of torch; that may be
-    another one each time. What is in the stream that was current at the call, and in that of the first tensor, is
-    waited for before a shard is read.
+    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft).
+    Tied parameters come under each of their names and share one tensor, gathered once. A yielded tensor belongs to the
+    caller, may be kept, and never aliases the model. It is ready on the stream that is current when it is asked for,
+    as the result of any operation of torch; that may be another stream each time. The streams that are current at the
+    call and at the first tensor are waited for before a shard is read.
 
-    What does not change between two calls for a model is worked out in the first and kept; a model that has
-    changed is noticed. Which shards it has is looked up in the call, their values as they are read: a training
-    step waits until the iteration has ended.
+    The plan is made in the first call for a model and kept; a model that has changed is noticed. Values are read as
+    the iteration proceeds: a training step must wait until it has ended.
 
     Device memory in use at once, with the tensor that the caller had last: two buckets, or one and the largest
     tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB. Where most of the model
@@ -78,15 +93,15 @@ def full_tensors(
         the one active adapter alone, under the names of peft's adapter files. A model without
         adapters has only weights.
 
-    Raises, before any collective: ValueError, TypeError for arguments that make no sense; RuntimeError
-    for a tensor on the meta device, or a process group that is missing or has no backend for the device;
-    NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every
-    rank: PlanMismatch where the ranks hold different models or were given different arguments, and where groups of them
-    have other tensors under one name, as of experts, which is looked for once for a plan that is kept.
+    Raises, before any collective: ValueError, TypeError for wrong arguments; RuntimeError for a tensor on the meta
+    device, or a process group that is missing or has no backend for the device; NotImplementedError for adapters that
+    cannot be merged (DoRA, and kinds other than LoRA). On every rank: PlanMismatch where the ranks have different
+    models or arguments, and where groups of them have other tensors under one name, as of experts, which is looked for
+    once for a plan that is kept.
     """
     with announced(model):
         arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
-    return _named(extract(model, arguments))
+    return _under_each_name(extract(model, arguments))
 
 
 def weights_info(
@@ -98,17 +113,13 @@ def weights_info(
     Arguments and errors are those of :func:`full_tensors`.
     """
     plan, _ = plan_of(model, Arguments.given(None, dtype, keep_dtype, BUCKET_BYTES, lora))
-    return {
-        name: WeightInfo(spec.shape, plan.dtypes.of(spec))
-        for source in plan.sources
-        for spec in specs(source)
-        for name in spec.names
-    }
+    every = [spec for source in plan.sources for spec in specs(source)]
+    return {name: WeightInfo(spec.shape, plan.dtypes.of(spec)) for spec in every for name in spec.names}
 
 
 @contextlib.contextmanager
 def announced(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks that this one was refused: all, where its model does not say who they are."""
+    """Tells the other ranks about an error: those of the model, or all where it does not say who they are."""
     try:
         yield
     except Exception as error:
@@ -125,6 +136,30 @@ def _ranks_of(model: nn.Module) -> tuple[int, ...]:
         if len(ranks) > 1:
             return ranks
     return tuple(range(dist.get_world_size()))
+
+
+class OfExtraction(Comparison):
+    """Raises PlanMismatch on every rank where groups of them have other tensors under one name."""
+
+    def conclude(self, conclusion: str) -> None:
+        super().conclude(conclusion)
+        if self.conflicts:
+            raise PlanMismatch(refusal(self.conflicts))
+
+
+def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
+    """Every full tensor once, with all of its names."""
+    with announced(model):
+        plan, shards = plan_of(model, arguments)
+    return tensor_stream(plan, shards)
+
+
+def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
+    agreement = Agreement(plan.ranks)
+    agreement.expect(lambda: plan.compared, OfExtraction(plan.groups, shards, plan.device))
+    with agreement.leaving():
+        pipeline = Pipeline(plan, shards, agreement)
+    return TensorStream(pipeline, agreement, HomeStream(plan.device))
 
 
 class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
@@ -157,32 +192,7 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
         self.close()
 
 
-def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
-    """Every full tensor once, with all of its names."""
-    with announced(model):
-        plan, shards = plan_of(model, arguments)
-    return tensor_stream(plan, shards)
-
-
-class OfExtraction(Comparison):
-    """Raises PlanMismatch on every rank where groups of them have other tensors under one name."""
-
-    def conclude(self, conclusion: str) -> None:
-        super().conclude(conclusion)
-        if self.conflicts:
-            raise PlanMismatch(refusal(self.conflicts))
-
-
-def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
-    agreement = Agreement(plan.ranks)
-    agreement.expect(lambda: plan.compared, OfExtraction(plan.groups, shards, plan.device))
-    with agreement.leaving():
-        pipeline = Pipeline(plan, shards, agreement)
-    return TensorStream(pipeline, agreement, HomeStream(plan.device))
-
-
-def _named(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
-    """Each tensor under each of its names."""
+def _under_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
     with contextlib.closing(tensors):
         for spec, tensor in tensors:
             yield spec.names[0], tensor
@@ -190,3 +200,378 @@ def _named(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
                 tensors.hand_out(tensor)
                 yield name, tensor
             del tensor
+
+
+@dataclass(eq=False)
+class _PendingBucket:
+    """A bucket whose loading has begun. is_launched: its collectives are, and ``done`` is the event after them.
+
+    deltas: kept until then, for the device reads them.
+    """
+
+    bucket: Bucket
+    transfers: list[TensorTransfer]
+    loader: Loader
+    is_launched: bool = False
+    done: Any = None
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """One extraction. shards: this rank's, by the places of the plan's sources."""
+
+    def __init__(self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement) -> None:
+        self._plan = plan
+        self._call = Call(plan.device, shards, plan.ready)
+        self._agreement = agreement
+        self._streams = Streams(plan.device)
+        self._cast_buffer = CastBuffer(plan.device, self._streams)
+        self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
+        # Small tensors that were gathered with others and come later.
+        self._early: list[OrderedResult] = []
+        self._pending: collections.deque[_PendingBucket] = collections.deque()
+        # How many buckets were launched, how many of the others are launched whatever happens, and whether the
+        # collectives of the next have begun.
+        self._num_launched = self._promised = 0
+        self._has_begun = False
+        # What the largest of those needs beside the memory of buckets that are pending: the caller, or another process,
+        # may take all other memory. Whether this rank only carries out what it has promised.
+        self._spare: torch.Tensor | None = None
+        self._leaves = False
+
+    def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields every tensor. As many buckets are pending at once as fit into the plan's ``most_bytes``.
+
+        Each rank agrees to buckets before it launches their collectives. If it ends before all of those are launched,
+        for whatever reason, it launches the rest first: what one rank launches, all do.
+        """
+        pending = self._pending
+        last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
+        results: list[OrderedResult] = []
+        last_bytes = 0
+        try:
+            while self._upcoming() is not None or pending:
+                while (bucket := self._upcoming()) is not None and self._may_load(bucket, last_bytes):
+                    # The host may be a bucket further than what it hands out, not more: before torch 2.8
+                    # a process group holds on to memory until the device is through with it.
+                    if last_done[0] is not None:
+                        last_done[0].synchronize()
+                    self._load(bucket)
+                    self._launch_loaded()
+                if not pending[0].is_launched:
+                    self._launch(pending[0])
+                last_done.append(pending[0].done)
+                results = self._results(pending.popleft())
+                self._keep_spare(self._promised_buckets())
+                while results:
+                    _, spec, result = results.pop()
+                    tensor = handed_out(result)
+                    if not results:
+                        last_bytes = tensor.nbytes
+                    del result
+                    yield spec, tensor
+                    del tensor
+            self._agreement.finish()
+        except BaseException as error:
+            # They hold memory, which the buckets that are yet to be launched may need.
+            traceback.clear_frames(error.__traceback__)
+            results.clear()
+            raise
+        finally:
+            self._leave()
+
+    def _upcoming(self) -> Bucket | None:
+        """The next to be loaded."""
+        place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
+        return self._plan.buckets[place] if place < len(self._plan.buckets) else None
+
+    def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
+        """last_bytes: of the tensor that the caller had last, and still has as a rule."""
+        together = [*(pending.bucket for pending in self._pending), bucket]
+        units = {unit for each in together for unit in each.units} & self._call.units.keys()
+        held = sum(each.nbytes for each in together) + sum(self._call.units[unit].held_bytes() for unit in units)
+        return not self._pending or held + last_bytes <= self._plan.most_bytes
+
+    # Reading shards.
+
+    @without_autograd
+    @without_garbage_collection
+    def _load(self, bucket: Bucket) -> None:
+        """Loading this rank's part needs no other rank."""
+        self._spare = None
+        transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        self._pending.append(_PendingBucket(bucket, transfers, loader))
+        with self._loading(loader):
+            _begin(loader, transfers, self._merged_into(bucket))
+
+    @contextlib.contextmanager
+    def _loading(self, loader: Loader) -> Iterator[None]:
+        """What a rank that leaves cannot load is NaN or 0: that it is gathered all the same is what it has promised."""
+        try:
+            yield
+        except Exception:
+            if not self._leaves:
+                raise
+            loader.spoil()
+
+    def _launch_loaded(self) -> None:
+        """All but the last where threads are reading that: they go on while the one before is gathered."""
+        reads = self._pending[-1].loader.is_reading
+        for pending in list(self._pending)[: -1 if reads else None]:
+            if not pending.is_launched:
+                self._launch(pending)
+
+    # Gathering.
+
+    @without_autograd
+    @without_garbage_collection
+    def _launch(self, pending: _PendingBucket) -> None:
+        """What may fail comes before the ranks agree, or the others would wait for this one.
+
+        Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
+        """
+        merged = self._merged_into(pending.bucket)
+        factors = self._loaded_factors(merged) if merged else None
+        if factors is None:
+            with self._loading(pending.loader):
+                pending.loader.finish({})
+        self._try_room(pending.transfers)
+        self._agree()
+        failure = self._merge(pending, merged, factors[0]) if factors is not None else None
+        pending.done = self._gather(pending.transfers, pending.deltas)
+        pending.is_launched = True
+        self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
+        if failure is not None and not self._leaves:
+            raise failure
+
+    def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
+        """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
+        nbytes = max(transfer.collecting_bytes for transfer in transfers)
+        if nbytes:
+            with self._streams.gathering():
+                torch.empty(nbytes, dtype=torch.uint8, device=self._plan.device)
+
+    def _agree(self) -> None:
+        """Before the first collective of a bucket."""
+        if self._promised:
+            return
+        first = self._num_launched
+        num_left = len(self._plan.buckets) - first
+        if len(self._plan.ranks) == 1:
+            self._promised = num_left
+            return
+        num_next = self._plan.num_promisable(first, self._agreement.num_next(num_left))
+        one_only = False
+        try:
+            self._keep_spare(self._plan.buckets[first + 1 : first + num_next])
+        except RuntimeError:
+            one_only = True
+        self._promised = self._agreement.promise(num_next, one_only=one_only)
+
+    def _promised_buckets(self) -> Sequence[Bucket]:
+        """Those that are yet to be launched, for other ranks."""
+        if len(self._plan.ranks) == 1:
+            return ()
+        return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
+
+    def _keep_spare(self, promised: Sequence[Bucket]) -> None:
+        """Raises where what is pending, once it is let go of, is not memory enough to launch each of these."""
+        self._spare = None
+        needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
+        units = sum(unit.held_bytes() for unit in self._call.units.values())
+        held = units + sum(pending.bucket.held_bytes for pending in self._pending)
+        if needed > held:
+            self._spare = torch.empty(needed - held, dtype=torch.uint8, device=self._plan.device)
+
+    def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
+        """Launches all of it; the event after it."""
+        self._has_begun = True
+        with self._streams.gathering():
+            all_gather(transfers)
+            for transfer in transfers:
+                transfer.collect(deltas)
+        return self._streams.gathered()
+
+    # Merging adapters.
+
+    def _merged_into(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
+        adapters = self._plan.adapters
+        if not adapters:
+            return {}
+        return {name: adapters[name] for name in dict.fromkeys(bucket.names()) if name in adapters}
+
+    def _loaded_factors(self, merged: Mapping[str, list[LoraAdapter]]) -> tuple[list[TensorTransfer], Loader]:
+        """This rank's part of the factors, and the loader, which holds what is being copied."""
+        # The factors of one unit of FSDP1 are as many units.
+        call = Call(self._plan.device, self._call.shards, frozenset())
+        factors = [self._plan.factors[name] for name in factor_names(merged)]
+        parts = Division(factors, OutputDtypes(), bucket_bytes=1 << 62).buckets()
+        transfers = [transfer.begun(call) for part in parts for transfer in part.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        with self._loading(loader):
+            _begin(loader, transfers, ())
+            loader.finish({})
+        self._try_room(transfers)
+        return transfers, loader
+
+    def _merge(
+        self, pending: _PendingBucket, merged: Mapping[str, list[LoraAdapter]], factors: list[TensorTransfer]
+    ) -> BaseException | None:
+        """Gathers the factors, and adds their products to this rank's part. Returns an error instead of raising it.
+
+        The others have then NaN of that part, until they hear that this rank left.
+        """
+        self._streams.wait(self._gather(factors, {}))
+        try:
+            full = {name: handed_out(result) for _, spec, result in results_of(factors) for name in spec.names}
+            pending.deltas = deltas_of(merged, full)
+            # The caller's stream has copied them out of what was gathered.
+            self._streams.begin_loading()
+            pending.loader.finish(pending.deltas)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            pending.deltas.clear()
+            pending.loader.spoil()
+            return error
+        return None
+
+    # Handing out.
+
+    @without_autograd
+    @without_garbage_collection
+    def _results(self, launched: _PendingBucket) -> list[OrderedResult]:
+        """The bucket's tensors, last first; the caller's stream has them once it gets there."""
+        self._streams.wait(launched.done)
+        results = [*self._early, *results_of(launched.transfers)]
+        end = launched.bucket.end
+        self._early = [result for result in results if result[0] >= end]
+        results = [result for result in results if result[0] < end]
+        results.sort(key=operator.itemgetter(0), reverse=True)
+        return results
+
+    def _leave(self) -> None:
+        """At the end, or early: then memory is given back that is still being written to."""
+        if self._pending:
+            with self._streams.gathering():
+                all_of_it = self._streams.gathered()
+            self._streams.wait(all_of_it)
+        self._pending.clear()
+        self._early.clear()
+        self._call.units.clear()
+        # What it leaves with is to be known, not that it could not take part in the rest.
+        with contextlib.suppress(Exception):
+            self._carry_out()
+        self._copies.close()
+        if self._plan.adapters:
+            private.release_workspaces(self._plan.device)
+
+    def _carry_out(self) -> None:
+        """Launches what is promised, one bucket after the other: for that there is memory."""
+        self._leaves, self._spare = True, None
+        while self._promised_buckets() and not self._has_begun:
+            self._load(self._plan.buckets[self._num_launched])
+            self._launch(self._pending[0])
+            self._streams.wait(self._pending.popleft().done)
+            self._call.units.clear()
+
+
+def _begin(loader: Loader, transfers: Sequence[TensorTransfer], merged: Collection[str]) -> None:
+    loader.begin(
+        (piece for transfer in transfers for piece in transfer.pieces()),
+        merged,
+        (transfer.copies() for transfer in transfers),
+    )
+
+
+# On the host, for checkpoints.
+
+CollectingRanks = Literal["rank0", "all"]
+
+_HOST_CHUNK_BYTES = 32 << 20
+_MOST_HOST_THREADS = 8
+
+
+@without_autograd
+def full_state_dict(
+    model: nn.Module,
+    *,
+    ranks: CollectingRanks = "rank0",
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    lora: Lora = "merged",
+) -> dict[str, torch.Tensor]:
+    """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
+
+    Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
+    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned.
+
+    ranks: ``rank0`` the first rank of the default group, the others get an empty dict; ``all``.
+
+    Raises ValueError for another word.
+    """
+    with announced(model):
+        if ranks not in get_args(CollectingRanks):
+            raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
+        arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora)
+    collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
+    state: dict[str, torch.Tensor] = {}
+    with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:
+        for spec, tensor in tensors:
+            if collects:
+                state |= dict.fromkeys(spec.names, copies.start(tensor))
+            del tensor
+    return state
+
+
+class _ToHost:
+    """Copies device tensors into pageable memory: the device into pinned chunks, threads out of them.
+
+    One thread alone fills fresh pageable memory at a fraction of what the link delivers, since each
+    page is faulted in first.
+    """
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._num_chunks = 0
+        self._jobs: list[Future[None]] = []
+        self._most_chunks = threads_of_a_rank(_MOST_HOST_THREADS)
+        self._pool = ThreadPoolExecutor(self._most_chunks)
+
+    def __enter__(self) -> _ToHost:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._pool.shutdown(wait=True)
+        for job in self._jobs:
+            job.result()
+
+    def start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor that holds ``tensor`` once this manager is left."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        parts = zip(flat_bytes(tensor).split(_HOST_CHUNK_BYTES), flat_bytes(host).split(_HOST_CHUNK_BYTES), strict=True)
+        for source, target in parts:
+            chunk = self._chunk()
+            pinned = chunk[: source.numel()]
+            pinned.copy_(source, non_blocking=True)
+            arrival = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            self._jobs.append(self._pool.submit(self._finish, arrival, chunk, pinned, target))
+        return host
+
+    def _chunk(self) -> torch.Tensor:
+        if self._num_chunks < self._most_chunks:
+            self._num_chunks += 1
+            return torch.empty(_HOST_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._free.get()
+
+    def _finish(self, arrival: Any, chunk: torch.Tensor, pinned: torch.Tensor, target: torch.Tensor) -> None:
+        try:
+            arrival.synchronize()
+            target.copy_(pinned)
+        finally:
+            self._free.put(chunk)

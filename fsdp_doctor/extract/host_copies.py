@@ -1,11 +1,10 @@
-"""Copies portions of tensors to where they belong: threads read them out of pageable memory and files.
+"""Copies portions of tensors: threads read them out of pageable memory and files.
 
-What goes to the device from there passes through pinned chunks, so that the link is not held up by the reading; a
-thread has two, and sends one while it reads into the other. What is pinned, or on the device, is copied by the device
-alone. A chunk is one job of a thread, however many tensors share it: the handing over costs the host more than the
-tensors of most layers take to be read. Nothing is read before all that is to be read was worked out: what one thread
-does in Python keeps the others from reading. Without pinned memory the chunks are not pinned, and without threads the
-caller's reads.
+To the device they go through pinned chunks, so that the link does not wait for the reading; a thread has two, and
+sends one while it reads into the other. What is pinned, or on the device, is copied by the device alone. A chunk is one
+job of a thread, however many tensors share it: the handing over costs the host more than the tensors of most layers
+take to be read. Nothing is read before all that is to be read was worked out: what one thread does in Python keeps the
+others from reading. Without pinned memory the chunks are not pinned, and without threads the caller's reads.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class InMemory(Portion):
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """What is read of a portion from ``start`` on. place: in the chunk, where there is one."""
+    """The bytes of a portion from ``start`` on. place: in the chunk, where there is one."""
 
     portion: Portion
     start: int
@@ -67,7 +66,7 @@ class _Piece:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """What one thread reads at once, to the host or through a chunk to the device. nbytes: how much of a chunk."""
+    """One job of a thread, to the host or through a chunk to the device. nbytes: how much of a chunk."""
 
     on_host: bool
     pieces: list[_Piece] = field(default_factory=list)
@@ -75,7 +74,7 @@ class _Batch:
 
 
 class _Submission:
-    """Batches that are read together. over: when all have been, or one has failed."""
+    """Batches that are read together."""
 
     def __init__(self, batches: Sequence[_Batch]) -> None:
         self._batches = collections.deque(batches)
@@ -85,9 +84,9 @@ class _Submission:
         self._over = threading.Event()
 
     def read_one(self, read: Callable[[_Batch], None]) -> None:
-        """One batch, which nothing refers to any more when it counts as read: its target is part of a bucket.
+        """Reads one batch; any thread may call it, as often as there are batches.
 
-        Any thread may call it, as often as there are batches.
+        Nothing refers to the batch any more when it counts as read: its target is part of a bucket.
         """
         try:
             read(self._batches.popleft())
@@ -133,7 +132,7 @@ class HostCopies:
         self._streams.loaded()
 
     def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
-        """As many bytes as the target has, from ``start`` on."""
+        """Copies as many bytes as the target has, from ``start`` on."""
         memory = portion.memory
         if memory is not None and _by_device(memory, target):
             self._streams.load(target, memory[start : start + target.numel()])
@@ -147,7 +146,7 @@ class HostCopies:
             done += length
 
     def submit(self) -> int:
-        """What is to be copied is being read; the number is for ``flush``."""
+        """Begins to read what is to be copied. Returns a number for ``flush``."""
         if self._begun:
             if self._readers is None:
                 self._readers = _Readers(self._streams, self._num_threads, self._chunk_bytes)
@@ -157,9 +156,9 @@ class HostCopies:
         return self._num_submitted
 
     def flush(self, submitted: int | None = None) -> None:
-        """What goes to the host has come there; what goes to the device is in the loading stream.
+        """Returns when copies to the host are done, and those to the device are in the loading stream.
 
-        submitted: only what had been when ``submit`` returned this.
+        submitted: only those that were submitted when ``submit`` returned this.
         """
         last = self.submit() if submitted is None else submitted
         while self._num_submitted - len(self._submissions) < last:
@@ -167,12 +166,11 @@ class HostCopies:
         self._streams.loaded_by_threads()
 
     def finish(self) -> None:
-        """All has been read, and has come to where it belongs."""
+        """Returns when all copies are done."""
         self.flush()
         self._streams.loaded()
 
     def _batch(self, *, on_host: bool) -> _Batch:
-        """One that has room."""
         begun = self._begun[-1] if self._begun else None
         if begun is None or begun.nbytes >= self._chunk_bytes or begun.on_host != on_host:
             begun = _Batch(on_host)
@@ -187,7 +185,7 @@ def _by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 class _Readers:
-    """As many threads as are to be had, up to ``most``. Without any, what is submitted is read at once."""
+    """As many threads as the system gives, up to ``most``. Without any, what is submitted is read at once."""
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes
@@ -237,7 +235,7 @@ class _Readers:
 
 
 class _Chunks:
-    """One thread's, in turns. Of two, the device may be reading one; with one, it is waited for."""
+    """One thread's chunks, in turns: with two, the device may be reading one; with one, it is waited for."""
 
     def __init__(self, streams: Streams, nbytes: int) -> None:
         self._streams, self._nbytes = streams, nbytes
@@ -245,7 +243,7 @@ class _Chunks:
         self._most = _CHUNKS_OF_A_THREAD
 
     def take(self) -> torch.Tensor:
-        """One that the device is through with."""
+        """Returns a chunk that the device has read."""
         if len(self._free) < self._most:
             try:
                 return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -260,18 +258,18 @@ class _Chunks:
         return memory
 
     def give(self, memory: torch.Tensor) -> None:
-        """What was copied from it is in the stream."""
+        """After the copies from it were put into the stream."""
         self._free.append((memory, self._streams.loading_event()))
 
 
 def threads_of_a_rank(most: int = 16) -> int:
-    """As many as there are processors for each of the host's ranks, within limits."""
+    """The number of the host's processors for each of its ranks, within limits."""
     processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(2, min(most, processors))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, 1-D: a view."""
+    """A view of a contiguous tensor's bytes, 1-D."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,10 +1,10 @@
-"""Brings pieces of shards into device memory: from the host or from the device, cast and merged on the way."""
+"""Brings pieces of shards into device memory, from the host or from the device, cast and merged on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,16 +32,8 @@ class Piece:
     start: int
 
 
-class Loaded(Protocol):
-    """What has pieces to load, and whole lists of copies on the device beside them."""
-
-    def pieces(self) -> Iterable[Piece]: ...
-
-    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]: ...
-
-
 class _Copies:
-    """What is copied in one stream."""
+    """The copies of one stream."""
 
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
@@ -55,9 +47,9 @@ class _Copies:
 
 
 class CastBuffer:
-    """Device memory for pieces that are yet to be cast or merged.
+    """Device memory in two halves for pieces to be cast or merged: one is loaded while the other is cast.
 
-    There are two halves: one is loaded while the other is cast. turn: the next one's number.
+    turn: the number of the half that comes next.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -68,7 +60,7 @@ class CastBuffer:
         self.turn = 0
 
     def half(self, turn: int) -> torch.Tensor:
-        """Bytes that may be loaded in that turn; what was in them has been cast by then."""
+        """Bytes that may be loaded in that turn, after what was in them has been cast."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
             self._streams.begin_loading()
@@ -82,7 +74,7 @@ class CastBuffer:
 
 
 class Loader:
-    """One bucket's pieces."""
+    """Loads one bucket's pieces: ``begin``, then ``finish``."""
 
     def __init__(self, device: torch.device, streams: Streams, cast_buffer: CastBuffer, copies: HostCopies) -> None:
         self._device = device
@@ -90,25 +82,31 @@ class Loader:
         self._cast_buffer = cast_buffer
         self._copies = copies
         self._to_cast: list[Piece] = []
-        self._held: tuple[_Copies, ...] = ()
-        # What is yet to be loaded.
+        self._launched: tuple[_Copies, ...] = ()
+        # Targets that are yet to be loaded.
         self._missing: list[torch.Tensor] = []
         self._submitted = 0
         self.is_reading = False
 
-    def begin(self, transfers: Sequence[Loaded], merged: Collection[str]) -> None:
+    def begin(
+        self,
+        pieces: Iterable[Piece],
+        merged: Collection[str],
+        copies: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = (),
+    ) -> None:
         """Launches the copies that can be, after everything that the caller's stream holds.
 
-        Nothing waits for the device; pageable memory is being read by threads. What is copied is held as long as the
+        Nothing waits for the device; pageable memory is being read by threads. What is copied is kept as long as the
         loader: of a shard that is not contiguous it is a copy, made on the caller's stream.
 
-        merged: the tensors to which something is to be added.
+        merged: the tensors to which something is to be added. copies: (targets, sources) of the same shapes and
+        dtypes, all of them on the device.
         """
         turns = _Copies(), _Copies()
         pageable: list[Piece] = []
-        for transfer in transfers:
-            turns[0].add(*transfer.copies())
-        pieces = [piece for transfer in transfers for piece in transfer.pieces()]
+        for targets, sources in copies:
+            turns[0].add(targets, sources)
+        pieces = list(pieces)
         self._missing = [*turns[0].targets, *(piece.target for piece in pieces)]
         for piece in pieces:
             on_host = piece.source.device != self._device
@@ -120,11 +118,11 @@ class Loader:
                 fewer = turns[1] if on_host and turns[1].nbytes < turns[0].nbytes else turns[0]
                 fewer.add([piece.target], [piece.source])
         self._streams.begin_loading()
-        self._held = turns
-        for turn, copies in enumerate(turns):
-            if copies.targets:
+        self._launched = turns
+        for turn, launched in enumerate(turns):
+            if launched.targets:
                 with self._streams.loading(turn):
-                    private.copy_all(copies.targets, copies.sources, non_blocking=True)
+                    private.copy_all(launched.targets, launched.sources, non_blocking=True)
         self._missing = [piece.target for piece in (*pageable, *self._to_cast)]
         for piece in pageable:
             self._copy(piece.target, piece.source)
@@ -133,26 +131,26 @@ class Loader:
             self._submitted = self._copies.submit()
 
     def finish(self, deltas: Mapping[str, list[Delta]]) -> None:
-        """The rest: then all targets are filled, in the order of the streams.
+        """Loads, casts and merges the rest: then all targets are filled, in the order of the streams.
 
         deltas: what is to be added to which tensor, its adapters unsharded and on the device.
         """
         self._copies.flush(self._submitted)
         self._missing = [piece.target for piece in self._to_cast]
         batch: list[Piece] = []
-        held = 0
+        batch_bytes = 0
         for piece in (part for whole in self._to_cast for part in _split(whole)):
             nbytes = _padded(piece.source.nbytes)
-            if held + nbytes > _HALF_BYTES:
+            if batch_bytes + nbytes > _HALF_BYTES:
                 self._cast_batch(batch, deltas)
-                batch, held = [], 0
+                batch, batch_bytes = [], 0
             batch.append(piece)
-            held += nbytes
+            batch_bytes += nbytes
         self._cast_batch(batch, deltas)
         self._missing = []
 
     def spoil(self) -> None:
-        """Where ``begin`` or ``finish`` has failed: what is missing becomes NaN or 0, for which no memory is needed."""
+        """Fills what is missing with NaN or 0, after ``begin`` or ``finish`` has failed: no memory is needed for it."""
         with self._streams.casting():
             for target in self._missing:
                 target.fill_(torch.nan if target.is_floating_point() or target.is_complex() else 0)

@@ -1,4 +1,7 @@
-"""The iterator over this rank's shards on the device, cast and merged as full tensors are. No weight is gathered."""
+"""This rank's shards: what it holds of each tensor, its place in the whole, and an iterator that loads all of them.
+
+They come on the device, cast and merged as full tensors are. No weight is gathered.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,67 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from typing_extensions import assert_never
 
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan, PlanMismatch
+from fsdp_doctor.extract.buckets import Division
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.full import BUCKET_BYTES, TensorStream, announced, tensor_stream
+from fsdp_doctor.extract.full import BUCKET_BYTES, CHUNK_BYTES, MOST_THREADS, TensorStream, announced, tensor_stream
 from fsdp_doctor.extract.host_copies import HostCopies
-from fsdp_doctor.extract.kept_plans import Arguments, plan_of
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
-from fsdp_doctor.extract.own_shards import OwnShard, ShardPlace, own_shards
-from fsdp_doctor.extract.pipeline import CHUNK_BYTES, MOST_THREADS
-from fsdp_doctor.extract.plan import Plan, buckets, most_bytes, signature
+from fsdp_doctor.extract.plan import Arguments, Plan, plan_of, signature
 from fsdp_doctor.extract.rank_groups import refusal
-from fsdp_doctor.extract.sources import Source, TensorSpec
+from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.shards import HeldPart, held_part
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardPlace:
+    """Where a shard lies in the whole tensor.
+
+    numel: how many elements it has; a rank may have none of a tensor.
+    offset: the number of its first element in the flattened tensor, where its elements follow one another there; None
+        for one that was cut along another dim than the first.
+    stride: of the flattened tensor. It is row-major, but for an FSDP1 parameter that was not contiguous when it was
+        wrapped: then the offset counts along ``tensor.as_strided(shape, stride)``.
+    mesh, placements: of the DTensor; None for FSDP1's flat shards and for what is whole on every rank.
+    group: over which FSDP1 divides it; None for a DTensor and for what is whole on every rank.
+    """
+
+    numel: int
+    offset: int | None
+    stride: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] | None = None
+    group: dist.ProcessGroup | None = None
+
+    def held_part(self, shape: Sequence[int]) -> HeldPart:
+        """Which indices of each dim the shard has. Of a DTensor's shard alone."""
+        assert self.mesh is not None
+        assert self.placements is not None
+        return held_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """The part of a full tensor that is in the shard: in the shard's own shape for a DTensor's, else 1-D."""
+        if self.mesh is not None:
+            return self.held_part(full.shape).read(full)
+        assert self.offset is not None
+        order = sorted(range(full.ndim), key=lambda dim: (-self.stride[dim], dim))
+        return full.permute(order).reshape(-1)[self.offset : self.offset + self.numel]
 
 
 class LocalShard(NamedTuple):
-    """What a rank holds of one tensor.
+    """One rank's part of one tensor.
 
     tensor: on the device; of an FSDP1 flat shard 1-D, else as the rank's part is shaped, and empty where it has none.
     shape: of the whole tensor.
@@ -41,54 +82,6 @@ class LocalShard(NamedTuple):
     tensor: torch.Tensor
     shape: torch.Size
     place: ShardPlace
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShardRequest:
-    """One call's arguments, checked against the model.
-
-    plan, shards: of the extraction with the same arguments. sources, adapters, dtypes: what of it is asked for, how.
-    """
-
-    plan: Plan
-    shards: Sequence[torch.Tensor]
-    sources: Sequence[Source]
-    adapters: Mapping[str, list[LoraAdapter]]
-    dtypes: OutputDtypes
-    bucket_bytes: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.plan.device
-
-
-def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch where other ranks may have other tensors under one name; plain ones it cannot know alone."""
-    if unknown := request.plan.groups.unknown():
-        raise PlanMismatch(refusal(unknown))
-
-
-def request_of(
-    model: nn.Module, dtype: torch.dtype | None, keep_dtype: Collection[str], bucket_bytes: int, lora: Lora
-) -> ShardRequest:
-    plan, shards = plan_of(model, Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora))
-    return ShardRequest(
-        plan=plan,
-        shards=shards,
-        sources=plan.sources,
-        adapters=plan.adapters,
-        dtypes=plan.dtypes,
-        bucket_bytes=bucket_bytes,
-    )
-
-
-class LoadedShard(NamedTuple):
-    """As :class:`LocalShard`, with all names of the tensor. is_copy: whether its memory is no parameter's."""
-
-    spec: TensorSpec
-    tensor: torch.Tensor
-    place: ShardPlace
-    is_copy: bool
 
 
 def local_shards(
@@ -111,17 +104,27 @@ def local_shards(
     shards are cast or merged; the factors of all adapters.
 
     Raises as :func:`full_tensors`, but does not notice plain parameters that differ between the ranks;
-    LayoutError (RuntimeError) for placements that are no division into shards.
+    LayoutError (RuntimeError) for placements that do not divide a tensor into shards.
     """
     with announced_where_merged(model, lora):
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
         refuse_unknown(request)
-    return _named(request, factor_stream(request))
+    return _under_each_name(request, factor_stream(request))
+
+
+def _under_each_name(request: ShardRequest, factors: TensorStream | None) -> Iterator[LocalShard]:
+    home = HomeStream(request.device)
+    with contextlib.closing(home.run(loaded_shards(request, gathered_deltas(request, factors), own=True))) as shards:
+        for spec, tensor, place, _ in shards:
+            for name in spec.names:
+                home.hand_out(tensor)
+                yield LocalShard(name, tensor, spec.shape, place)
+            del tensor
 
 
 @contextlib.contextmanager
 def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
-    """Tells the other ranks that this one was refused, if they will wait for it: to gather the adapters' factors."""
+    """Tells the other ranks about an error, if they will wait for this one: to gather the adapters' factors."""
     try:
         yield
     except Exception:
@@ -137,37 +140,43 @@ def _has_adapters(model: nn.Module) -> bool:
     return False
 
 
-def _named(request: ShardRequest, factors: TensorStream | None) -> Iterator[LocalShard]:
-    home = HomeStream(request.device)
-    with contextlib.closing(home.run(loaded_shards(request, gathered_deltas(request, factors), own=True))) as shards:
-        for spec, tensor, place, _ in shards:
-            for name in spec.names:
-                home.hand_out(tensor)
-                yield LocalShard(name, tensor, spec.shape, place)
-            del tensor
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardRequest:
+    """One call's arguments, checked against the model.
 
-
-def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
-    """Every shard once, without another rank. deltas: of :func:`gathered_deltas`.
-
-    own: copies what already lies on the device as it is to be, instead of showing it.
+    plan, shards: of the extraction with the same arguments. sources, adapters, dtypes: what of it is asked for, how.
     """
-    loading = _ShardLoading(request.device, request.dtypes, deltas, own)
-    pending: collections.deque[_LoadedBucket] = collections.deque()
-    buckets = _buckets(own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes)
-    try:
-        for bucket in buckets:
-            pending.append(loading.launch(bucket))
-            if len(pending) > 1:
-                yield from loading.results(pending.popleft())
-        while pending:
-            yield from loading.results(pending.popleft())
-    finally:
-        for launched in pending:
-            loading.wait(launched)
-        loading.close()
-        if deltas:
-            private.release_workspaces(request.device)
+
+    plan: Plan
+    shards: Sequence[torch.Tensor]
+    sources: Sequence[Source]
+    adapters: Mapping[str, list[LoraAdapter]]
+    dtypes: OutputDtypes
+    bucket_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.device
+
+
+def request_of(
+    model: nn.Module, dtype: torch.dtype | None, keep_dtype: Collection[str], bucket_bytes: int, lora: Lora
+) -> ShardRequest:
+    plan, shards = plan_of(model, Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora))
+    return ShardRequest(
+        plan=plan,
+        shards=shards,
+        sources=plan.sources,
+        adapters=plan.adapters,
+        dtypes=plan.dtypes,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def refuse_unknown(request: ShardRequest) -> None:
+    """Raises PlanMismatch where other ranks may have other tensors under one name; plain ones it cannot know alone."""
+    if unknown := request.plan.groups.unknown():
+        raise PlanMismatch(refusal(unknown))
 
 
 def factor_stream(request: ShardRequest) -> TensorStream | None:
@@ -178,22 +187,20 @@ def factor_stream(request: ShardRequest) -> TensorStream | None:
     plan = request.plan
     if not plan.merges:
         return None
-    # Each once, in the order of the model, so in the same order on every rank.
-    names = dict.fromkeys(name for many in request.adapters.values() for one in many for name in (one.a, one.b))
-    factors, dtypes = [plan.factors[name] for name in names], OutputDtypes()
+    factors, dtypes = [plan.factors[name] for name in adapters.factor_names(request.adapters)], OutputDtypes()
+    settings = f"factors bucket_bytes={request.bucket_bytes}"
     # The factors of one unit of FSDP1 are as many units.
+    division = Division(factors, dtypes, request.bucket_bytes)
     gathering = replace(
         plan,
         sources=factors,
         adapters={},
         factors={},
         dtypes=dtypes,
-        buckets=list(buckets(factors, dtypes, request.bucket_bytes, {})),
-        most_bytes=most_bytes(factors, dtypes, request.bucket_bytes),
+        buckets=list(division.buckets()),
+        most_bytes=division.most_bytes,
         ready=frozenset(),
-        compared=ComparedPlan(
-            signature(factors, dtypes, f"factors bucket_bytes={request.bucket_bytes}", request.adapters)
-        ),
+        compared=ComparedPlan(signature(factors, dtypes, settings, request.adapters)),
     )
     return tensor_stream(gathering, request.shards)
 
@@ -201,23 +208,50 @@ def factor_stream(request: ShardRequest) -> TensorStream | None:
 def gathered_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
     """What is to be merged into which weight. Every rank must call it, if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
-    return {weight: [_delta(one, full) for one in many] for weight, many in request.adapters.items()}
+    return adapters.deltas_of(request.adapters, full)
 
 
-def _delta(adapter: LoraAdapter, factors: Mapping[str, torch.Tensor]) -> Delta:
-    return Delta(factors[adapter.a], factors[adapter.b], adapter.scaling, adapter.transposed)
+class LoadedShard(NamedTuple):
+    """As :class:`LocalShard`, with all names of the tensor. is_copy: whether its memory is no parameter's."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    place: ShardPlace
+    is_copy: bool
+
+
+def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
+    """Every shard once, without another rank. deltas: of :func:`gathered_deltas`.
+
+    own: copies what already lies on the device as it is to be, instead of showing it.
+    """
+    loading = _ShardLoading(request.device, request.dtypes, deltas, own)
+    pending: collections.deque[_LoadedBucket] = collections.deque()
+    try:
+        for bucket in _buckets(own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes):
+            pending.append(loading.launch(bucket))
+            if len(pending) > 1:
+                yield from loading.results(pending.popleft())
+        while pending:
+            yield from loading.results(pending.popleft())
+    finally:
+        for launched in pending:
+            loading.streams.wait(launched.done)
+        loading.copies.close()
+        if deltas:
+            private.release_workspaces(request.device)
 
 
 def _buckets(shards: Iterable[OwnShard], dtypes: OutputDtypes, bucket_bytes: int) -> Iterator[list[OwnShard]]:
     bucket: list[OwnShard] = []
-    held = 0
+    total = 0
     for shard in shards:
         nbytes = shard.local.numel() * dtypes.of(shard.spec).itemsize
-        if bucket and held + nbytes > bucket_bytes:
+        if bucket and total + nbytes > bucket_bytes:
             yield bucket
-            bucket, held = [], 0
+            bucket, total = [], 0
         bucket.append(shard)
-        held += nbytes
+        total += nbytes
     if bucket:
         yield bucket
 
@@ -227,7 +261,7 @@ class _LoadedBucket:
     """done: the event after its loading; None where nothing is loaded. in_use: memory that it needs until then."""
 
     results: list[LoadedShard]
-    done: Any
+    done: Any = None
     in_use: Any = None
 
 
@@ -236,9 +270,9 @@ class _ShardLoading:
         self, device: torch.device, dtypes: OutputDtypes, deltas: Mapping[str, list[Delta]], own: bool
     ) -> None:
         self._device, self._dtypes, self._deltas, self._own = device, dtypes, deltas, own
-        self._streams = Streams(device)
-        self._cast_buffer = CastBuffer(device, self._streams)
-        self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
+        self.streams = Streams(device)
+        self._cast_buffer = CastBuffer(device, self.streams)
+        self.copies = HostCopies(self.streams, MOST_THREADS, CHUNK_BYTES)
 
     @without_autograd
     @without_garbage_collection
@@ -262,25 +296,25 @@ class _ShardLoading:
             else:
                 pieces.append(Piece(target, local, spec.names[0], shard.place.offset or 0))
         if not pieces:
-            return _LoadedBucket(results, None)
+            return _LoadedBucket(results)
         return _LoadedBucket(results, self._load(pieces, in_blocks), (pieces, in_blocks))
 
     def _load(self, pieces: list[Piece], in_blocks: list[tuple[OwnShard, torch.Tensor, torch.Tensor]]) -> Any:
         try:
-            loader = Loader(self._device, self._streams, self._cast_buffer, self._copies)
-            loader.begin([_Pieces(pieces)], self._deltas.keys())
+            loader = Loader(self._device, self.streams, self._cast_buffer, self.copies)
+            loader.begin(pieces, self._deltas.keys())
             loader.finish(self._deltas)
-            with self._streams.gathering():
+            with self.streams.gathering():
                 for shard, whole, target in in_blocks:
                     self._merge_blocks(shard, whole, target)
         except BaseException:
-            self._streams.wait(self._after_all())
+            self.streams.wait(self._after_all())
             raise
         return self._after_all()
 
     def _after_all(self) -> Any:
-        with self._streams.gathering():
-            return self._streams.gathered()
+        with self.streams.gathering():
+            return self.streams.gathered()
 
     def _merge_blocks(self, shard: OwnShard, whole: torch.Tensor, target: torch.Tensor) -> None:
         """A shard that is no range of the flattened weight: each block of it gets its block of the product."""
@@ -291,28 +325,89 @@ class _ShardLoading:
         target.view(shard.shape).copy_(values)
 
     def results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
-        """The caller's stream has them once it gets there; nothing here holds one that was handed out."""
-        self.wait(launched)
+        """The caller's stream has them once it gets there; nothing here keeps one that was handed out."""
+        self.streams.wait(launched.done)
         launched.in_use = None
         launched.results.reverse()
         while launched.results:
             yield launched.results.pop()
 
-    def wait(self, launched: _LoadedBucket) -> None:
-        self._streams.wait(launched.done)
 
-    def close(self) -> None:
-        self._copies.close()
+# This rank's shard of every tensor: nothing is communicated, nothing is copied.
 
 
-class _Pieces:
-    """For the loader, of no collective."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class OwnShard:
+    """local: as it lies, 1-D, in the order of the place. shape: in which it is handed out."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
-        self._pieces = pieces
+    spec: TensorSpec
+    local: torch.Tensor
+    shape: torch.Size
+    place: ShardPlace
 
-    def pieces(self) -> list[Piece]:
-        return self._pieces
 
-    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        return (), ()
+def own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[OwnShard]:
+    """In the order of the sources. A rank that holds nothing of a tensor has a shard without elements.
+
+    shards: what this rank holds, by the places of the sources.
+    """
+    for source in sources:
+        local = shards[source.place].detach()
+        match source:
+            case Plain(spec=spec):
+                place = ShardPlace(numel=spec.numel, offset=0, stride=row_major(spec.shape))
+                yield OwnShard(spec=spec, local=source.whole(local).reshape(-1), shape=spec.shape, place=place)
+            case Rows():
+                yield _of_rows(source, local.reshape(-1))
+            case Placed():
+                yield _of_placed(source, local)
+            case FlatUnit():
+                yield from _of_unit(source, local)
+            case _:
+                assert_never(source)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that shape."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def _place_on_mesh(source: Rows | Placed, local: torch.Tensor, offset: int | None) -> ShardPlace:
+    placements = tuple(source.placements)
+    stride = row_major(source.spec.shape)
+    return ShardPlace(numel=local.numel(), offset=offset, stride=stride, mesh=source.mesh, placements=placements)
+
+
+def _of_rows(source: Rows, local: torch.Tensor) -> OwnShard:
+    spec = source.spec
+    place = _place_on_mesh(source, local, min(source.shard_group.rank * source.chunk, spec.numel))
+    # A row may have no elements.
+    rows = local.numel() * spec.shape[0] // spec.numel if spec.numel else place.held_part(spec.shape).shape[0]
+    return OwnShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
+
+
+def _of_placed(source: Placed, local: torch.Tensor) -> OwnShard:
+    place = _place_on_mesh(source, local, None)
+    shape = place.held_part(source.spec.shape).shape
+    if shape.numel() != local.numel():
+        raise RuntimeError(
+            f"{source.spec.names[0]}: this rank holds {local.numel()} elements where "
+            f"{source.placements} gives it {shape.numel()}"
+        )
+    return OwnShard(spec=source.spec, local=local.reshape(-1), shape=shape, place=place)
+
+
+def _of_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[OwnShard]:
+    begin = unit.shard_group.rank * unit.chunk
+    end = begin + unit.chunk
+    for span in unit.spans:
+        first = min(max(span.offset, begin), end)
+        last = max(min(span.offset + span.spec.numel, end), first)
+        part = local[first - begin : last - begin]
+        offset = min(max(first - span.offset, 0), span.spec.numel)
+        place = ShardPlace(numel=part.numel(), offset=offset, stride=span.stride, group=unit.shard_group.group)
+        yield OwnShard(spec=span.spec, local=part, shape=part.shape, place=place)

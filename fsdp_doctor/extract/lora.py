@@ -85,8 +85,25 @@ class Layers:
     found: bool = False
 
 
+def factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
+    """Each once, in the order of the model, so in the same order on every rank."""
+    return list(
+        dict.fromkeys(name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b))
+    )
+
+
+def deltas_of(
+    adapters: Mapping[str, Sequence[LoraAdapter]], factors: Mapping[str, torch.Tensor]
+) -> dict[str, list[Delta]]:
+    """What is to be merged into which weight. factors: the full tensors by their names."""
+    return {
+        weight: [Delta(factors[one.a], factors[one.b], one.scaling, one.transposed) for one in many]
+        for weight, many in adapters.items()
+    }
+
+
 def check(lora: str) -> None:
-    """Raises ValueError for a word that is none of the three."""
+    """Raises ValueError for another word than the three."""
     if lora not in get_args(Lora):
         raise ValueError(f"lora must be one of {', '.join(get_args(Lora))}, not {lora!r}")
 
@@ -322,14 +339,14 @@ def _renamed_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> Ten
 
 def factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
     """The sources of the adapters' factors by their names; a span of a unit as a unit of its own."""
-    wanted = {name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b)}
+    names = set(factor_names(adapters))
     found: dict[str, Source] = {}
     for source in sources:
         if isinstance(source, FlatUnit):
             for span in source.spans:
-                for name in wanted.intersection(span.spec.names):
+                for name in names.intersection(span.spec.names):
                     found[name] = replace(source, spans=(span,))
         else:
-            for name in wanted.intersection(source.spec.names):
+            for name in names.intersection(source.spec.names):
                 found[name] = source
     return found

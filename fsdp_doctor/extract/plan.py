@@ -1,40 +1,88 @@
-"""What is yielded, in which order, and in which buckets: the same on every rank, before any communication."""
+"""The plan of an extraction: made once for a model and its arguments, kept for as long as the model is as it was."""
 
 from __future__ import annotations
 
-import functools
+import atexit
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 from typing_extensions import assert_never
 
+from fsdp_doctor.errors import some
+from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
+from fsdp_doctor.extract.buckets import Bucket, Division
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.flat_transfers import FlatGather, FlatLayout, flat_gathers
-from fsdp_doctor.extract.lora import LoraAdapter
-from fsdp_doctor.extract.rank_groups import RankGroups
-from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Source, specs
-from fsdp_doctor.extract.transfers import LocalCopy, PackedGather, Redistribution, RowsGather, TensorTransfer
+from fsdp_doctor.extract.lora import Lora, LoraAdapter
+from fsdp_doctor.extract.rank_groups import RankGroups, read_groups
+from fsdp_doctor.extract.sources import (
+    FlatUnit,
+    Placed,
+    Plain,
+    Rows,
+    ShardGroup,
+    Source,
+    check_shards,
+    compute_device,
+    device_of,
+    shards_of,
+    sources_of,
+    specs,
+)
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.snapshot import Snapshot
 
-# Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
-SMALL_BYTES = 1 << 20
-_PACK_BYTES = 32 << 20
-# A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
-_MOST_TIMES = 4
+# Of one model: a trainer asks for its weights in a few forms.
+_MOST_PLANS = 4
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of ``full_tensors``."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    keep_dtype: tuple[str, ...]
+    bucket_bytes: int
+    lora: Lora
+
+    @classmethod
+    def given(
+        cls,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        keep_dtype: Collection[str],
+        bucket_bytes: int,
+        lora: Lora,
+    ) -> Arguments:
+        """Raises ValueError for a word or a number that is not allowed, TypeError for another type."""
+        adapters.check(lora)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        if not isinstance(bucket_bytes, int):
+            raise TypeError(f"bucket_bytes must be an int, not {bucket_bytes!r}")
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
+        if not all(isinstance(pattern, str) for pattern in keep):
+            raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
+        return cls(device, dtype, tuple(keep), bucket_bytes, lora)
 
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
-    """What one model and one call's arguments come to. Nothing in it is a tensor, so that it may be kept.
+    """All that follows from a model and the arguments of a call. Nothing in it is a tensor, so that it may be kept.
 
     all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. groups: of ranks of which
-    some may have other tensors than the others. merges: whether there are
-    adapters, active ones or not, and they are to be merged; adapters, factors:
-    which factors make up what is merged into a weight, and where they are. most_bytes: the device memory that
-    buckets and the caller's last tensor may take together. ready: the places of the shards that a collective can read
-    as they are.
+    some may have other tensors than the others. merges: whether there are adapters, active ones or not, and they are to
+    be merged; adapters, factors: which factors make up what is merged into a weight, and where they are. most_bytes:
+    the device memory that buckets and the caller's last tensor may take together. ready: the places of the shards that
+    a collective can read as they are.
     """
 
     all_sources: list[Source]
@@ -52,7 +100,7 @@ class Plan:
     compared: ComparedPlan
 
     def num_promisable(self, first: int, wanted: int) -> int:
-        """Of how many buckets from ``first`` on a rank may give its word at once: 1 at least, ``wanted`` at most.
+        """How many buckets from ``first`` on a rank may promise at once: 1 at least, ``wanted`` at most.
 
         While the caller has the tensors of one, there is to be memory to launch any of the later ones.
         """
@@ -65,41 +113,116 @@ class Plan:
         return wanted
 
 
-def signature(
-    sources: Sequence[Source], dtypes: OutputDtypes, settings: str, merged: Mapping[str, Sequence[LoraAdapter]]
-) -> list[str]:
-    """A line for each tensor, for each adapter that is merged, and for the settings: what all ranks must have alike."""
-    lines = [settings]
-    for source in sources:
-        layout = _layout(source)
-        lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.of(s)} {layout}" for s in specs(source)]
-    return lines + [
-        f"{weight} += {one.scaling} * {one.b} @ {one.a}{', transposed' if one.transposed else ''}"
-        for weight, adapters in merged.items()
-        for one in adapters
-    ]
+class _KeptPlan:
+    """A plan, and what it was made from."""
+
+    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        held = reader.read(model)
+        if unused := held.unused():
+            raise RuntimeError(
+                f"FSDP2 does not compute with what the model has as {some(unused)}: it was assigned or swapped after "
+                "the first forward. Copy values into the parameter that FSDP2 has instead of replacing it or its memory"
+            )
+        peft_modules = adapters.adapter_modules(reader.innermost(model))
+        self._snapshot = Snapshot(model, held)
+        self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
+        self._layers = adapters.read(peft_modules)
+        self.shards = shards_of(held)
+        self.plan = _plan(held, self.shards, self._layers, arguments)
+        asked = [torch.device(arguments.device).type] if arguments.device is not None else []
+        self._device_types = {*(group.device.type for group in shard_groups(self.plan.all_sources)), *asked}
+        self._devices = self._current_devices()
+
+    def current_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
+        """None if the model is no longer what the plan was made from."""
+        shards = self._snapshot.shards(model)
+        if shards is None or self._current_devices() != self._devices:
+            return None
+        layers = adapters.read((prefix, module) for prefix, known in self._peft_modules if (module := known()))
+        return shards if layers == self._layers else None
+
+    def _current_devices(self) -> list[torch.device]:
+        """This rank's, of the types that shards are gathered on or that were asked for: a thread may change them."""
+        return [device_of(device_type) for device_type in self._device_types]
 
 
-def _layout(source: Source) -> str:
-    match source:
-        case Plain():
-            return "whole"
-        case Rows():
-            return f"in {source.shard_group.size} shards of {source.chunk}"
-        case Placed():
-            return str(source.placements)
-        case FlatUnit():
-            return f"in a flat parameter of {source.shard_group.size} shards of {source.chunk}"
-        case _:
-            assert_never(source)
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _KeptPlan]] = weakref.WeakKeyDictionary()
+# Plans know process groups, which are not to outlive the interpreter's modules.
+atexit.register(_kept.clear)
 
 
-def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
-    found = {source.shard_group.ranks: source.shard_group for source in sources if not isinstance(source, Plain)}
-    return list(found.values())
+@without_garbage_collection
+def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
+    """The plan, and this rank's shards as they are now, by the places of the sources."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    plans = _kept.get(model, {})
+    kept = plans.get(arguments)
+    shards = kept.current_shards(model) if kept is not None else None
+    if kept is None or shards is None:
+        kept = _KeptPlan(model, arguments)
+        shards, kept.shards = kept.shards, []
+    # In the order of their last use.
+    others = [(known, plan) for known, plan in plans.items() if known != arguments]
+    _kept[model] = dict([*others[1 - _MOST_PLANS :], (arguments, kept)])
+    return kept.plan, shards
 
 
-def ready_places(
+def forget(model: nn.Module) -> None:
+    """The next plan of the model is made anew."""
+    _kept.pop(model, None)
+
+
+def _plan(
+    held: reader.HeldModel, shards: Sequence[torch.Tensor], layers: adapters.Layers, arguments: Arguments
+) -> Plan:
+    everything = sources_of(held)
+    check_shards(everything, shards)
+    sources, merged = adapters.select(layers, everything, arguments.lora)
+    dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
+    dtypes.check(sources)
+    device = _device(arguments.device, compute_device(held, everything), bool(shard_groups(everything)))
+    factors = adapters.factors(everything, merged)
+    groups = read_groups(held)
+    settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
+    division = Division(sources, dtypes, arguments.bucket_bytes, _merging_bytes(merged, factors))
+    return Plan(
+        all_sources=everything,
+        sources=sources,
+        merges=layers.found and arguments.lora == "merged",
+        adapters=merged,
+        factors=factors,
+        dtypes=dtypes,
+        device=device,
+        ranks=groups.ranks or ranks_of(everything),
+        groups=groups.of({source.place for source in (*sources, *factors.values())}),
+        buckets=list(division.buckets()),
+        most_bytes=division.most_bytes,
+        ready=_ready_places(sources, shards, dtypes, device, merged),
+        compared=ComparedPlan(signature(sources, dtypes, settings, merged)),
+    )
+
+
+def _device(asked: torch.device | str | None, computes: torch.device, is_sharded: bool) -> torch.device:
+    if asked is None:
+        return computes
+    device = torch.device(asked)
+    if not is_sharded:
+        return device if device.index is not None or device.type in ("cpu", "meta") else device_of(device.type)
+    if device.type != computes.type or device.index not in (None, computes.index):
+        raise ValueError(f"device={device}: the model's shards are gathered on {computes}")
+    return computes
+
+
+def _merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
+    """By the name of a weight: what its adapters take while they are merged into it."""
+    return {
+        weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in specs(factors[f]))
+        for weight, many in merged.items()
+    }
+
+
+def _ready_places(
     sources: Sequence[Source],
     shards: Sequence[torch.Tensor],
     dtypes: OutputDtypes,
@@ -118,207 +241,40 @@ def ready_places(
     return frozenset(source.place for source in sources if isinstance(source, Rows | FlatUnit) and is_ready(source))
 
 
+def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
+    groups = {source.shard_group.ranks: source.shard_group for source in sources if not isinstance(source, Plain)}
+    return list(groups.values())
+
+
 def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
     """All that take part: of the shard groups of a model the largest has the others in it."""
     return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
 
 
-def most_bytes(sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int) -> int:
-    """Device memory that buckets and the caller's last tensor may take together.
-
-    A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
-    bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so that
-    the next is loaded while the caller has the last.
-    """
-    sizes = _sizes(sources, dtypes)
-    largest = max(sizes, default=0)
-    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
-    is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
-    return most + (largest if is_rule else 0)
-
-
-def _sizes(sources: Sequence[Source], dtypes: OutputDtypes) -> list[int]:
-    """Of the tensors, in bytes."""
-    return [spec.numel * dtypes.of(spec).itemsize for source in sources for spec in specs(source)]
-
-
-@dataclass
-class Bucket:
-    """What is loaded and gathered together.
-
-    gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
-    them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
-    with it, too. last_bytes: of the last tensor before that.
-    """
-
-    transfers: list[TensorTransfer] = field(default_factory=list)
-    gathered_bytes: int = 0
-    copied_bytes: int = 0
-    end: int = 0
-    last_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """The device memory that it takes at most."""
-        return self.gathered_bytes + self.copied_bytes
-
-    @functools.cached_property
-    def launched_bytes(self) -> int:
-        """The device memory without which its collectives cannot be launched."""
-        return self.gathered_bytes - sum(transfer.opened_bytes for transfer in self.transfers)
-
-    @functools.cached_property
-    def rounding_bytes(self) -> int:
-        """How much more an allocator may take for that: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
-        num_tensors = len(self.names()) + len(self.transfers)
-        return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
-
-    @functools.cached_property
-    def held_bytes(self) -> int:
-        """The device memory that it has from then on, until its tensors are handed out."""
-        return sum(one.nbytes - one.collecting_bytes - one.opened_bytes for one in self.transfers)
-
-    @functools.cached_property
-    def units(self) -> frozenset[int]:
-        """The FSDP1 units of which it gathers a part, by their order."""
-        return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
-
-    def names(self) -> list[str]:
-        """The first name of each tensor of which it has a part."""
-        return [name for transfer in self.transfers for name in transfer.names()]
-
-
-def buckets(
-    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
-) -> Iterator[Bucket]:
-    """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
-
-    Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is there
-    anyway.
-
-    extra_bytes: what is needed beside the tensor of that name while it is gathered.
-    """
-    parts = list(_parts(sources, dtypes, bucket_bytes, extra_bytes))
-    most = most_bytes(sources, dtypes, bucket_bytes)
-    sizes = _sizes(sources, dtypes)
-    usual = max((size for size in sizes if size <= bucket_bytes), default=0)
-    larger_bytes = min((most - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
-    limit = bucket_bytes
-    left = sum(nbytes for _, _, nbytes in parts)
-    bucket, rows, end = Bucket(), _RowsOfABucket(dtypes), 0
-    for order, part, nbytes in parts:
-        copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
-        # Nothing runs beside the last gather.
-        longest = min(limit, max(left // 2, bucket_bytes // 4))
-        if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
-            yield _complete(bucket, rows, max(order, end), sizes)
-            bucket, rows = Bucket(), _RowsOfABucket(dtypes)
-            # The caller has the tensor before it, and the bucket before that may be gone.
-            limit = max(bucket_bytes, min(larger_bytes, most - sizes[order - 1]))
-        # A unit of FSDP1 may go on in the next bucket.
-        end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
-        bucket.gathered_bytes += nbytes
-        bucket.copied_bytes = max(bucket.copied_bytes, copied)
-        left -= nbytes
-        if isinstance(part, TensorTransfer):
-            bucket.transfers.append(part)
-        else:
-            rows.add(order, part)
-    last = _complete(bucket, rows, len(sizes), sizes)
-    if last.transfers:
-        yield last
-
-
-class _RowsOfABucket:
-    """The tensors of a bucket that are sharded by rows: those of one shard group and one dtype are one transfer."""
-
-    def __init__(self, dtypes: OutputDtypes) -> None:
-        self._dtypes = dtypes
-        self._found: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
-
-    def add(self, order: int, source: Rows) -> None:
-        key = source.shard_group.ranks, self._dtypes.of(source.spec)
-        orders, sources = self._found.setdefault(key, ([], []))
-        orders.append(order)
-        sources.append(source)
-
-    def transfers(self) -> Iterator[TensorTransfer]:
-        for (_, dtype), (orders, sources) in self._found.items():
-            yield RowsGather(orders, sources, dtype)
-
-
-def _complete(bucket: Bucket, rows: _RowsOfABucket, end: int, sizes: Sequence[int]) -> Bucket:
-    bucket.transfers += rows.transfers()
-    bucket.end, bucket.last_bytes = end, sizes[end - 1] if end else 0
-    return bucket
-
-
-def _nbytes(source: Rows, dtype: torch.dtype) -> int:
-    return source.chunk * source.shard_group.size * dtype.itemsize
-
-
-def _parts(
-    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
-) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
-    """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
-    packs = {pack.order: (pack, nbytes) for pack, nbytes in _packs(sources, dtypes, bucket_bytes, extra_bytes)}
-    packed = {order for pack, _ in packs.values() for order in pack.orders}
-    most = most_bytes(sources, dtypes, bucket_bytes)
-    order = last_bytes = 0
+def signature(
+    sources: Sequence[Source], dtypes: OutputDtypes, settings: str, merged: Mapping[str, Sequence[LoraAdapter]]
+) -> list[str]:
+    """What all ranks must have alike: a line for the settings, for each tensor and for each adapter that is merged."""
+    lines = [settings]
     for source in sources:
-        if order in packs:
-            yield order, *packs[order]
-        elif isinstance(source, Rows) and order not in packed:
-            yield order, source, _nbytes(source, dtypes.of(source.spec)) + extra_bytes.get(source.spec.names[0], 0)
-        elif not isinstance(source, Rows):
-            # The caller has the last tensor of those before, and what is left of the memory is there anyway.
-            room = max(bucket_bytes, most - last_bytes)
-            for transfer in _transfers(order, source, dtypes, bucket_bytes, room, extra_bytes):
-                yield order, transfer, transfer.nbytes + sum(extra_bytes.get(name, 0) for name in transfer.names())
-        order += len(specs(source))
-        last = specs(source)[-1]
-        last_bytes = last.numel * dtypes.of(last).itemsize
+        layout = _layout(source)
+        lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.of(s)} {layout}" for s in specs(source)]
+    return lines + [
+        f"{weight} += {adapter.scaling} * {adapter.b} @ {adapter.a}{', transposed' if adapter.transposed else ''}"
+        for weight, many in merged.items()
+        for adapter in many
+    ]
 
 
-def _packs(
-    sources: Sequence[Source], dtypes: OutputDtypes, bucket_bytes: int, extra_bytes: Mapping[str, int]
-) -> Iterator[tuple[PackedGather, int]]:
-    """(small tensors that share an all-gather, device memory that they take), from wherever in the model they are."""
-    longest = min(_PACK_BYTES, bucket_bytes // 8)
-    open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
-    order = 0
-    for source in sources:
-        if isinstance(source, Rows):
-            dtype = dtypes.of(source.spec)
-            nbytes = 2 * _nbytes(source, dtype) + extra_bytes.get(source.spec.names[0], 0)
-            if nbytes <= min(2 * SMALL_BYTES, longest):
-                key = source.shard_group.ranks, dtype
-                orders, rows, held = open_packs.get(key, ([], [], 0))
-                if held + nbytes > longest:
-                    yield PackedGather(orders, rows, dtype), held
-                    orders, rows, held = [], [], 0
-                orders.append(order)
-                rows.append(source)
-                open_packs[key] = orders, rows, held + nbytes
-        order += len(specs(source))
-    for (_, dtype), (orders, rows, held) in open_packs.items():
-        yield PackedGather(orders, rows, dtype), held
-
-
-def _transfers(
-    order: int,
-    source: Plain | Placed | FlatUnit,
-    dtypes: OutputDtypes,
-    bucket_bytes: int,
-    room: int,
-    merged: Collection[str],
-) -> Iterator[TensorTransfer]:
+def _layout(source: Source) -> str:
     match source:
         case Plain():
-            yield LocalCopy(order, source, dtypes.of(source.spec))
+            return "whole"
+        case Rows():
+            return f"in {source.shard_group.size} shards of {source.chunk}"
         case Placed():
-            yield Redistribution(order, source, dtypes.of(source.spec))
+            return str(source.placements)
         case FlatUnit():
-            yield from flat_gathers(FlatLayout(order, source, dtypes), bucket_bytes, room, merged)
+            return f"in a flat parameter of {source.shard_group.size} shards of {source.chunk}"
         case _:
             assert_never(source)

@@ -1,23 +1,23 @@
-"""Whether what several groups of ranks have under one name is one tensor, as far as that can be known.
+"""Whether several groups of ranks have one tensor under a name, or several, as far as that can be known.
 
-A placement speaks of the ranks of its mesh alone. Where that mesh has not all ranks of the model, the others may have
-copies, as the norms under tensor parallelism, or other values in the same shape: experts of which each group has some.
-So it is with a plain parameter. Names and shapes are alike in both; what differs is this:
+A placement covers the ranks of its mesh alone. Where the mesh lacks ranks of the model, those may have copies, as of
+norms under tensor parallelism, or other values of the same shape, as of experts that each group has some of. A plain
+parameter is such a case, too. Names and shapes are alike in both; what differs is this:
 
 - A mesh that is a slice of a larger one, by ranks and names, along dims over which another parameter is sharded: FSDP
   has sharded both alike, and the rest of the larger mesh is tensor parallelism, which has copies of what it does not
   divide, or replicas.
-- Otherwise nothing says that the groups have copies, not even that their meshes are slices of one: so are those of
-  experts. Such tensors are refused.
-- Of a plain parameter, and of what the first case takes for copies, values are compared: a few elements of each, since
-  copies may have drifted apart by rounding, and experts are nowhere near each other.
+- Otherwise nothing says that the groups have copies, not even that their meshes are slices of one: experts' meshes
+  are that, too. Such tensors are refused.
+- The values of a plain parameter, and of what the first case takes for copies, are compared: a few elements of each,
+  since copies may have drifted apart by rounding, and experts are nowhere near each other.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ Relation = Literal["plain", "copies", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank has of tensors that other ranks may have otherwise.
+    """This rank's part of tensors that other groups of ranks may have, too.
 
     names: of a tensor the first, of an FSDP1 unit each parameter's. place: among the model's shards. ranks: which have
     the tensor together; none where each has all of it.
@@ -62,10 +62,10 @@ class Conflict:
 
 @dataclass
 class RankGroups:
-    """Of one model, with nothing that is a tensor.
+    """Of one model. Nothing in it is a tensor.
 
     ranks: all of the model's, where a mesh has a part of them; otherwise none. is_settled: whether the ranks have
-    compared what they have since the model was read.
+    compared their parts since the model was read.
     """
 
     ranks: tuple[int, ...]
@@ -73,11 +73,10 @@ class RankGroups:
     is_settled: bool = False
 
     def of(self, places: Collection[int]) -> RankGroups:
-        """Of the shards at these places."""
         return replace(self, parts=[part for part in self.parts if part.place in places])
 
     def unknown(self) -> dict[str, Conflict]:
-        """What this rank knows to be refused without asking the others."""
+        """What is refused without asking the other ranks, by name."""
         return {
             name: Conflict("unknown", (part.ranks, tuple(sorted({*self.ranks} - {*part.ranks}))))
             for part in self.parts
@@ -87,7 +86,7 @@ class RankGroups:
 
 
 def read_groups(held: HeldModel) -> RankGroups:
-    """Attributes alone are read: any rank may call it."""
+    """Reads attributes alone: any rank may call it."""
     on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
     for parameter in held.parameters:
         if isinstance(parameter.tensor, DTensor) and id(parameter.tensor.device_mesh) not in on_meshes:
@@ -102,61 +101,57 @@ def read_groups(held: HeldModel) -> RankGroups:
     everyone = max([*(ranks for _, ranks in on_meshes.values()), *of_units], key=len, default=())
     if len(everyone) < 2:
         return RankGroups(())
-    # What overlaps with the largest mesh is on ranks of which it is not known who they are together.
+    # Of a mesh that overlaps with the largest it is not known which ranks it is together with.
     lacking = {key: (mesh, ranks) for key, (mesh, ranks) in on_meshes.items() if {*ranks} < {*everyone}}
-    whole = _Placed(
-        t for p in held.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking
-    )
+    whole = [t for p in held.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking]
+    on_whole = {(id(t.device_mesh), t.placements): (t.device_mesh, t.placements) for t in whole}.values()
     relations: dict[tuple[int, tuple[Placement, ...]], Relation] = {}
     parts = [
         Part(tuple(names[0] for names in unit.names), place, ranks, "unknown")
         for place, (unit, ranks) in enumerate(zip(held.fsdp1_units, of_units, strict=True))
         if {*ranks} < {*everyone}
     ]
-    for place, one in enumerate(held.parameters, len(held.fsdp1_units)):
-        if not isinstance(one.tensor, DTensor):
-            parts.append(Part(one.names[:1], place, (), "plain"))
-        elif id(one.tensor.device_mesh) in lacking:
-            mesh, ranks = lacking[id(one.tensor.device_mesh)]
-            key = id(mesh), one.tensor.placements
+    for place, parameter in enumerate(held.parameters, len(held.fsdp1_units)):
+        tensor, name = parameter.tensor, parameter.names[:1]
+        if not isinstance(tensor, DTensor):
+            parts.append(Part(name, place, (), "plain"))
+        elif id(tensor.device_mesh) in lacking:
+            mesh, ranks = lacking[id(tensor.device_mesh)]
+            key = id(mesh), tensor.placements
             if key not in relations:
-                relations[key] = whole.relation(mesh, one.tensor.placements)
-            parts.append(Part(one.names[:1], place, () if relations[key] == "plain" else ranks, relations[key]))
+                relations[key] = _relation(mesh, tensor.placements, on_whole)
+            parts.append(Part(name, place, () if relations[key] == "plain" else ranks, relations[key]))
     return RankGroups(everyone if any(part.ranks for part in parts) else (), parts)
 
 
-class _Placed:
-    """Meshes and placements of tensors that all ranks of the model have a part of."""
+def _relation(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    on_whole: Collection[tuple[DeviceMesh, tuple[Placement, ...]]],
+) -> Relation:
+    """on_whole: meshes and placements of the tensors that all ranks of the model have a part of."""
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return "plain"
+    for other, theirs in on_whole:
+        sharded = {dim for dim, placement in enumerate(theirs) if not isinstance(placement, Replicate)}
+        if any(sharded & {*dims} for dims in _dims_of_slice(other, mesh)):
+            return "copies"
+    return "unknown"
 
-    def __init__(self, tensors: Iterable[DTensor]) -> None:
-        self._known = {(id(t.device_mesh), t.placements): t.device_mesh for t in tensors}
 
-    def relation(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> Relation:
-        if all(isinstance(placement, Replicate) for placement in placements):
-            return "plain"
-        for (_, theirs), other in self._known.items():
-            sharded = [dim for dim, placement in enumerate(theirs) if not isinstance(placement, Replicate)]
-            if any(not {*dims}.isdisjoint(sharded) and _are_one(part, mesh) for dims, part in _slices(other)):
-                return "copies"
-        return "unknown"
-
-
-def _slices(mesh: DeviceMesh) -> Iterator[tuple[tuple[int, ...], tuple[tuple[str, ...], torch.Tensor]]]:
-    """(dims, their names and the ranks) of every part of a mesh, along some of its dims, that this rank is in."""
-    here, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
-    for count in range(1, mesh.ndim):
-        for dims in itertools.combinations(range(mesh.ndim), count) if here and names else ():
+def _dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+    """The dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
+    here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
+    for count in range(1, whole.ndim):
+        for dims in itertools.combinations(range(whole.ndim), count) if here and names else ():
             part = tuple(slice(None) if dim in dims else place for dim, place in enumerate(here or ()))
-            yield dims, (tuple(names[dim] for dim in dims), mesh.mesh[part].flatten())
-
-
-def _are_one(part: tuple[tuple[str, ...], torch.Tensor], mesh: DeviceMesh) -> bool:
-    names, ranks = part
-    return names == mesh.mesh_dim_names and torch.equal(ranks, mesh.mesh.flatten())
+            is_named_alike = tuple(names[dim] for dim in dims) == mesh.mesh_dim_names
+            if is_named_alike and torch.equal(whole.mesh[part].flatten(), mesh.mesh.flatten()):
+                yield dims
 
 
 class Comparison:
-    """Of what the ranks have, for one call. shards: this rank's, by their places. compares: which values."""
+    """Compares the ranks' parts for one call. shards: this rank's, by their places. compares: whose values."""
 
     def __init__(
         self,
@@ -172,11 +167,11 @@ class Comparison:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything that the ranks have not compared before."""
+        """Whether there is anything left to compare."""
         return bool(self._compared or self._unknown) and not self._groups.is_settled
 
     def statement(self) -> str:
-        """What this rank has. Waits for its device, where anything may still be on its way to a shard."""
+        """This rank's groups and values. Waits for its device, which may still be writing to a shard."""
         compared = self._compared[:: -(-len(self._compared) // _COMPARED_TENSORS) or 1]
         if compared and self._device.type not in ("cpu", "meta"):
             torch.get_device_module(self._device.type).synchronize(self._device)
@@ -191,30 +186,31 @@ class Comparison:
         )
 
     def conclusion(self, statements: Mapping[int, str]) -> str:
-        """Of all ranks' statements."""
         groups: dict[str, set[tuple[int, ...]]] = {}
         values: dict[str, dict[int, list[Any]]] = {}
         for rank, statement in statements.items():
-            said = json.loads(statement)
-            for name, ranks in said["unknown"].items():
+            stated = json.loads(statement)
+            for name, ranks in stated["unknown"].items():
                 groups.setdefault(name, set()).add(tuple(ranks))
-            for name, value in said["values"].items():
+            for name, value in stated["values"].items():
                 values.setdefault(name, {})[rank] = value
-        conflicts = {name: ["unknown", sorted(found)] for name, found in groups.items()}
-        return json.dumps(conflicts | {name: found for name, said in values.items() if (found := _apart(said))})
+        conflicts = {name: ["unknown", sorted(ranks)] for name, ranks in groups.items()}
+        return json.dumps(
+            conflicts | {name: conflict for name, by_rank in values.items() if (conflict := _apart(by_rank))}
+        )
 
     def conclude(self, conclusion: str) -> None:
         """Notes down what all ranks know now."""
-        found = json.loads(conclusion).items()
-        said = {name: Conflict(relation, tuple(map(tuple, groups))) for name, (relation, groups) in found}
-        known = {ranks: said[part.names[0]] for ranks, part in self._unknown.items() if part.names[0] in said}
+        items = json.loads(conclusion).items()
+        stated = {name: Conflict(relation, tuple(map(tuple, groups))) for name, (relation, groups) in items}
+        known = {ranks: stated[part.names[0]] for ranks, part in self._unknown.items() if part.names[0] in stated}
         unknown = [part for part in self._groups.parts if part.relation == "unknown" and part.ranks in known]
-        self.conflicts = {name: known[part.ranks] for part in unknown for name in part.names} | said
+        self.conflicts = {name: known[part.ranks] for part in unknown for name in part.names} | stated
         self._groups.is_settled = not self.conflicts
 
 
 def _elements(shard: torch.Tensor) -> list[float] | None:
-    """A few, spread over all; None for what has none, or of which it is not known how its elements are read."""
+    """A few, spread over all; None for a tensor without elements, or of a class whose elements cannot be read."""
     local = shard.detach().reshape(1) if not shard.ndim else shard.detach()
     if local.is_meta or not local.numel() or type(local) is not torch.Tensor:
         return None
@@ -225,12 +221,12 @@ def _elements(shard: torch.Tensor) -> list[float] | None:
     places = torch.tensor(spread, device="cpu")
     index = torch.unravel_index(places, local.shape)
     with torch.no_grad():
-        found: list[float] = local[tuple(one.to(local.device) for one in index)].float().nan_to_num().tolist()
-    return found
+        elements: list[float] = local[tuple(i.to(local.device) for i in index)].float().nan_to_num().tolist()
+    return elements
 
 
 def _apart(values: Mapping[int, list[Any]]) -> list[Any] | None:
-    """values: of each rank, its group, its place there and some elements. None where all have copies."""
+    """The conflict, None where all have copies. values: of each rank, its group, its place there and some elements."""
     alike: list[tuple[int, list[float], list[int]]] = []
     for rank, (_, place, elements) in values.items():
         known = next((ranks for at, first, ranks in alike if at == place and _are_near(first, elements)), None)
@@ -253,23 +249,23 @@ def refusal(conflicts: Mapping[str, Conflict]) -> str:
     """A sentence about the first of them, with the names of others."""
     name, conflict = next(iter(conflicts.items()))
     groups = some([str(list(ranks)) for ranks in conflict.groups])
-    others = f" So it is with {some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""
+    others = f" The same holds for {some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""
     match conflict.relation:
         case "unknown":
             return (
                 f"{name}: each of the groups of ranks {groups} shards a tensor of this name, and nothing says whether "
-                "they have copies of one or other values, as experts that are divided before FSDP shards them."
-                f"{others} "
-                "Distribute it over a mesh of all ranks: Shard where they have other values, Replicate where copies."
+                "they have copies of one tensor or different ones, as of experts that were divided before FSDP sharded "
+                f"them.{others} Distribute it over a mesh of all ranks: Shard where the values differ, Replicate where "
+                "they are copies."
             )
         case "copies":
             return (
-                f"{name}: the groups of ranks {groups} are to have copies of it, by the mesh of the model's other "
-                f"parameters, and have other values.{others} Distribute experts over a mesh of all ranks."
+                f"{name}: by the mesh of the model's other parameters the groups of ranks {groups} have copies of it, "
+                f"but their values differ.{others} Distribute experts over a mesh of all ranks."
             )
         case "plain":
             return (
-                f"{name} is a parameter that nothing shards, and ranks {groups} have other values of it each.{others} "
+                f"{name} is a parameter that nothing shards, and its values differ between ranks {groups}.{others} "
                 "If these are experts, distribute them over a mesh (DTensor); if they are to be copies, broadcast one."
             )
         case _:

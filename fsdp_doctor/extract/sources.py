@@ -1,7 +1,4 @@
-"""What there is to extract from a model, and how each tensor of it is gathered.
-
-Only attributes are read. Nothing is copied, nothing is communicated, no device is touched.
-"""
+"""The tensors of a model, and how each is gathered: attributes alone are read, no device is touched."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
 
 @dataclass(slots=True, eq=False)
 class ShardGroup:
-    """The ranks over which tensors are sharded, and this rank's place among them.
-
-    device: where the group's collectives run.
-    """
+    """The ranks over which tensors are sharded. rank: this one's place among them. device: of the collectives."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -36,7 +30,7 @@ class ShardGroup:
 # they are not frozen, which would double it. Nothing changes them.
 @dataclass(slots=True, eq=False, kw_only=True)
 class TensorSpec:
-    """One full tensor: every name of it, its global shape, its elements, its own dtype."""
+    """One full tensor: all of its names, its global shape, its own dtype."""
 
     names: tuple[str, ...]
     shape: torch.Size
@@ -49,12 +43,17 @@ class TensorSpec:
 class Plain:
     """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards.
 
-    part: where it lies in the shard, in a unit of FSDP1 that is not sharded; None if it is the shard.
+    part: where it lies in the shard of an FSDP1 unit that is not sharded; None if it is the shard.
     """
 
     spec: TensorSpec
     place: int
     part: FlatSlice | None = None
+
+    def whole(self, shard: torch.Tensor) -> torch.Tensor:
+        if self.part is None:
+            return shard
+        return shard.as_strided(self.part.shape, self.part.stride, shard.storage_offset() + self.part.offset)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -113,36 +112,32 @@ Source: TypeAlias = Plain | Rows | Placed | FlatUnit
 
 
 def specs(source: Source) -> list[TensorSpec]:
-    """Of the tensors that it holds."""
     return [span.spec for span in source.spans] if isinstance(source, FlatUnit) else [source.spec]
 
 
 def sources_of(held: HeldModel) -> list[Source]:
-    """Every parameter and persistent buffer of the model, each once, in the order of the model.
+    """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
 
-    FSDP1's units come first. Whether they can be gathered is another question: ``check_shards``. Raises RuntimeError
-    for a parameter that is only a piece of another unit's flat parameter.
+    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter.
     """
     if held.stray_pieces:
         raise RuntimeError(held.stray_sentence)
     groups = _ShardGroups()
-    found: list[Source] = []
-    for place, unit in enumerate(held.fsdp1_units):
-        found += _unit_sources(place, unit)
-    for place, tensor in enumerate(held.tensors(), len(held.fsdp1_units)):
-        found.append(_source(place, tensor, groups))
-    return found
+    units = [source for place, unit in enumerate(held.fsdp1_units) for source in _unit_sources(place, unit)]
+    return [
+        *units,
+        *(_source(place, tensor, groups) for place, tensor in enumerate(held.tensors(), len(held.fsdp1_units))),
+    ]
 
 
 def shards_of(held: HeldModel) -> list[torch.Tensor]:
-    """What this rank holds, as it lies, by the places of the sources."""
+    """This rank's shards as they lie, by the places of the sources."""
     units = [unit.shard for unit in held.fsdp1_units]
     return [*units, *(private.local_tensor(tensor.tensor) for tensor in held.tensors())]
 
 
 def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> None:
-    """Raises RuntimeError for a shard on the meta device, or not as long as it must be, and for a group that has no
-    backend for the device."""
+    """Raises RuntimeError for a shard on the meta device or of a wrong length, and for a group without a backend."""
     for source in sources:
         if shards[source.place].is_meta:
             name = specs(source)[0].names[0]
@@ -186,7 +181,8 @@ def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     spec = TensorSpec(names=held.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)
-    _require_process_group()
+    if not dist.is_initialized():
+        raise RuntimeError("the model is sharded, and torch.distributed is not initialized, or not any more")
     mesh, placements = tensor.device_mesh, tensor.placements
     split = [dim for dim, placement in enumerate(placements) if type(placement) is not Replicate]
     if not split:
@@ -207,11 +203,6 @@ def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     length = spec.shape[0]
     chunk = -(-length // shard_group.size) * (spec.numel // length) if length else 0
     return Rows(spec=spec, place=place, mesh=mesh, placements=placements, shard_group=shard_group, chunk=chunk)
-
-
-def _require_process_group() -> None:
-    if not dist.is_initialized():
-        raise RuntimeError("the model is sharded, and torch.distributed is not initialized, or not any more")
 
 
 class _ShardGroups:

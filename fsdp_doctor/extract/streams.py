@@ -1,9 +1,8 @@
 """The streams of an extraction, and how they wait for one another and for the caller's, of which there may be several.
 
-Shards are loaded on two, cast and merged on the next, gathered on the last, so that the copies of one
-piece run while another is cast and a third is gathered. Two, because the link is idle for some 10 us
-between two copies of one stream; both have copies of the same bucket, so that none of the next shares the
-link with those that a gather waits for. On the CPU there are no streams, and all of it happens at once.
+Shards are loaded on two, cast and merged on the next, gathered on the last: all at once, of different pieces. Two,
+because the link is idle for some 10 us between two copies of one stream; both have copies of the same bucket, so that
+none of the next shares the link with those that a gather waits for. On the CPU there are no streams.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class HomeStream:
-    """The stream that is current when this is made: the memory that a caller is given is allocated and written there.
+    """The stream that is current when this is made, on which results are allocated and written.
 
     The caller may have another stream current each time it asks for more.
     """
@@ -30,7 +29,7 @@ class HomeStream:
         self._stream: Any = self._module.current_stream(device) if self._module else None
 
     def run(self, items: Generator[_T]) -> Generator[_T]:
-        """Yields what ``items`` yields. Each of its steps runs in this stream, and the first after the current one."""
+        """Runs each step of ``items`` in this stream, and the first after the current one."""
         if self._is_away():
             self._stream.wait_stream(self._module.current_stream(self._device))
         try:
@@ -73,18 +72,18 @@ class Streams:
         self._used: list[Any] = []
 
     def begin_loading(self) -> None:
-        """What is loaded and gathered from now on comes after everything that the caller's stream holds now."""
+        """Loads and gathers from now on come after all that is in the caller's stream now."""
         if self._module:
-            held = self._module.current_stream(self._device).record_event()
+            event = self._module.current_stream(self._device).record_event()
             for stream in (self._loading, self._other_loading, self._gathering):
-                stream.wait_event(held)
+                stream.wait_event(event)
 
     def loading(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
-        """turn: 0 or 1, on which of the two."""
+        """turn: 0 or 1, which of the two streams."""
         return self._on(self._use(self._other_loading if turn else self._loading))
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        """After everything that was loaded."""
+        """After all that was loaded."""
         if self._module:
             self._casting.wait_stream(self._loading)
             self._casting.wait_stream(self._other_loading)
@@ -98,35 +97,35 @@ class Streams:
             target.copy_(source, non_blocking=True)
 
     def loaded(self) -> None:
-        """The host waits for everything that was loaded."""
+        """The host waits for all that was loaded."""
         if self._module:
             self._loading.synchronize()
             self._other_loading.synchronize()
 
     def of_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """What another thread copies inside is loaded in turn 0, once this one has said ``loaded_by_threads``."""
+        """For another thread: its copies inside are loads of turn 0, after this one's ``loaded_by_threads``."""
         return self._on(self._loading)
 
     def loaded_by_threads(self) -> None:
-        """What is gathered from now on comes after all that other threads have loaded."""
+        """Gathers from now on come after all that other threads have loaded."""
         if self._module:
             self._use(self._loading)
 
     def loading_event(self) -> Any:
-        """An event after everything that was loaded in turn 0."""
+        """An event after all that was loaded in turn 0."""
         return self._loading.record_event() if self._module else None
 
     def cast(self) -> Any:
-        """An event after everything that was cast."""
+        """An event after all that was cast."""
         return self._casting.record_event() if self._module else None
 
     def load_after(self, event: Any, turn: int) -> None:
-        """What is loaded in that turn from now on comes after the event."""
+        """Loads of that turn come after the event from now on."""
         if event is not None:
             (self._other_loading if turn else self._loading).wait_event(event)
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
-        """After everything that was loaded and cast."""
+        """After all that was loaded and cast."""
         if self._module:
             for stream in self._used:
                 self._gathering.wait_stream(stream)
@@ -134,7 +133,7 @@ class Streams:
         return self._on(self._gathering)
 
     def gathered(self) -> Any:
-        """An event after everything that was gathered."""
+        """An event after all that was gathered."""
         return self._gathering.record_event() if self._module else None
 
     def wait(self, event: Any) -> None:

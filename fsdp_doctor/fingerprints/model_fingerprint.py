@@ -29,9 +29,9 @@ from fsdp_doctor.extract.local import (
     loaded_shards,
     refuse_unknown,
     request_of,
+    row_major,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
-from fsdp_doctor.extract.own_shards import row_major
 from fsdp_doctor.extract.plan import signature
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, specs
 from fsdp_doctor.extract.without_autograd import without_autograd

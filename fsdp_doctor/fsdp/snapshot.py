@@ -11,38 +11,39 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.reader import HeldModel
+from fsdp_doctor.fsdp.private.fsdp1 import flat_handle, flat_shard, plan_facts
+from fsdp_doctor.fsdp.private.fsdp2 import moved_parameters
 
 
 class Snapshot:
-    """It keeps neither the model nor a tensor of it alive; the process group it does."""
+    """Keeps neither the model nor a tensor of it alive; the process group it does."""
 
-    def __init__(self, model: nn.Module, held: HeldModel) -> None:
+    def __init__(self, model: nn.Module, held: reader.HeldModel) -> None:
         modules, names, tensors = private.modules_and_tensors(reader.innermost(model))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._modules = [weakref.ref(module) for module in modules]
         self._fsdp2_states = [weakref.ref(unit.state) for unit in held.fsdp2_units]
         self._units = [weakref.ref(unit.module) for unit in held.fsdp1_units]
-        # A parameter that FSDP2 shows unsharded has no place: what stands for it has to be looked up.
+        # A parameter that FSDP2 shows unsharded has no place: the model has to be read again.
         self._places = [places.get(id(tensor.tensor), -1) for tensor in held.tensors()]
-        self._facts = self._facts_now(modules, names, tensors)
+        self._facts = self._current_facts(modules, names, tensors)
 
     def shards(self, model: nn.Module) -> list[torch.Tensor] | None:
-        """What this rank holds, in the order of the FSDP1 units and of ``HeldModel.tensors``; None after a change."""
+        """This rank's shards, in the order of the FSDP1 units and of ``HeldModel.tensors``; None after a change."""
         modules, names, tensors = private.modules_and_tensors(reader.innermost(model))
         if -1 in self._places or [known() for known in self._modules] != modules:
             return None
-        if self._facts_now(modules, names, tensors) != self._facts:
+        if self._current_facts(modules, names, tensors) != self._facts:
             return None
-        if any(private.moved_parameters(state) for known in self._fsdp2_states if (state := known()) is not None):
+        if any(moved_parameters(state) for known in self._fsdp2_states if (state := known()) is not None):
             return None
-        units = [private.flat_shard(private.flat_handle(unit)) for known in self._units if (unit := known())]
+        units = [flat_shard(flat_handle(unit)) for known in self._units if (unit := known())]
         return [*units, *(private.local_tensor(tensors[place]) for place in self._places)]  # type: ignore[arg-type]
 
-    def _facts_now(self, modules: list[nn.Module], names: list[Any], tensors: list[torch.Tensor | None]) -> list[Any]:
+    def _current_facts(self, modules: list[nn.Module], names: list[Any], tensors: list[torch.Tensor | None]) -> Any:
         """All that a plan depends on. Tensors go by their ids: what has come to have one is compared as well."""
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        units = [_unit_facts(private.flat_handle(unit)) for known in self._units if (unit := known())]
+        units = [plan_facts(flat_handle(unit)) for known in self._units if (unit := known())]
         return [group, len(modules), names, units, list(map(_tensor_facts, tensors))]
 
 
@@ -55,8 +56,3 @@ def _tensor_facts(tensor: torch.Tensor | None) -> Any:
         placed = id(tensor), private.placed_as(tensor), id(tensor.device_mesh)
         tensor = private.local_tensor(tensor)
     return id(tensor) if placed is None else placed, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _unit_facts(handle: Any) -> Any:
-    shard, group = private.flat_shard(handle), private.shard_group(handle)
-    return weakref.ref(handle), private.is_sharded(handle), group, shard.shape, shard.dtype, shard.device

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+import msgspec
+
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 
@@ -45,7 +47,7 @@ class DeviceLedger:
     at_peak: by class, at the moment of the stage at which the most was allocated; they add up to ``peak``.
     allocated, reserved: in tensors and in the allocator's segments when the stage ends.
     peak, peak_reserved: the most of each within the stage.
-    capacity: what the device has, or what it was limited to; None where nobody says.
+    capacity: of the device, or the limit that was set; None where it is unknown.
     elsewhere: in use on the device, and not reserved by this process: other processes, the context, the driver,
         libraries that allocate for themselves; None where nobody counts it.
     """
@@ -77,11 +79,10 @@ class HostLedger:
 
 @dataclass(frozen=True, kw_only=True)
 class StageLedger:
-    """What one rank holds at one stage.
+    """The memory of one rank at one stage.
 
-    job: what it is a stage of: a scenario's id, or a role of a job. path: by which something was extracted, of the
-        stage "extracted" and those that follow it.
-    device: None where there is no accelerator.
+    job: a scenario's id, or a role of a job. path: the method of the extraction, of the stage "extracted" and those
+    that follow it. device: None where there is no accelerator.
     """
 
     job: str
@@ -159,18 +160,14 @@ def ledgers_to_json(file: LedgerFile) -> str:
 def ledgers_from_json(text: str) -> LedgerFile:
     """Reads a file of ledgers. Raises UsageError for any other text."""
     try:
-        data: dict[str, Any] = json.loads(text)
-        if (data.pop("schema"), data.pop("schema_version")) != (SCHEMA, SCHEMA_VERSION):
-            raise KeyError("schema")
-        data.pop("version")
-        notes, ledgers = tuple(data.pop("notes")), tuple(map(ledger_from_dict, data.pop("ledgers")))
-        return LedgerFile(**data, notes=notes, ledgers=ledgers)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        data = json.loads(text)
+        if (data["schema"], data["schema_version"]) != (SCHEMA, SCHEMA_VERSION):
+            raise ValueError(f"its schema is {data['schema']} {data['schema_version']}")
+        return msgspec.convert(data, LedgerFile)
+    except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
 
 
 def ledger_from_dict(data: Mapping[str, Any]) -> StageLedger:
-    """Reads a ledger from the output of ``dataclasses.asdict``. Raises KeyError or TypeError for anything else."""
-    device = data["device"]
-    fields = {**data, "host": HostLedger(**data["host"]), "device": DeviceLedger(**device) if device else None}
-    return StageLedger(**fields)
+    """Reads a ledger from the output of ``dataclasses.asdict``. Raises ValueError for anything else."""
+    return msgspec.convert(data, StageLedger)

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from fsdp_doctor.errors import CannotRun, UsageError, first_line
+from fsdp_doctor.extract.buckets import SMALL_BYTES
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
-from fsdp_doctor.extract.plan import SMALL_BYTES
 from fsdp_doctor.ledgers.ledger import (
     HostLedger,
     JobStage,

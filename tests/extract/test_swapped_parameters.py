@@ -3,6 +3,7 @@ the next forward uses, or it is refused by name."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ EXTRACTIONS: tuple[Callable[[nn.Module], Any], ...] = (
 
 def _policies() -> list[dict[str, Any]]:
     if device_type() == "cpu":
-        return [{}]
+        return [{}, {}]
     return [{}, *({"offload_policy": CPUOffloadPolicy(pin_memory=pin_memory)} for pin_memory in (True, False))]
 
 
@@ -101,22 +102,22 @@ def _forward_of(tensors: Tensors, **options: Any) -> torch.Tensor:
 @everywhere
 def test_a_load_after_a_change_is_what_the_next_forward_uses() -> None:
     expected = other_tensors(**_DIMS)
+    sources = itertools.cycle((on_first, lambda tensors: tensors))
     for options in _policies():
         computed = _forward_of(expected, **options)
-        for change in (*FOLLOWED, *MOVED):
-            for source in (on_first, lambda tensors: tensors):
-                model = _used(**options)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                change(model)
-                load_full_tensors(model, source(expected))
-                assert_same(extracted(model), expected)
-                with torch.no_grad():
-                    assert torch.equal(_computed(model), computed), change
-                assert_same(extracted(model), expected)
-                if change in MOVED:
-                    _computed(model).sum().backward()
-                    optimizer.step()
-                    assert not torch.equal(extracted(model)["large.weight"].cpu(), expected["large.weight"])
+        for change, source in zip((*FOLLOWED, *MOVED), sources, strict=False):
+            model = _used(**options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            change(model)
+            load_full_tensors(model, source(expected))
+            assert_same(extracted(model), expected)
+            with torch.no_grad():
+                assert torch.equal(_computed(model), computed), change
+            assert_same(extracted(model), expected)
+            if change in MOVED:
+                _computed(model).sum().backward()
+                optimizer.step()
+                assert not torch.equal(extracted(model)["large.weight"].cpu(), expected["large.weight"])
 
 
 @everywhere
@@ -152,23 +153,22 @@ def test_a_parameter_that_is_swapped_for_one_of_another_layout_is_refused_by_nam
 def test_an_extraction_after_a_change_is_what_the_next_forward_uses_or_is_refused_by_name() -> None:
     """With a plan that was made before the change, and with one that is made after it."""
     expected = tensors_of(new_net(**_DIMS))
-    for options in _policies():
-        for is_kept in (True, False):
-            for change in (*FOLLOWED, *MOVED, _replaced):
-                model = _used(**options)
-                if is_kept:
-                    for extract in EXTRACTIONS:
-                        extract(model)
-                change(model)
-                if change in FOLLOWED:
-                    assert_same(extracted(model), expected)
-                    continue
-                for extract in EXTRACTIONS:
-                    with raises_soon(RuntimeError, "embed.weight"):
-                        extract(model)
-                    together()
-                (found,) = [finding for finding in examine(model).findings if finding.kind == "replaced"]
-                assert {"embed.weight", "large.weight"} <= set(found.names)
+    is_kept = itertools.cycle((True, False, False, True, True))
+    for options, change in itertools.product(_policies(), (*FOLLOWED, *MOVED, _replaced)):
+        model = _used(**options)
+        if next(is_kept):
+            for extract in EXTRACTIONS:
+                extract(model)
+        change(model)
+        if change in FOLLOWED:
+            assert_same(extracted(model), expected)
+            continue
+        for extract in EXTRACTIONS:
+            with raises_soon(RuntimeError, "embed.weight"):
+                extract(model)
+            together()
+        (found,) = [finding for finding in examine(model).findings if finding.kind == "replaced"]
+        assert {"embed.weight", "large.weight"} <= set(found.names)
 
 
 @everywhere

@@ -96,6 +96,7 @@ def test_the_search_finds_what_is_private(source: str, expected: bool) -> None:
     assert bool(list(private_uses(ast.parse(source)))) == expected
 
 
-@pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_PACKAGE)))
-def test_no_other_module_uses_a_private_name_of_torch(path: pathlib.Path) -> None:
-    assert list(private_uses(ast.parse(path.read_text(encoding="utf-8")))) == []
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    uses = {path: list(private_uses(ast.parse(path.read_text(encoding="utf-8")))) for path in _MODULES}
+    assert len(uses) > 100
+    assert {str(path.relative_to(_PACKAGE)): names for path, names in uses.items() if names} == {}

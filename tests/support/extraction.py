@@ -14,21 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor import full_tensors
-from support.ranks import (
-    Setting,
-    device_type,
-    on_ranks,
-    this_device,
-    this_rank,
-    world_size,
-)
+from fsdp_doctor import RankLeft, full_tensors
+from support.ranks import Setting, device_type, on_ranks, this_device, this_rank, world_size
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,7 +27,8 @@ FEW_BYTES = 1024
 # What "nobody hangs" means: much less than a collective's own patience.
 SECONDS_TO_NOTICE = 20
 
-everywhere = on_ranks(Setting("emulated", 2), Setting("cpu", 3), Setting("cpu", 4))
+everywhere = on_ranks(Setting("emulated", 2), Setting("cpu", 3))
+at_any_size = on_ranks(Setting("emulated", 2), Setting("cpu", 1), Setting("cpu", 3), Setting("cpu", 4))
 on_the_device = on_ranks(Setting("emulated", 2))
 
 
@@ -117,6 +108,13 @@ def fsdp2(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.
     for layer in net.layers:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(net, mesh=mesh, **options)
+
+
+def sharded_net(mesh: DeviceMesh | None = None) -> tuple[Any, Tensors]:
+    """(a Net under FSDP2, what it was before)."""
+    net = new_net()
+    expected = tensors_of(net)
+    return fsdp2(net, mesh), expected
 
 
 def fsdp1(net: nn.Module, *, use_orig_params: bool = True, **options: Any) -> nn.Module:
@@ -235,6 +233,13 @@ def raises_soon(kind: type[BaseException], *words: str) -> Iterator[None]:
     missing = [word for word in words if word not in said]
     assert not missing, f"{kind.__name__} does not say {missing}: {said} (after {took:.1f} seconds)"
     assert took < SECONDS_TO_NOTICE, f"{kind.__name__} only after {took:.1f} seconds"
+
+
+def raised_by(rank: int, kind: type[BaseException], *words: str) -> contextlib.AbstractContextManager[None]:
+    """That rank raises, and the others are told that it left; all of them soon, with these words."""
+    if this_rank() == rank:
+        return raises_soon(kind, *words)
+    return raises_soon(RankLeft, f"rank {rank} left", *words)
 
 
 def cast_of(tensors: Tensors, dtype: torch.dtype, *kept: str) -> Tensors:

@@ -1,82 +1,267 @@
-"""Every private name of torch that the project uses, and nothing else.
+"""Every private name of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have those of the FSDPs.
 
-Each function says for what there is no public API. Read in the source, and run, on the versions
-in ``CHECKED``; where a name is gone, :class:`PrivateApiGone` says which and for which torch.
+Each function says for what there is no public API. Read in the source, and run, on the versions in ``CHECKED``; where
+a name is gone, :class:`PrivateApiGone` says which and for which torch.
 """
 
 from __future__ import annotations
 
-from fsdp_doctor.fsdp.private.access import (
-    CHECKED as CHECKED,
-    PrivateApiGone as PrivateApiGone,
-)
-from fsdp_doctor.fsdp.private.flat_handles import (
-    PlaceInModule as PlaceInModule,
-    attributes_with_weights as attributes_with_weights,
-    compute_device as compute_device,
-    flat_handle as flat_handle,
-    flat_layout as flat_layout,
-    flat_memories as flat_memories,
-    flat_names as flat_names,
-    flat_param_to as flat_param_to,
-    flat_parameter as flat_parameter,
-    flat_shard as flat_shard,
-    fsdp1_lazy_init as fsdp1_lazy_init,
-    host_gradient as host_gradient,
-    is_flat_parameter as is_flat_parameter,
-    is_flattened as is_flattened,
-    is_initialized as is_initialized,
-    is_same_memory as is_same_memory,
-    is_sharded as is_sharded,
-    is_summoned as is_summoned,
-    keeps_originals as keeps_originals,
-    module_views as module_views,
-    offloads_parameters as offloads_parameters,
-    original_parameters as original_parameters,
-    original_shapes as original_shapes,
-    replica_group as replica_group,
-    reshard_flat as reshard_flat,
-    shard_group as shard_group,
-    shard_padding as shard_padding,
-    unite_memories as unite_memories,
-)
-from fsdp_doctor.fsdp.private.gradient_switches import (
-    GradientSwitches as GradientSwitches,
-    fsdp1_switches as fsdp1_switches,
-    fsdp2_switches as fsdp2_switches,
-)
-from fsdp_doctor.fsdp.private.of_torch import (
-    ITEM as ITEM,
-    MODULE_CALL as MODULE_CALL,
-    WRAPPER_NAMES as WRAPPER_NAMES,
-    OperatorMode as OperatorMode,
-    OwnTensors as OwnTensors,
-    all_gather as all_gather,
-    can_follow as can_follow,
-    compiled_module as compiled_module,
-    copy_all as copy_all,
-    default_store as default_store,
-    follow_materialized as follow_materialized,
-    follow_moved as follow_moved,
-    fsdp2_precision as fsdp2_precision,
-    fsdp2_unit as fsdp2_unit,
-    has_backend_for as has_backend_for,
-    has_placements_on_meshes as has_placements_on_meshes,
-    hooks_of_a_step as hooks_of_a_step,
-    is_sharded_tensor as is_sharded_tensor,
-    local_tensor as local_tensor,
-    modules_and_tensors as modules_and_tensors,
-    moved_parameters as moved_parameters,
-    num_interleaved as num_interleaved,
-    own_tensors as own_tensors,
-    placed_as as placed_as,
-    placement_on as placement_on,
-    recast_parameters as recast_parameters,
-    release_workspaces as release_workspaces,
-    replaced_parameters as replaced_parameters,
-    replicate as replicate,
-    trained_together as trained_together,
-    unsharded_parameters as unsharded_parameters,
-    views_like as views_like,
-    weak_reference as weak_reference,
-)
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# On CPU ranks; 2.11.0 on two H200s.
+CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
+
+
+class PrivateApiGone(RuntimeError):
+    """A private name of torch that the doctor relies on does not exist in this version."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"torch {torch.__version__} has no {name}; fsdp-doctor was checked on torch {', '.join(CHECKED)}"
+        )
+
+
+def get(owner: Any, name: str) -> Any:
+    """``getattr`` that raises PrivateApiGone."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise PrivateApiGone(f"{type(owner).__name__}.{name}") from None
+
+
+WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
+
+``FSDP_WRAPPED_MODULE`` and ``_CHECKPOINT_WRAPPED_MODULE`` stand in private modules, ``_orig_mod`` in none.
+"""
+OperatorMode = TorchDispatchMode
+"""``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""What ``Tensor.item`` calls; a dispatch mode sees it under this name alone."""
+MODULE_CALL = nn.Module._call_impl.__code__
+"""What every call of a module goes through, its hooks too: ``Module.__call__`` is an alias of another function."""
+
+
+# Modules.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSwitches:
+    """Of one unit; the defaults are torch's.
+
+    synchronizes: whether a backward reduces its gradients. all_reduces: over the replicas, too.
+    ends: whether a backward is the last before the optimizer's step, at whose end torch waits for what it has reduced.
+    divided_by: the text of what a gradient is divided by, where that was set. num_ranks: of its mesh, torch's divisor.
+    """
+
+    synchronizes: bool = True
+    all_reduces: bool = True
+    ends: bool = True
+    divided_by: str | None = None
+    num_ranks: int = 1
+
+    @property
+    def effects(self) -> tuple[bool, bool, bool, str]:
+        """What a backward does by them: setting the divisor to torch's own changes nothing."""
+        return self.synchronizes, self.all_reduces, self.ends, self.divided_by or str(self.num_ranks)
+
+
+@dataclass(slots=True, eq=False)
+class OwnTensors:
+    """One module under one name, and what it owns itself; a name may have None for a tensor.
+
+    fsdp2_state: the FSDPState of the innermost FSDP2 module that it is or lies in, None outside of any.
+    """
+
+    prefix: str
+    module: nn.Module
+    fsdp2_state: Any
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+    non_persistent: set[str]
+
+
+def own_tensors(model: nn.Module) -> list[OwnTensors]:
+    """Lists every module, under every name, in the order of ``named_modules``.
+
+    ``Module._modules``, ``_parameters``, ``_buffers``: the public walk is a generator in a generator for each level,
+    and a model of tens of thousands of modules is read for each extraction. ``_non_persistent_buffers_set``: only
+    ``state_dict()`` tells the buffers apart in public, and that is a method under test.
+    """
+    modules: list[OwnTensors] = []
+    waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
+    while waiting:
+        prefix, module, state = waiting.pop()
+        if isinstance(module, FSDPModule):
+            state = get(module, "_get_fsdp_state")()
+        tensors = get(module, "_parameters"), get(module, "_buffers"), get(module, "_non_persistent_buffers_set")
+        modules.append(OwnTensors(prefix, module, state, *tensors))
+        children = [(f"{prefix}{name}.", m, state) for name, m in get(module, "_modules").items() if m is not None]
+        waiting += reversed(children)
+    return modules
+
+
+def modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
+    """Lists every module, the names in each, and every tensor: ``own_tensors`` for comparisons, as cheap as can be.
+
+    The name of a submodule that is None stands in a tuple.
+    """
+    modules: list[nn.Module] = [model]
+    names: list[Any] = []
+    tensors: list[torch.Tensor | None] = []
+    for place, module in enumerate(modules):
+        attributes = module.__dict__
+        if children := attributes["_modules"]:
+            names.append((place, *(name if child is not None else (name,) for name, child in children.items())))
+            modules += [child for child in children.values() if child is not None]
+        if parameters := attributes["_parameters"]:
+            names.append((place, *parameters))
+            tensors += parameters.values()
+        if buffers := attributes["_buffers"]:
+            names.append((place, *buffers, *attributes["_non_persistent_buffers_set"]))
+            tensors += buffers.values()
+    return modules, names, tensors
+
+
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """Returns the module inside of what ``torch.compile`` made: ``OptimizedModule._orig_mod``. None for any other."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def hooks_of_a_step(module: nn.Module) -> list[Any]:
+    """Returns the hooks of a forward or a backward by their numbers: no public name lists what is registered."""
+    return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
+
+
+def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
+    """What the first forward does before it computes, and makes the local shards: ``_runtime_utils._lazy_init``."""
+    from torch.distributed.fsdp import _runtime_utils
+
+    get(_runtime_utils, "_lazy_init")(model, model)
+
+
+# DTensors.
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part as it lies, half-moved or not: ``DTensor._local_tensor``. A plain tensor is its own.
+
+    No copy, no collective. The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(tensor: DTensor) -> Any:
+    """Returns mesh, placements and the whole's shape, strides and dtype: ``DTensor._spec``, in public one by one."""
+    return tensor._spec
+
+
+def num_interleaved(placement: Placement) -> int | None:
+    """Returns into how many stretches a dim is cut before each is sharded; None for what shards no dim.
+
+    1 for ``Shard``. ``_StridedShard.split_factor``: what ``fully_shard`` makes of a dim that tensor parallelism
+    sharded first has no public name, and is a Shard in older versions only.
+    """
+    if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
+        return int(get(placement, "split_factor"))
+    return 1 if isinstance(placement, Shard) else None
+
+
+def placement_on(mesh: DeviceMesh) -> Any:
+    """``ShardPlacementResult`` of a parameter with a mesh of its own; it and ``FSDPMeshInfo`` have no public names."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    return get(_fsdp_common, "ShardPlacementResult")(None, get(_fsdp_common, "FSDPMeshInfo")(mesh, shard_mesh_dim=0))
+
+
+def has_placements_on_meshes() -> bool:
+    """Whether there is a ``ShardPlacementResult``: in torch 2.12 and newer, as is ``replicate`` in its present form."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    return hasattr(_fsdp_common, "ShardPlacementResult")
+
+
+def replicate(module: nn.Module, **options: Any) -> Any:
+    """``replicate`` on FSDP2's code: the public function of that name is DDP's."""
+    from torch.distributed._composable import replicate_with_fsdp
+
+    return get(replicate_with_fsdp, "replicate")(module, **options)
+
+
+# Process groups, memory and copies.
+
+
+def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors on the device: ``ProcessGroup._device_types``."""
+    return any(kind.type == device.type for kind in get(group, "_device_types"))
+
+
+def default_store() -> dist.Store:
+    """Returns the default process group's store: ``distributed_c10d._get_default_store``."""
+    from torch.distributed import distributed_c10d
+
+    store: dist.Store = get(distributed_c10d, "_get_default_store")()
+    return store
+
+
+def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work:
+    """Gathers several tensors in one coalesced collective; an input may be its rank's part of the output.
+
+    ``ProcessGroup.allgather_into_tensor_coalesced``, which torch 2.13 deprecates for
+    ``all_gather_single_coalesced``: in public there are only all-gathers of one tensor.
+    """
+    gather = getattr(group, "all_gather_single_coalesced", None) or get(group, "allgather_into_tensor_coalesced")
+    work: dist.Work = gather(outputs, inputs)
+    return work
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copies each source into its target, in one kernel where it can: ``torch._foreach_copy_``, in public one each."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of a 1-D tensor, one after another, with the tensors' shapes: ``_nn.unflatten_dense_tensors``, one call."""
+    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
+
+
+def release_workspaces(device: torch.device) -> None:
+    """Gives back what cuBLAS keeps for each stream that has multiplied: ``torch._C._cuda_clearCublasWorkspaces``.
+
+    There is no public name. The next product takes it anew; without CUDA nothing is given back.
+    """
+    if device.type == "cuda":
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+# What methods yield.
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """``torch.distributed._shard.sharded_tensor``: FSDP1's sharded state dicts without a device mesh are made of it."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    return isinstance(value, ShardedTensor)
+
+
+def weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """``torch.utils.weak.TensorWeakRef``, which is undocumented.
+
+    ``weakref.ref`` may return a tensor whose memory torch has already taken over without telling Python.
+    """
+    from torch.utils.weak import TensorWeakRef
+
+    reference: Callable[[], torch.Tensor | None] = TensorWeakRef(tensor)
+    return reference

@@ -1,13 +1,15 @@
-"""What is refused on one rank alone is known to all of them, and the next call of the same model works."""
+"""What is refused, on one rank alone too, is known to all of them, and the next call of the same model works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.extraction import (
     adapted,
     assert_close,
@@ -18,6 +20,7 @@ from support.extraction import (
     fsdp2,
     new_net,
     on_the_device,
+    raised_by,
     raises_soon,
     shard_qwen1,
     shard_qwen2,
@@ -25,9 +28,12 @@ from support.extraction import (
 )
 from support.ranks import this_device, this_rank, together, world_size
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import PlanMismatch, RankLeft, fingerprint, full_state_dict, full_tensors, local_shards, weights_info
 from fsdp_doctor.extract import full
+from fsdp_doctor.extract.transfers import LocalCopy
 
 
 @everywhere
@@ -46,12 +52,8 @@ def test_arguments_that_make_no_sense_on_one_rank_are_refused_on_every_rank() ->
         )
         for kind, call, odd in calls:
             together()
-            if this_rank() == refused:
-                with raises_soon(kind):
-                    call(model, **odd)
-            else:
-                with raises_soon(RankLeft, f"rank {refused} left", kind.__name__):
-                    call(model)
+            with raised_by(refused, kind):
+                call(model, **(odd if this_rank() == refused else {}))
         assert_same(extracted(model), expected)
 
 
@@ -68,9 +70,7 @@ def test_what_is_refused_of_a_model_without_shards_is_known_to_the_ranks_that_wa
     ):
         for call in (extracted, fingerprint):
             together()
-            with raises_soon(
-                kind if this_rank() == odd else RankLeft, *(() if this_rank() == odd else (kind.__name__,))
-            ):
+            with raised_by(odd, kind):
                 call(other if this_rank() == odd else model, **(options if this_rank() == odd else {}))
             assert_same(extracted(model), expected)
     with raises_soon(ValueError, "bucket_bytes"):
@@ -110,7 +110,7 @@ def test_a_shard_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
     whole = model.large.weight._local_tensor
     if this_rank() == 1:
         model.large.weight._local_tensor = whole.to("meta")
-    with raises_soon(RuntimeError if this_rank() == 1 else RankLeft, "large.weight is on the meta device"):
+    with raised_by(1, RuntimeError, "large.weight is on the meta device"):
         extracted(model)
     model.large.weight._local_tensor = whole
     assert_same(extracted(model), expected)
@@ -124,7 +124,9 @@ def test_an_fsdp1_unit_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
     whole = flat.data
     shard = torch.nn.Parameter(whole.to("meta"))
     with (
-        mock.patch("fsdp_doctor.fsdp.private.flat_shard", return_value=shard) if this_rank() == 1 else mock.MagicMock(),
+        mock.patch("fsdp_doctor.fsdp.private.fsdp1.flat_shard", return_value=shard)
+        if this_rank() == 1
+        else mock.MagicMock(),
         raises_soon(RuntimeError if this_rank() == 1 else RankLeft, "is on the meta device"),
     ):
         extracted(model)
@@ -144,13 +146,9 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_known_to_all() -> None:
         lambda: fingerprint(with_adapters),
     ):
         together()
-        if this_rank() == 0:
-            failing = mock.patch.object(full, "Pipeline", side_effect=RuntimeError("no streams"))
-            with failing, raises_soon(RuntimeError, "no streams"):
-                call()
-        else:
-            with raises_soon(RankLeft, "rank 0 left before the first bucket", "no streams"):
-                call()
+        failing = mock.patch.object(full, "Pipeline", side_effect=RuntimeError("no streams"))
+        with failing if this_rank() == 0 else mock.MagicMock(), raised_by(0, RuntimeError, "no streams"):
+            call()
         assert_same(extracted(model), expected)
 
 
@@ -190,7 +188,7 @@ def test_a_word_that_is_none_refused_on_one_rank_is_known_to_all_where_adapters_
     model = shard_qwen2(adapted())
     for call in (local_shards, lambda model, **options: fingerprint(model, combined=False, **options)):
         together()
-        with raises_soon(ValueError if this_rank() == 0 else RankLeft, "lora"):
+        with raised_by(0, ValueError, "lora"):
             list(call(model, **({"lora": "other"} if this_rank() == 0 else {})))  # type: ignore[operator]
     assert len(extracted(model)) == len(weights_info(model))
 
@@ -206,3 +204,123 @@ def test_a_device_without_an_index_is_this_ranks() -> None:
     assert full.plan_of(net, full.Arguments.given("emulated", None, (), 1 << 20, "merged"))[0].device == this_device()
     last = [name for name, _ in full_tensors(net, device="emulated")]
     assert last == list(weights_info(net))
+
+
+def test_the_dtype_and_device_asked_for_are_delivered() -> None:
+    (name, tensor), _ = full_tensors(nn.Linear(2, 2), device="cpu", dtype=torch.float16)
+    assert (name, tensor.dtype, tensor.device.type) == ("weight", torch.float16, "cpu")
+
+
+def test_one_tensor_is_held_at_a_time() -> None:
+    """What was yielded and dropped is gone before the next is made."""
+    entries = full_tensors(nn.Linear(2, 2))
+    _, tensor = next(entries)
+    held = weakref.ref(tensor)
+    del tensor
+    next(entries)
+    assert held() is None
+
+
+def test_who_stops_early_alone_loads_no_more() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    loaded: list[str] = []
+    pieces = LocalCopy.pieces
+
+    def counted(transfer: LocalCopy) -> Any:
+        loaded.extend(transfer.names)
+        return pieces(transfer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalCopy, "pieces", counted)
+        entries = full_tensors(model, bucket_bytes=8 * 8 * 4)
+        next(entries)
+        before = len(loaded)
+        entries.close()  # type: ignore[attr-defined]
+    assert 0 < len(loaded) == before < 20
+
+
+def test_a_submodule_that_has_moved_comes_under_its_new_name() -> None:
+    model: Any = nn.ModuleDict({"one": nn.ModuleDict({"x": nn.Linear(2, 2)}), "other": nn.ModuleDict()})
+    assert [name for name, _ in full_tensors(model)] == ["one.x.weight", "one.x.bias"]
+    model["other"]["x"] = model["one"].pop("x")
+    assert [name for name, _ in full_tensors(model)] == ["other.x.weight", "other.x.bias"]
+    model = nn.Module()
+    model.one, model.other = nn.Linear(2, 2), None
+    assert [name for name, _ in full_tensors(model)] == ["one.weight", "one.bias"]
+    model.one, model.other = None, model.one
+    assert [name for name, _ in full_tensors(model)] == ["other.weight", "other.bias"]
+
+
+# Bad input, refused when the function is called
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(3))
+
+
+_FUNCTIONS: list[Callable[..., Any]] = [full_tensors, full_state_dict, weights_info]
+_of_each_function = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
+
+
+@_of_each_function
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"lora": "x"}, ValueError, "lora"),
+        ({"lora": "adapter"}, ValueError, "no adapters"),
+        ({"dtype": torch.int8}, TypeError, r"torch\.int8"),
+        ({"keep_dtype": ["nothing.*"]}, ValueError, r"nothing\.\*"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_at_the_call(
+    function: Callable[..., Any], options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        function(_Counting(), **options)
+
+
+@_of_each_function
+def test_a_meta_model_is_refused_at_the_call(function: Callable[..., Any]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"0\.weight is on the meta device"):
+        function(model)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@_of_each_function
+def test_a_sharded_model_without_its_process_group_is_refused(function: Callable[..., Any]) -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    assert len(list(function(model))) == 2
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized"):
+        function(model)
+
+
+def test_keep_dtype_may_be_one_name() -> None:
+    tensors = dict(full_tensors(_Counting(), dtype=torch.bfloat16, keep_dtype="count"))
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+        "linear.weight": torch.bfloat16,
+        "linear.bias": torch.bfloat16,
+        "count": torch.int64,
+    }
+
+
+def test_a_single_process_yields_copies() -> None:
+    model = _Counting()
+    for name, tensor in full_tensors(model):
+        assert torch.equal(tensor, model.state_dict()[name])
+        tensor.fill_(9)
+        assert not torch.equal(tensor, model.state_dict()[name])

@@ -12,16 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.extraction import (
-    MIB,
-    adapted,
-    assert_same,
-    extracted,
-    mesh_over,
-    on_the_device,
-    shard_qwen1,
-    tensors_of,
-)
+from support.extraction import MIB, adapted, assert_same, extracted, mesh_over, on_the_device, shard_qwen1, tensors_of
 from support.ranks import accelerator, this_device
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
@@ -29,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_doctor import full_tensors
 from fsdp_doctor.extract import BUCKET_BYTES
+from fsdp_doctor.extract.buckets import Division
 from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.flat_transfers import UnitGather
-from fsdp_doctor.extract.kept_plans import Arguments, plan_of
-from fsdp_doctor.extract.plan import buckets, most_bytes
+from fsdp_doctor.extract.plan import Arguments, plan_of
 from fsdp_doctor.extract.sources import FlatUnit, Rows, ShardGroup, Span, TensorSpec
+from fsdp_doctor.extract.transfers import UnitGather
 from fsdp_doctor.fsdp import private
 
 # The shape of Qwen3-4B, in bfloat16.
@@ -68,7 +59,7 @@ def test_qwen3_4b_under_fsdp1_is_gathered_in_a_few_collectives_and_nothing_twice
 ) -> None:
     """With buckets of 128 MiB it were 295 to 332, which carried 1.9 to 3.7 times the model."""
     units = _qwen3_4b(ranks)
-    planned = list(buckets(units, OutputDtypes(), bucket_bytes, {}))
+    planned = list(Division(units, OutputDtypes(), bucket_bytes).buckets())
     assert len(planned) == gathers
     whole = [transfer for bucket in planned for transfer in bucket.transfers]
     assert all(isinstance(transfer, UnitGather) for transfer in whole)
@@ -84,9 +75,9 @@ def test_qwen3_4b_under_fsdp2_is_gathered_in_a_few_buckets_within_what_is_promis
 ) -> None:
     """Of 128 MiB it were 74: they are larger, as the embedding needs that memory anyway."""
     rows = _qwen3_4b_by_rows(2)
-    planned = list(buckets(rows, OutputDtypes(), bucket_bytes, {}))
+    planned = list(Division(rows, OutputDtypes(), bucket_bytes).buckets())
     assert len(planned) == gathers
-    most = most_bytes(rows, OutputDtypes(), bucket_bytes)
+    most = Division(rows, OutputDtypes(), bucket_bytes).most_bytes
     assert most == bucket_bytes + 2 * 151936 * WIDTH
     # Two, and the caller's last tensor; the caller has the embedding when there may be no other bucket.
     last = 2 * HIDDEN * WIDTH
@@ -100,8 +91,8 @@ def test_two_buckets_and_the_callers_last_tensor_fit_where_no_tensor_of_a_layer_
     attention = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192))
     layer = (*attention, (28672, 8192), (28672, 8192), (8192, 28672), (8192,), (8192,))
     rows = _by_rows([_unit(0, ((128256, 8192),), group), *(_unit(1 + place, layer, group) for place in range(80))])
-    planned = list(buckets(rows, OutputDtypes(), BUCKET_BYTES, {}))
-    most = most_bytes(rows, OutputDtypes(), BUCKET_BYTES)
+    planned = list(Division(rows, OutputDtypes(), BUCKET_BYTES).buckets())
+    most = Division(rows, OutputDtypes(), BUCKET_BYTES).most_bytes
     for (before, _), (one, other) in itertools.pairwise(itertools.pairwise(planned[1:])):
         assert before.last_bytes + one.nbytes + other.nbytes <= most
 

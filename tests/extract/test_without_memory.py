@@ -1,4 +1,4 @@
-"""A rank whose device has no more memory: all are told, before or after it gave its word, and nothing is held."""
+"""A rank whose device has no more memory: all are told, before or after its promise, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from support.extraction import (
     mesh_over,
     new_net,
     on_the_device,
+    raised_by,
     raises_soon,
     shard_qwen1,
     shard_qwen2,
@@ -34,13 +35,13 @@ from torch.distributed.tensor import Shard
 
 from fsdp_doctor import RankLeft, full_tensors
 from fsdp_doctor.extract import lora
+from fsdp_doctor.extract.full import Pipeline
 from fsdp_doctor.extract.loader import Loader
-from fsdp_doctor.extract.pipeline import Pipeline
 
 
 @contextlib.contextmanager
-def _no_memory_after_the_word(*, from_bucket: int = 0) -> Iterator[None]:
-    """Between a rank's word for a bucket and the end of its collectives every allocation fails."""
+def _no_memory_after_the_promise(*, from_bucket: int = 0) -> Iterator[None]:
+    """Between a rank's promise of a bucket and the end of its collectives every allocation fails."""
     agree, gather, load = Pipeline._agree, Pipeline._gather, Pipeline._load
     device = accelerator()
 
@@ -67,7 +68,7 @@ def _no_memory_after_the_word(*, from_bucket: int = 0) -> Iterator[None]:
 
 
 @on_the_device
-def test_nothing_is_allocated_between_a_ranks_word_and_the_collectives() -> None:
+def test_nothing_is_allocated_between_a_ranks_promise_and_the_collectives() -> None:
     for model in (
         fsdp2(new_net()),
         fsdp2(new_net(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -75,24 +76,21 @@ def test_nothing_is_allocated_between_a_ranks_word_and_the_collectives() -> None
     ):
         for options in ({}, {"bucket_bytes": 64 << 10}, {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}):
             expected = extracted(model, **options)
-            with _no_memory_after_the_word():
+            with _no_memory_after_the_promise():
                 assert_same(extracted(model, **options), expected)
 
 
 @on_the_device
 def test_a_merge_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None:
-    """Its factors have memory before it gives its word; the products are computed after that."""
+    """Its factors have memory before it promises; the products are computed after that."""
     pytest.importorskip("peft")
     for model in (shard_qwen2(adapted()), shard_qwen1(adapted())):
         expected = extracted(model, bucket_bytes=1 << 16)
         for place in (0, 2):
             together()
-            if this_rank() == 0:
-                with _no_memory_after_the_word(from_bucket=place), raises_soon(torch.OutOfMemoryError):
-                    extracted(model, bucket_bytes=1 << 16)
-            else:
-                with raises_soon(RankLeft, "rank 0 left after ", "OutOfMemoryError"):
-                    extracted(model, bucket_bytes=1 << 16)
+            failing = _no_memory_after_the_promise(from_bucket=place) if this_rank() == 0 else contextlib.nullcontext()
+            with failing, raised_by(0, torch.OutOfMemoryError):
+                extracted(model, bucket_bytes=1 << 16)
             assert_same(extracted(model, bucket_bytes=1 << 16), expected)
 
 
@@ -129,7 +127,7 @@ def test_a_redistribution_that_has_no_memory_on_one_rank_leaves_no_rank_waiting(
 
     with (
         mock.patch.object(Pipeline, "_try_room", limited) if this_rank() else contextlib.nullcontext(),
-        raises_soon(torch.OutOfMemoryError if this_rank() else RankLeft),
+        raised_by(1, torch.OutOfMemoryError),
     ):
         extracted(model)
     device.set_memory_limit(None)
@@ -158,7 +156,7 @@ def test_a_bucket_that_is_launched_in_spite_of_a_failure_has_the_memory_of_the_o
                     load(self, bucket)
 
                 stack.enter_context(mock.patch.object(Pipeline, "_load", failing))
-            with raises_soon(torch.OutOfMemoryError if this_rank() else RankLeft, "there is no more"):
+            with raised_by(1, torch.OutOfMemoryError, "there is no more"):
                 for _ in full_tensors(model, bucket_bytes=60 << 10):
                     pass
         if this_rank() == 1:
@@ -233,18 +231,18 @@ def test_what_a_rank_that_leaves_cannot_load_either_is_nan_or_0_where_the_others
         for place in (0, 1, 2):
             count = 0
 
-            def failing(self: Any, transfers: Any, merged: Any, place: int = place) -> None:
+            def failing(self: Any, pieces: Any, merged: Any, copies: Any, place: int = place) -> None:
                 nonlocal count
                 count += 1
                 if count > place and this_rank() == 0:
-                    self._missing = [piece.target for one in transfers for piece in one.pieces()]
+                    self._missing = [piece.target for piece in pieces]
                     raise OSError("what it is loaded from is gone")
-                begin(self, transfers, merged)
+                begin(self, pieces, merged, copies)
 
             together()
             with (
                 mock.patch.object(Loader, "begin", failing),
-                raises_soon(RankLeft if this_rank() else OSError, "what it is loaded from is gone"),
+                raised_by(0, OSError, "what it is loaded from is gone"),
             ):
                 for name, tensor in full_tensors(model, bucket_bytes=FEW_BYTES, **options):
                     same = tensor == expected[name]

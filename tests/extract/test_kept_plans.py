@@ -38,8 +38,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_doctor import full_tensors, weights_info
-from fsdp_doctor.extract import kept_plans
-from fsdp_doctor.extract.kept_plans import Arguments, plan_of
+from fsdp_doctor.extract import plan as plans
+from fsdp_doctor.extract.plan import Arguments, plan_of
 
 ARGUMENTS = Arguments.given(None, None, (), 256 << 20, "merged")
 DEFAULTS: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def test_the_plan_is_kept_while_training_changes_values_only() -> None:
         after = extracted(model)
         assert plan(model) is first
         assert not torch.equal(before["layers.0.up.weight"], after["layers.0.up.weight"])
-        kept_plans.forget(model)
+        plans.forget(model)
         assert_same(after, extracted(model))
 
 
@@ -272,7 +272,7 @@ def test_adapters_that_are_added_switched_or_disabled_between_calls_are_noticed(
     ):
         change()
         found = extracted(model)
-        kept_plans.forget(model)
+        plans.forget(model)
         assert_same(found, expected or extracted(model))
         assert expected or not _are_same(found, merged)
 

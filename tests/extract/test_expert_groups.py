@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import PlanMismatch, fingerprint, full_state_dict, local_shards, weights_info
-from fsdp_doctor.engines.for_verl import verl_weights
+from fsdp_doctor.engines import verl_weights
 from fsdp_doctor.extract.rank_groups import Comparison
 from fsdp_doctor.fsdp import private
 

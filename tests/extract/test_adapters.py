@@ -1,12 +1,17 @@
-"""LoRA adapters on several ranks, against what peft itself merges and saves."""
+"""LoRA adapters, against what peft itself merges and saves."""
 
 from __future__ import annotations
 
+import copy
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import peft
+import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from support.extraction import (
     adapted,
     assert_close,
@@ -20,27 +25,20 @@ from support.extraction import (
     shard_qwen2,
     tensors_of,
 )
-from support.ranks import (
-    this_device,
-    this_rank,
-)
+from support.ranks import this_device, this_rank
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_doctor import PlanMismatch, full_tensors, local_shards
+from fsdp_doctor import PlanMismatch, full_tensors, local_shards, weights_info
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns of everything that it is asked here
 
 
 def _kinds() -> dict[str, Callable[[], Any]]:
     """Adapted models, by what is special about them."""
 
     def two() -> Any:
-        import peft
-
         model = adapted()
         other = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", init_lora_weights=False)
         model.add_adapter("other", other)
@@ -108,8 +106,6 @@ def test_the_base_is_the_model_before_the_adapters() -> None:
 
 @everywhere
 def test_the_adapter_is_what_peft_saves() -> None:
-    import peft
-
     def compare(kind: str, plain: Any, model: Any) -> None:
         if kind == "two active":
             with raises_soon(ValueError, "exactly one active adapter", "default, other"):
@@ -182,14 +178,6 @@ def test_adapters_of_a_transposed_weight_in_fsdp1_are_merged() -> None:
 
 
 @everywhere
-def test_adapters_that_are_not_understood_are_refused_on_every_rank() -> None:
-    model = shard_qwen2(adapted(use_dora=True))
-    with raises_soon(NotImplementedError, "Dora"):
-        full_tensors(model, lora="merged")
-    assert_same(extracted(model, lora="base"), tensors_of(qwen()))
-
-
-@everywhere
 def test_ranks_that_want_different_adapters_all_raise_plan_mismatch() -> None:
     model = shard_qwen2(adapted())
     with raises_soon(PlanMismatch, "lora=merged", "lora=base"):
@@ -209,3 +197,119 @@ def test_ranks_whose_adapters_are_not_scaled_alike_all_raise_plan_mismatch() -> 
             list(extraction(model))
     layer.scaling = usual
     assert_close(extracted(model), tensors_of(adapted().merge_and_unload()))
+
+
+# In one process
+
+
+CPU = torch.device("cpu")
+
+
+def _is_what_peft_saves(model: Any, **options: Any) -> None:
+    expected = peft.get_peft_model_state_dict(model, **options)
+    assert_same(extracted(model, lora="adapter"), expected, CPU)
+
+
+def test_dora_is_refused_where_it_would_have_to_be_merged() -> None:
+    model = adapted(use_dora=True)
+    with pytest.raises(NotImplementedError, match="Dora"):
+        full_tensors(model)
+    with pytest.raises(NotImplementedError, match="Dora"):
+        weights_info(model)
+    base = dict(full_tensors(model, lora="base"))
+    assert_close(base, tensors_of(qwen()))
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_name_of_a_tied_pair_is_refused(target: str) -> None:
+    """Merged, the two names have different weights, and the model that is loaded has one."""
+    model = adapted(qwen(tie_word_embeddings=True), target_modules=[target, "q_proj"])
+    with pytest.raises(NotImplementedError, match="tied"):
+        full_tensors(model)
+
+
+def test_a_tied_base_is_yielded_under_both_names() -> None:
+    model = adapted(qwen(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
+    base = dict(full_tensors(model, lora="base"))
+    assert base["model.embed_tokens.weight"] is base["lm_head.weight"]
+    assert_close(base, tensors_of(qwen(tie_word_embeddings=True)))
+
+
+@pytest.mark.parametrize("name", ["default", "mod", "q", "self"])
+def test_an_adapter_may_have_any_name(name: str) -> None:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(qwen(), config, adapter_name=name)
+    _is_what_peft_saves(model, adapter_name=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": r".*\.(embed_tokens|q_proj)"},
+        {"target_modules": r"lm_head|.*\.q_proj"},
+        {"target_modules": ["model.embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+        {"target_modules": "all-linear"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_adapter_of_an_embedding_is_the_file_that_peft_writes(
+    options: dict[str, Any], tied: bool, tmp_path: pathlib.Path
+) -> None:
+    model = adapted(qwen(tie_word_embeddings=tied), **options)
+    model.save_pretrained(tmp_path)
+    assert_same(extracted(model, lora="adapter"), load_file(tmp_path / "adapter_model.safetensors"), CPU)
+
+
+def test_the_adapter_of_dora_is_what_peft_saves() -> None:
+    _is_what_peft_saves(adapted(use_dora=True))
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_the_adapter_has_the_biases_that_are_trained(bias: str) -> None:
+    _is_what_peft_saves(adapted(qwen(attention_bias=True), bias=bias))
+
+
+def test_weights_with_adapters_merged_in_place_are_yielded_as_they_are() -> None:
+    model = adapted()
+    expected = tensors_of(copy.deepcopy(model).merge_and_unload())
+    model.merge_adapter()
+    assert_close(dict(full_tensors(model, lora="merged")), expected)
+    with pytest.raises(RuntimeError, match="adapters are merged into it"):
+        full_tensors(model, lora="base")
+
+
+class _WithAdapterInItsName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision_adapter = nn.Linear(3, 3)
+        self.linear = nn.Linear(3, 3)
+
+
+def test_a_module_of_the_model_may_be_called_an_adapter() -> None:
+    expected = tensors_of(_WithAdapterInItsName())
+    model = adapted(_WithAdapterInItsName(), target_modules=["linear"])
+    assert sorted(dict(full_tensors(model))) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "PromptTuningConfig", "PrefixTuningConfig"])
+def test_kinds_other_than_lora_are_refused(kind: str) -> None:
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if kind == "IA3Config":
+        options |= {"target_modules": ["q_proj"], "feedforward_modules": []}
+    else:
+        options |= {"num_virtual_tokens": 3}
+    model = peft.get_peft_model(qwen(), getattr(peft, kind)(**options))
+    with pytest.raises(NotImplementedError):
+        full_tensors(model)
+
+
+def test_lora_of_parameters_without_a_layer_is_refused() -> None:
+    model = adapted(target_parameters=["q_proj.weight"], target_modules=[], r=2)
+    with pytest.raises(NotImplementedError, match="ParamWrapper"):
+        full_tensors(model)

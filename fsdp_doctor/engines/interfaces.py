@@ -1,0 +1,171 @@
+"""vLLM, SGLang and verl: a sharded model's weights as each of them takes them.
+
+Read in vLLM 0.33.0 (``distributed/weight_transfer/base.py``), SGLang 0.5.23 (``weight_sync/tensor_bucket.py``,
+``utils/common.py``, ``weight_updater.py``) and verl 0.9.1 (``workers/engine/fsdp/transformer_impl.py``,
+``workers/engine/spec.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from typing_extensions import Unpack
+
+from fsdp_doctor.engines.packed_bucket import PackedBucket, packed_buckets
+from fsdp_doctor.extract import BUCKET_BYTES, LocalShard, ShardPlace, full_tensors, local_shards, weights_info
+from fsdp_doctor.extract.local import own_shards, request_of
+from fsdp_doctor.extract.lora import Lora
+
+
+class ExtractionOptions(TypedDict, total=False):
+    """The options of :func:`fsdp_doctor.full_tensors` that an engine's interface passes on."""
+
+    dtype: torch.dtype | None
+    keep_dtype: Collection[str]
+    bucket_bytes: int
+    lora: Lora
+
+
+# vLLM. Its own ``ModuleSource`` reads ``named_parameters()`` where the shards lie, in the dtype of the masters: no
+# offload, no FSDP1, no merged adapters, no buffers.
+
+
+def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -> Any:
+    """A ``vllm.distributed.weight_transfer.base.WeightSource``, from which vLLM's trainers ``send_weights``.
+
+    It has ``metadata``, ``iter_full``, and ``iter_local`` where vLLM can describe every shard: cut along dims as
+    torch.chunk does. So not for FSDP1's flat parameters, nor for FSDP over tensor parallelism of the same dim. The
+    ranks of the default process group must be vLLM's trainer ranks. vLLM must be installed. ``metadata`` is read when
+    it is first asked for, so shard the model first; any rank may read it alone.
+
+    Arguments, errors and which ranks must iterate as :func:`fsdp_doctor.full_tensors` and ``local_shards``.
+    """
+    base = importlib.import_module("vllm.distributed.weight_transfer.base")
+    request = request_of(model, None, (), BUCKET_BYTES, options.get("lora", "merged"))
+    shards = own_shards(request.sources, request.shards)
+    places = {name: shard.place for shard in shards for name in shard.spec.names}
+
+    class FullSource(base.WeightSource):  # type: ignore[misc,name-defined]
+        @functools.cached_property
+        def metadata(self) -> list[Any]:
+            asked = {key: value for key, value in options.items() if key != "bucket_bytes"}
+            return [
+                base.ParamMeta(name, info.dtype, tuple(info.shape), **_layout(base, places.get(name)))
+                for name, info in weights_info(model, **asked).items()  # type: ignore[arg-type]
+            ]
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return full_tensors(model, **options)
+
+    class ShardedSource(FullSource):
+        def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return ((shard.name, shard.tensor) for shard in local_shards(model, **options))
+
+    return ShardedSource() if all(map(_can_be_described, places.values())) else FullSource()
+
+
+def _can_be_described(place: ShardPlace) -> bool:
+    if place.mesh is None or place.placements is None:
+        return place.group is None
+    return all(type(placement) in (Shard, Replicate) for placement in place.placements)
+
+
+def _layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
+    """The owners and placements of a parameter, in vLLM's terms; empty where it is whole on every rank."""
+    if place is None or place.mesh is None or place.placements is None or not _can_be_described(place):
+        return {}
+    return {
+        "owners": tuple(place.mesh.mesh.flatten().tolist()),
+        "mesh_shape": tuple(place.mesh.mesh.shape),
+        "placements": tuple(
+            base.Shard(placement.dim) if isinstance(placement, Shard) else base.Replicate()
+            for placement in place.placements
+        ),
+    }
+
+
+# SGLang: ``update_weights_from_tensor(serialized_named_tensors, load_format="flattened_bucket")``.
+
+
+@dataclass(frozen=True, eq=False)
+class SglangBucket:
+    """One bucket. Its memory is shared with the engine: keep it until the engine has answered."""
+
+    bucket: PackedBucket
+
+    def serialized(self, tp_size: int = 1) -> list[bytes]:
+        """``serialized_named_tensors``: an entry for each tensor-parallel rank, serialized for it alone.
+
+        On a GPU it is a handle of the memory, on the CPU a shared file. SGLang must be installed.
+        """
+        flattened = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+        importlib.import_module("sglang.srt.utils.patch_torch").monkey_patch_torch_reductions()
+        serializer: Any = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer
+        # Where a tensor begins is for the metadata to say, so those of other dtypes can be aligned.
+        metadata = [
+            flattened.FlattenedTensorMetadata(
+                name=entry.name,
+                shape=torch.Size(entry.shape),
+                dtype=getattr(torch, entry.dtype),
+                start_idx=entry.start,
+                end_idx=entry.end,
+                numel=entry.end - entry.start,
+            )
+            for entry in self.bucket.index
+        ]
+        content = {"flattened_tensor": self.bucket.buffer, "metadata": metadata}
+        return [serializer.serialize(content) for _ in range(tp_size)]
+
+
+def sglang_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[SglangBucket]:
+    """``full_tensors`` in buckets for SGLang. Every rank must iterate; those that send serialize.
+
+    Device memory and errors as :func:`packed_buckets`.
+    """
+    for bucket in packed_buckets(tensors, bucket_bytes):
+        yield SglangBucket(bucket)
+
+
+# verl: what its training engines return.
+
+
+def verl_weights(
+    model: nn.Module, **options: Unpack[ExtractionOptions]
+) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+    """In place of ``get_per_tensor_param``: the generator for ``send_weights``, and no configuration of an adapter.
+
+    Adapters are merged. Arguments, errors and which ranks must call as :func:`fsdp_doctor.full_tensors`.
+    """
+    return full_tensors(model, **options), None
+
+
+def verl_shards(
+    model: nn.Module, **options: Unpack[ExtractionOptions]
+) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
+    """In place of ``get_per_tensor_param_shard``: (name, this rank's shard, 1-D, on the device, verl's ShardSpec).
+
+    FSDP1's flat shards too, which verl has as DTensors only. verl must be installed. Arguments, errors and
+    which ranks must call as :func:`fsdp_doctor.local_shards`.
+    """
+    spec = importlib.import_module("verl.workers.engine.spec").ShardSpec
+    return (
+        (shard.name, shard.tensor.reshape(-1), _shard_spec(spec, shard)) for shard in local_shards(model, **options)
+    ), None
+
+
+def _shard_spec(spec: Any, shard: LocalShard) -> Any:
+    place = shard.place
+    if place.mesh is not None:
+        return spec(full_shape=tuple(shard.shape), mesh=place.mesh, placements=place.placements)
+    if place.group is None:
+        return spec(full_shape=tuple(shard.shape))
+    return spec(full_shape=tuple(shard.shape), place=place.offset, gather_group=place.group)

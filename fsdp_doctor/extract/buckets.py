@@ -1,0 +1,220 @@
+"""What is loaded and gathered together, in which order: the same on every rank, before any communication."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from typing_extensions import assert_never
+
+from fsdp_doctor.extract.dtypes import OutputDtypes
+from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, specs
+from fsdp_doctor.extract.transfers import (
+    FlatGather,
+    FlatLayout,
+    LocalCopy,
+    PackedGather,
+    Redistribution,
+    RowsGather,
+    TensorTransfer,
+    flat_gathers,
+)
+
+# Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
+SMALL_BYTES = 1 << 20
+_PACK_BYTES = 32 << 20
+# A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
+_MOST_TIMES = 4
+
+
+@dataclass
+class Bucket:
+    """What is loaded and gathered together.
+
+    gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
+    them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
+    with it, too. last_bytes: of the last tensor before that.
+    """
+
+    transfers: list[TensorTransfer] = field(default_factory=list)
+    gathered_bytes: int = 0
+    copied_bytes: int = 0
+    end: int = 0
+    last_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that it takes at most."""
+        return self.gathered_bytes + self.copied_bytes
+
+    @functools.cached_property
+    def launched_bytes(self) -> int:
+        """The device memory without which its collectives cannot be launched."""
+        return self.gathered_bytes - sum(transfer.opened_bytes for transfer in self.transfers)
+
+    @functools.cached_property
+    def rounding_bytes(self) -> int:
+        """How much more an allocator may take for that: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
+        num_tensors = len(self.names()) + len(self.transfers)
+        return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """The device memory that it has from then on, until its tensors are handed out."""
+        return sum(t.nbytes - t.collecting_bytes - t.opened_bytes for t in self.transfers)
+
+    @functools.cached_property
+    def units(self) -> frozenset[int]:
+        """The FSDP1 units of which it gathers a part, by their order."""
+        return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
+
+    def names(self) -> list[str]:
+        """The first name of each tensor of which it has a part."""
+        return [name for transfer in self.transfers for name in transfer.names]
+
+
+class _OpenBucket:
+    """A bucket that is being filled. Its tensors by rows of one shard group and one dtype become one transfer."""
+
+    def __init__(self) -> None:
+        self.bucket = Bucket()
+        self._rows: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
+
+    def add_row(self, order: int, source: Rows, dtype: torch.dtype) -> None:
+        orders, sources = self._rows.setdefault((source.shard_group.ranks, dtype), ([], []))
+        orders.append(order)
+        sources.append(source)
+
+    def closed(self, end: int, sizes: Sequence[int]) -> Bucket:
+        bucket = self.bucket
+        bucket.transfers += [RowsGather(*rows, dtype) for (_, dtype), rows in self._rows.items()]
+        bucket.end, bucket.last_bytes = end, sizes[end - 1] if end else 0
+        return bucket
+
+
+@dataclass(frozen=True)
+class Division:
+    """Divides tensors into buckets.
+
+    extra_bytes: what is needed beside the tensor of that first name while it is gathered.
+    """
+
+    sources: Sequence[Source]
+    dtypes: OutputDtypes
+    bucket_bytes: int
+    extra_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """Of the tensors, in bytes."""
+        return [spec.numel * self.dtypes.of(spec).itemsize for source in self.sources for spec in specs(source)]
+
+    @functools.cached_property
+    def most_bytes(self) -> int:
+        """Device memory that buckets and the caller's last tensor may take together.
+
+        A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
+        bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so
+        that the next is loaded while the caller has the last.
+        """
+        sizes, bucket_bytes = self._sizes, self.bucket_bytes
+        largest = max(sizes, default=0)
+        most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
+        is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
+        return most + (largest if is_rule else 0)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
+
+        Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is
+        there anyway.
+        """
+        bucket_bytes, sizes = self.bucket_bytes, self._sizes
+        parts = list(self._parts())
+        usual = max((size for size in sizes if size <= bucket_bytes), default=0)
+        larger_bytes = min((self.most_bytes - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
+        limit = bucket_bytes
+        left = sum(nbytes for _, _, nbytes in parts)
+        filling, end = _OpenBucket(), 0
+        for order, part, nbytes in parts:
+            bucket = filling.bucket
+            copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
+            # Nothing runs beside the last gather.
+            longest = min(limit, max(left // 2, bucket_bytes // 4))
+            if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
+                yield filling.closed(max(order, end), sizes)
+                filling = _OpenBucket()
+                bucket = filling.bucket
+                # The caller has the tensor before it, and the bucket before that may be gone.
+                limit = max(bucket_bytes, min(larger_bytes, self.most_bytes - sizes[order - 1]))
+            # A unit of FSDP1 may go on in the next bucket.
+            end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
+            bucket.gathered_bytes += nbytes
+            bucket.copied_bytes = max(bucket.copied_bytes, copied)
+            left -= nbytes
+            if isinstance(part, TensorTransfer):
+                bucket.transfers.append(part)
+            else:
+                filling.add_row(order, part, self.dtypes.of(part.spec))
+        last = filling.closed(len(sizes), sizes)
+        if last.transfers:
+            yield last
+
+    def _parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
+        """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
+        packs = {pack.order: (pack, nbytes) for pack, nbytes in self._packs()}
+        packed = {order for pack, _ in packs.values() for order in pack.orders}
+        order = last_bytes = 0
+        for source in self.sources:
+            if order in packs:
+                yield order, *packs[order]
+            elif isinstance(source, Rows) and order not in packed:
+                yield order, source, self._gathered_bytes(source) + self._extra_bytes(source.spec.names[:1])
+            elif not isinstance(source, Rows):
+                # The caller has the last tensor of those before, and what is left of the memory is there anyway.
+                for transfer in self._transfers(order, source, max(self.bucket_bytes, self.most_bytes - last_bytes)):
+                    yield order, transfer, transfer.nbytes + self._extra_bytes(transfer.names)
+            order += len(specs(source))
+            last_bytes = self._sizes[order - 1] if order else 0
+
+    def _packs(self) -> Iterator[tuple[PackedGather, int]]:
+        """(small tensors that share an all-gather, device memory that they take), from wherever in the model."""
+        longest = min(_PACK_BYTES, self.bucket_bytes // 8)
+        open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
+        order = 0
+        for source in self.sources:
+            if isinstance(source, Rows):
+                dtype = self.dtypes.of(source.spec)
+                nbytes = 2 * self._gathered_bytes(source) + self._extra_bytes(source.spec.names[:1])
+                if nbytes <= min(2 * SMALL_BYTES, longest):
+                    key = source.shard_group.ranks, dtype
+                    orders, rows, packed_bytes = open_packs.get(key, ([], [], 0))
+                    if packed_bytes + nbytes > longest:
+                        yield PackedGather(orders, rows, dtype), packed_bytes
+                        orders, rows, packed_bytes = [], [], 0
+                    orders.append(order)
+                    rows.append(source)
+                    open_packs[key] = orders, rows, packed_bytes + nbytes
+            order += len(specs(source))
+        for (_, dtype), (orders, rows, packed_bytes) in open_packs.items():
+            yield PackedGather(orders, rows, dtype), packed_bytes
+
+    def _transfers(self, order: int, source: Plain | Placed | FlatUnit, room: int) -> Iterator[TensorTransfer]:
+        match source:
+            case Plain():
+                yield LocalCopy(order, source, self.dtypes.of(source.spec))
+            case Placed():
+                yield Redistribution(order, source, self.dtypes.of(source.spec))
+            case FlatUnit():
+                unit = FlatLayout(order, source, self.dtypes)
+                yield from flat_gathers(unit, self.bucket_bytes, room, self.extra_bytes.keys())
+            case _:
+                assert_never(source)
+
+    def _gathered_bytes(self, source: Rows) -> int:
+        return source.chunk * source.shard_group.size * self.dtypes.of(source.spec).itemsize
+
+    def _extra_bytes(self, names: Sequence[str]) -> int:
+        return sum(self.extra_bytes.get(name, 0) for name in names)
