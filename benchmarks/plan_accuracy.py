@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fsdp_doctor.ledgers.ledger import LedgerFile, MemoryClass, StageLedger, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
-from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
 EXACT: tuple[MemoryClass, ...] = ("parameters", "gradients", "optimizer state", "gathered outputs")

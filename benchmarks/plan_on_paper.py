@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.ledgers.ledger import StageLedger
-from fsdp_doctor.matrix.axes import Offload
-from fsdp_doctor.matrix.cases import scenario_of
-from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.matrix.axes import Offload, Staging, Strategy
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
 MODELS = ("qwen2.5-7b", "qwen3-32b", "llama-3.1-70b", "qwen3-235b-a22b", "llama-3.1-405b", "deepseek-v3", "kimi-k2")
@@ -29,7 +29,7 @@ _HEAD = (
 
 
 def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageLedger:
-    scenario = scenario_of({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
+    scenario = Scenario(strategy=Strategy.FSDP2, offload=offload, staging=Staging.UNSTAGED)
     setup = RoleSetup(
         role="model", scenario=scenario, shard_ranks=ranks, sequences=1, length=4096, checkpointing=True, path=""
     )
@@ -38,7 +38,7 @@ def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageLedger:
 
 def row(name: str, predictor: Predictor, ranks: int) -> list[str]:
     try:
-        plain, policy = trained(predictor, ranks, "none"), trained(predictor, ranks, "policy")
+        plain, policy = trained(predictor, ranks, Offload()), trained(predictor, ranks, Offload.of(policy=True))
     except UsageError as error:
         return [name, f"{ranks:,}", str(error), *[""] * (len(_HEAD) - 3)]
     assert plain.device is not None

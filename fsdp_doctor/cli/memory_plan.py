@@ -14,7 +14,7 @@ from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES, MOST_LAYERS
 
 if TYPE_CHECKING:
-    from fsdp_doctor.plan.planned_job import PlanOptions
+    from fsdp_doctor.plan.job import PlanOptions
 
 NAME = "plan"
 EXIT_CODES = (
@@ -44,7 +44,7 @@ class JobSizeOptions:
     ] = None
 
     def read(self, framework_version: str | None) -> PlanOptions:
-        from fsdp_doctor.plan.planned_job import PlanOptions
+        from fsdp_doctor.plan.job import PlanOptions
 
         numbers = {
             "--layers": self.layers,
@@ -107,17 +107,17 @@ def run(
     for file in given.values():
         files.check_writable(file)
     options = job.read(framework_version)
-    from fsdp_doctor.plan.planned_job import planned_job
+    from fsdp_doctor.plan.job import read_job
 
-    planned = planned_job(config, options)
+    job_setup = read_job(config, options)
     starting.check_versions()
     from fsdp_doctor.ledgers.ledger_views import ledgers_svg
-    from fsdp_doctor.plan.job_plan import Planner, advise
+    from fsdp_doctor.plan.job_plan import Planner
     from fsdp_doctor.plan.plan_text import plan_as_json, plan_as_text
 
     planner = Planner()
-    plan = planner.plan(planned)
-    sys.stdout.write(plan_as_text(plan, advise(plan, planner.plan)))
+    plan = planner.plan(job_setup)
+    sys.stdout.write(plan_as_text(plan, planner.advise(plan)))
     if json_file is not None:
         files.write(json_file, plan_as_json(plan))
     if svg is not None:

@@ -27,7 +27,7 @@ SegmentPlace: TypeAlias = int | Literal["before", "after"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class LiveBytes:
     """Bytes that are alive at once: activations, and gradients of unsharded parameters."""
 
     activations: int = 0
@@ -44,8 +44,8 @@ class Segment:
 
     of: Pass
     place: SegmentPlace
-    highest: Moment
-    end: Moment
+    highest: LiveBytes
+    end: LiveBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class _Live(private.OperatorMode):
         self._of_model = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
         # The ids stay those of these objects for as long as they live.
         self._kept = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-        self.now = self.highest = Moment()
+        self.now = self.highest = LiveBytes()
         # How many more operators the current layer may run.
         self.operators_left: int | None = None
 
@@ -217,6 +217,6 @@ class _Live(private.OperatorMode):
             self._change(-self._sizes[key], self._sizes[key])
 
     def _change(self, activations: int, gradients: int) -> None:
-        self.now = Moment(self.now.activations + activations, self.now.gradients + gradients)
+        self.now = LiveBytes(self.now.activations + activations, self.now.gradients + gradients)
         if self.now.total > self.highest.total:
             self.highest = self.now

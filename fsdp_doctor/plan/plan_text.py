@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.ledgers.ledger import LedgerFile, ledgers_to_json
 from fsdp_doctor.ledgers.ledger_views import render_ledgers
-from fsdp_doctor.plan.job_plan import PROCESS_BYTES, Advice, HostMoment, JobPlan, RolePlan
-from fsdp_doctor.plan.job_setup import ASLEEP_BYTES, BF16, CONTEXT_BYTES, NCCL_BYTES, EngineSetup, RoleSetup
+from fsdp_doctor.plan.job import BF16, EngineSetup, RoleSetup
+from fsdp_doctor.plan.job_plan import (
+    ASLEEP_BYTES,
+    CONTEXT_BYTES,
+    NCCL_BYTES,
+    PROCESS_BYTES,
+    Advice,
+    JobMoment,
+    JobPlan,
+    RolePlan,
+)
 from fsdp_doctor.report.layout import counted
 
 _WIDTH = 116
@@ -41,14 +50,13 @@ NOT_MODELLED = (
 
 
 def plan_as_text(plan: JobPlan, advices: Sequence[Advice]) -> str:
-    return "\n".join(_plan_lines(plan, advices)).rstrip() + "\n"
+    return "\n".join(_lines(plan, advices)).rstrip() + "\n"
 
 
 def plan_as_json(plan: JobPlan) -> str:
     """A file of ledgers of the first and the last rank, in the form of measured ones."""
     machines = plan.job.machines
-    roles = plan.roles
-    ledgers = [ledger for role in roles for ledger in (*role.first, *(role.last if role.last != role.first else ()))]
+    ledgers = [led for role in plan.roles for led in (*role.first, *(role.last if role.last != role.first else ()))]
     return ledgers_to_json(
         LedgerFile(
             origin="predicted",
@@ -60,41 +68,55 @@ def plan_as_json(plan: JobPlan) -> str:
     )
 
 
-def _plan_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+def _lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     job, machines = plan.job, plan.job.machines
     devices = f"{counted(machines.gpus, 'device')} of {_gib(machines.gpu_memory)} GiB"
     yield f"{job.framework}: {counted(machines.nodes, 'node')} with {devices}"
-    for role, setup, model in zip(plan.roles, job.roles, job.models, strict=True):
+    for role in plan.roles:
+        setup = role.setup
         yield from _wrap(
-            f"{setup.role}: {model}, {role.numel / 1e9:.2f} billion parameters; {_describe_role(setup)}", 2
+            f"{setup.role}: {setup.model}, {role.numel / 1e9:.2f} billion parameters; {_describe_role(setup)}", 2
         )
     if job.engine:
         engine, share = job.engine, job.engine.utilization * machines.gpu_memory
         where = ", on devices of its own" if engine.is_apart else ""
         yield f"  engine{where}: {engine.utilization:g} of a device, {_gib(share)} GiB; {_describe_engine(engine)}"
-    yield from _wrap_all(job.unread, 2)
+    yield from _wrap_all(job.unread)
     yield ""
     for role in plan.roles:
         yield render_ledgers(role.first).rstrip()
-        yield from _last_rank_lines(role)
-    yield from _device_lines(plan)
-    yield from _host_lines(plan)
+        yield _last_rank_line(role)
+    yield "What shares a device at once, GiB:"
+    for moment in plan.moments:
+        yield from _moment_lines(moment, "does not fit", f" of {_gib(machines.gpu_memory)}")
+    limit = f", of {_gib(machines.host_memory)}:" if machines.host_memory else ":"
+    yield f"\nWhat a node's host holds, GiB{limit}"
+    for moment in plan.host:
+        if moment.is_certain:
+            yield from _moment_lines(moment, "does not fit")
+    yield "And if it is loaded or saved so, which the configuration does not say:"
+    for moment in plan.host:
+        if not moment.is_certain:
+            yield from _moment_lines(moment, "would not fit")
     yield from _verdict_lines(plan, advices)
     yield "\nAssumed:"
-    yield from _wrap_all(ASSUMPTIONS, 2)
+    yield from _wrap_all(ASSUMPTIONS)
     yield "Not modelled:"
-    yield from _wrap_all(NOT_MODELLED, 2)
+    yield from _wrap_all(NOT_MODELLED)
 
 
-def _last_rank_lines(role: RolePlan) -> Iterator[str]:
-    """A sentence on the last rank, where it needs less than the first, which the table shows."""
+def _last_rank_line(role: RolePlan) -> str:
+    """A sentence on the last rank: the table shows the first, which needs the most."""
     rank = role.last[-1].rank
-    less = role.peak("trained") - max(last.device.peak for last in role.last if last.device and last.stage == "trained")
-    if rank and less >= _GIB // 100:
-        yield f" That is rank 0 of a shard group; rank {rank} has {_gib(less)} GiB less at the peak of a step."
-    elif rank:
-        yield " Every rank of a shard group holds as much."
-    yield ""
+    first, last = (
+        next(ledger.device.peak for ledger in ledgers if ledger.device and ledger.stage == "trained")
+        for ledgers in (role.first, role.last)
+    )
+    if rank and first - last >= _GIB // 100:
+        return (
+            f" That is rank 0 of a shard group; rank {rank} has {_gib(first - last)} GiB less at the peak of a step.\n"
+        )
+    return " Every rank of a shard group holds as much.\n" if rank else ""
 
 
 def _describe_engine(engine: EngineSetup) -> str:
@@ -111,66 +133,39 @@ def _describe_role(setup: RoleSetup) -> str:
     return f"{setup.scenario.strategy}, offload {setup.scenario.offload}, {shards}; {batch}{kept}{extracted}"
 
 
-def _device_lines(plan: JobPlan) -> Iterator[str]:
-    yield "What shares a device at once, GiB:"
-    for moment in plan.moments:
-        mark = "" if moment.fits else "  does not fit"
-        yield f"  {_gib(moment.total):>8} of {_gib(moment.limit)}  {moment.name}{mark}"
-        yield from _wrap(_parts(moment.parts), 12)
-
-
-def _host_lines(plan: JobPlan) -> Iterator[str]:
-    limit = plan.job.machines.host_memory
-    yield "\nWhat a node's host holds, GiB" + (f", of {_gib(limit)}:" if limit else ":")
-    yield from _host_moment_lines([moment for moment in plan.host if moment.is_certain], limit, "does not fit")
-    yield "And if it is loaded or saved so, which the configuration does not say:"
-    yield from _host_moment_lines([moment for moment in plan.host if not moment.is_certain], limit, "would not fit")
-
-
-def _host_moment_lines(moments: Sequence[HostMoment], limit: int | None, too_much: str) -> Iterator[str]:
-    for moment in moments:
-        mark = f"  {too_much}" if limit is not None and moment.total > limit else ""
-        yield f"  {_gib(moment.total):>8}  {moment.name}{mark}"
-        yield from _wrap(_parts(moment.parts), 12)
+def _moment_lines(moment: JobMoment, too_much: str, of_limit: str = "") -> Iterator[str]:
+    mark = "" if moment.fits else f"  {too_much}"
+    yield f"  {_gib(moment.total):>8}{of_limit}  {moment.name}{mark}"
+    yield from _wrap(", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in moment.parts.items()), 12)
 
 
 def _verdict_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
-    highest = plan.highest
-    room = highest.limit - highest.total
+    highest, limit = plan.highest, plan.job.machines.gpu_memory
+    room = limit - highest.total
     left = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
-    yield f"\nThe highest: {highest.name}, {_gib(highest.total)} of {_gib(highest.limit)} GiB; {left}."
+    yield f"\nThe highest: {highest.name}, {_gib(highest.total)} of {_gib(limit)} GiB; {left}."
     if plan.fits:
         return
-    if not plan.host_fits:
+    if not plan.highest_of_host.fits:
         yield f"The host does not hold it: {plan.highest_of_host.name}."
-    enough = any(advice.fits for advice in advices)
+    enough = any(advice.plan.fits for advice in advices)
     yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
-    for advice in _first_of_each_setting(advices):
-        change = advice.change
-        yield from _wrap(
-            f"{change.setting}: then {_gib(advice.nbytes)} GiB in {advice.highest}; its cost: {change.cost}", 2
-        )
-
-
-def _first_of_each_setting(advices: Sequence[Advice]) -> list[Advice]:
-    """Keeps the first of several values of one setting, which is nearest to the configured one."""
+    # Of several values of one setting the first is nearest to the configured one.
     first: dict[str, Advice] = {}
     for advice in advices:
-        first.setdefault(advice.change.name, advice)
-    return list(first.values())
-
-
-def _parts(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in parts.items())
+        first.setdefault(advice.name, advice)
+    for advice in first.values():
+        name, nbytes = advice.highest
+        yield from _wrap(f"{advice.setting}: then {_gib(nbytes)} GiB in {name}; its cost: {advice.cost}", 2)
 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB / 10 or not nbytes else f"{nbytes / _GIB:,.3f}"
 
 
-def _wrap_all(sentences: Sequence[str], indent: int) -> Iterator[str]:
+def _wrap_all(sentences: Sequence[str]) -> Iterator[str]:
     for sentence in sentences:
-        yield from _wrap(f"- {sentence}", indent)
+        yield from _wrap(f"- {sentence}", 2)
 
 
 def _wrap(text: str, indent: int) -> list[str]:

@@ -19,30 +19,21 @@ from fsdp_doctor.ledgers.ledger import (
     rounded_sum,
 )
 from fsdp_doctor.plan.activations import Batch, LoopOverTokens, Segment, trace
-from fsdp_doctor.plan.job_setup import ModelHead, RoleSetup
+from fsdp_doctor.plan.job import ModelHead, RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, learned_positions, on_meta, shape_of, without_warnings
 from fsdp_doctor.plan.training_step import (
     Fsdp1Replay,
     Fsdp2Replay,
+    FsdpReplay,
     RankShards,
     Timeline,
-    UnitReplay,
     UnitShard,
     replay_forward_and_backward,
     shard_units,
 )
 
 
-def replay_extraction(timeline: Timeline, shards: RankShards, setup: RoleSetup, path: str) -> None:
-    """Replays an extraction by a path of the matrix; an unknown path is taken for one that gathers tensor by tensor."""
-    for family, paths in FAMILIES.items():
-        if path in paths:
-            _REPLAYS[family](timeline, shards, setup)
-            return
-    _tensor_by_tensor(timeline, shards, setup)
-
-
-def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays full_tensors: as many buckets at once as fit into two, or into one and the largest tensor."""
     is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
     cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
@@ -62,12 +53,7 @@ def _buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
             if number and joined((outputs, gathered)) + buffers + buffered > most:
                 break
             outputs, buffers = joined((outputs, gathered)), buffers + buffered
-        timeline.pass_peak(
-            {
-                "communication buffers": buffers + cast,
-                "gathered outputs": outputs,
-            }
-        )
+        timeline.pass_peak({"communication buffers": buffers + cast, "gathered outputs": outputs})
 
 
 def _gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
@@ -95,7 +81,7 @@ def _unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, 
     return [(copied, flat)] if copied + flat <= most else [(0, 2 * nbytes) for nbytes in sizes]
 
 
-def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays paths that bring one shard to the device and gather it; an uneven shard is padded first."""
     master = setup.dtypes.master
     if setup.shard_ranks == 1:
@@ -111,7 +97,7 @@ def _tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) 
             timeline.free("gathered outputs", rounded(numel * master))
 
 
-def _whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays paths that return all tensors, in the dtype of the shards; FSDP1 copies them out of its units."""
     outputs = [rounded(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
     with timeline.allocated("unsharded parameters", _largest_unit(shards, setup) if setup.scenario.version == 1 else 0):
@@ -124,7 +110,7 @@ def _whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     timeline.free("gathered outputs", sum(outputs))
 
 
-def _sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays FSDP1's sharded state dict: each unsharded unit is cut into new tensors, and each of them is gathered."""
     cut = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.padded)
     timeline.pass_peak(
@@ -135,7 +121,7 @@ def _sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -
     )
 
 
-def _unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays paths that unshard one unit after the other, in the dtype of the computation."""
     compute = setup.dtypes.compute
     for unit in shards.units:
@@ -148,14 +134,14 @@ def _unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> N
         )
 
 
-def _in_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays FSDP1's summon_full_params: all units, in the dtype of the shards."""
     if setup.scenario.version == 1:
         nbytes = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.full)
         timeline.pass_peak({"unsharded parameters": nbytes})
 
 
-def _nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Paths that return shards as they are, or names and shapes, allocate nothing."""
 
 
@@ -169,44 +155,22 @@ def _largest(shards: RankShards, setup: RoleSetup) -> int:
     )
 
 
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "buckets": ("full_tensors",),
-    "tensor by tensor": (
-        "state_dict.to.full_tensor",
-        "state_dict.full_tensor.to",
-        "state_dict.held",
-        "parameters.full_tensor",
-        "parameters.data.full_tensor",
-        "from_local",
-        "get_model_state_dict.full+cpu",
-        "full_state_dict.rank0+cpu",
-    ),
-    "whole": ("get_model_state_dict.full", "full_state_dict"),
-    "of sharded tensors": ("sharded_state_dict.full_tensor",),
-    "unit by unit": ("unshard",),
-    "in full precision": ("summon_full_params",),
-    "nothing": (
-        "state_dict",
-        "get_model_state_dict.sharded",
-        "get_model_state_dict.sharded+cpu",
-        "sharded_state_dict",
-        "local_state_dict",
-        "dcp",
-        "weights_info",
-    ),
-}
+# By the name of a method: how it allocates. Any other gathers tensor by tensor.
 _REPLAYS: Mapping[str, Callable[[Timeline, RankShards, RoleSetup], None]] = {
-    "buckets": _buckets,
-    "tensor by tensor": _tensor_by_tensor,
-    "whole": _whole,
-    "of sharded tensors": _sharded_tensors,
-    "unit by unit": _unit_by_unit,
-    "in full precision": _in_full_precision,
-    "nothing": _nothing,
+    "full_tensors": _replay_buckets,
+    **dict.fromkeys(("get_model_state_dict.full", "full_state_dict"), _replay_whole),
+    "sharded_state_dict.full_tensor": _replay_sharded_tensors,
+    "unshard": _replay_unit_by_unit,
+    "summon_full_params": _replay_full_precision,
+    **dict.fromkeys(
+        (
+            *("state_dict", "get_model_state_dict.sharded", "get_model_state_dict.sharded+cpu", "sharded_state_dict"),
+            *("local_state_dict", "dcp", "weights_info"),
+        ),
+        _replay_nothing,
+    ),
 }
-
-
-# Paths that read shards without unsharding a unit of FSDP1.
+# Methods that read shards without unsharding a unit of FSDP1.
 _READS_SHARDS = ("full_tensors", "weights_info")
 
 
@@ -239,7 +203,7 @@ class RankReplay:
         self._end("offloaded")
         if not self._setup.trains:
             return self._ledgers
-        if scenario.staging == "staged":
+        if scenario.staging.is_staged:
             self._stage()
             self._end("staged")
         if self._setup.path:
@@ -262,15 +226,10 @@ class RankReplay:
             whole = rounded_sum(numel * master for numel in unit.originals)
             if scenario.version == 1 and not is_kept:
                 whole += rounded(sum(unit.originals) * master)
-            timeline.pass_peak(
-                {
-                    "unsharded parameters": whole,
-                    "parameters": self._parameters(unit),
-                }
-            )
+            timeline.pass_peak({"unsharded parameters": whole, "parameters": self._parameters(unit)})
             if not scenario.policy:
                 timeline.allocate("parameters", self._parameters(unit))
-            elif is_kept and scenario.strategy == "fsdp1":
+            elif is_kept and not scenario.strategy.uses_original_parameters:
                 # The policy takes it to the host, but the modules' views hold it until the unit first runs.
                 self._views[unit.name] = self._parameters(unit)
                 timeline.allocate("unsharded parameters", self._views[unit.name])
@@ -278,7 +237,7 @@ class RankReplay:
 
     def _step(self) -> None:
         timeline, setup = self._timeline, self._setup
-        self._clear("gradients")
+        self._timeline.free("gradients")
         replay_forward_and_backward(timeline, self._replay(), self._shards, self._segments, setup)
         self._has_run = True
         if not setup.trains:
@@ -291,25 +250,25 @@ class RankReplay:
             timeline.pass_peak({"optimizer state": moment})
         self._has_moments = True
         # With the original parameters zero_grad does not see FSDP1's flat gradients, which stay to the next forward.
-        if setup.scenario.strategy != "fsdp1-orig":
-            self._clear("gradients")
+        if not setup.scenario.strategy.uses_original_parameters:
+            self._timeline.free("gradients")
 
-    def _replay(self) -> UnitReplay:
+    def _replay(self) -> FsdpReplay:
         if self._setup.scenario.version == 2:
             return Fsdp2Replay(self._timeline, self._setup)
         return Fsdp1Replay(self._timeline, self._setup, self._views)
 
     def _offload(self) -> None:
         if self._setup.scenario.param_offload:
-            self._clear("parameters")
+            self._timeline.free("parameters")
             if self._setup.views_hold_shards:
                 self._keep_views()
             if self._setup.scenario.version == 2:
-                self._clear("buffers")
+                self._timeline.free("buffers")
         if self._setup.scenario.optimizer_offload:
-            self._clear("optimizer state")
+            self._timeline.free("optimizer state")
         if self._setup.scenario.policy:
-            self._clear("parameters")
+            self._timeline.free("parameters")
 
     def _keep_views(self) -> None:
         for unit in self._shards.units:
@@ -329,8 +288,9 @@ class RankReplay:
     def _extract(self) -> None:
         # Torch's own ways to unshard a unit of FSDP1 free the gradients that were kept.
         if self._setup.path not in _READS_SHARDS:
-            self._clear("gradients")
-        replay_extraction(self._timeline, self._shards, self._setup, self._setup.path)
+            self._timeline.free("gradients")
+        replay = _REPLAYS.get(self._setup.path, _replay_tensor_by_tensor)
+        replay(self._timeline, self._shards, self._setup)
 
     def _load(self) -> None:
         if not self._setup.scenario.policy:
@@ -338,9 +298,6 @@ class RankReplay:
             if self._has_moments:
                 self._bring("optimizer state", self._setup.moments * sum(map(self._moment, self._shards.units)))
         self._bring("buffers", self._buffers)
-
-    def _clear(self, what: MemoryClass) -> None:
-        self._timeline.free(what, self._timeline.nbytes(what))
 
     def _bring(self, what: MemoryClass, nbytes: int) -> None:
         self._timeline.allocate(what, nbytes - self._timeline.nbytes(what))
@@ -367,15 +324,15 @@ class RankReplay:
         sizes: list[tuple[MemoryClass, list[int], bool]] = []
         if not self._timeline.nbytes("parameters"):
             # FSDP1 pins them when it first runs.
-            by_policy = scenario.pinning == "pinned" and (scenario.version == 2 or self._has_run)
-            is_pinned = by_policy if scenario.policy else scenario.transfer == "nonblocking"
+            by_policy = scenario.pinning.is_pinned and (scenario.version == 2 or self._has_run)
+            is_pinned = by_policy if scenario.policy else not scenario.transfer.is_blocking
             padded = [numel * master for unit in self._shards.units for numel in unit.padded]
             sizes.append(("parameters", padded, is_pinned))
             if scenario.policy and scenario.version == 1 and self._has_moments:
                 sizes.append(("gradients", padded, True))
         if self._has_moments and not self._timeline.nbytes("optimizer state"):
             moments = [numel * master for unit in self._shards.units for numel in unit.local] * setup.moments
-            sizes.append(("optimizer state", moments, not scenario.policy and scenario.transfer == "nonblocking"))
+            sizes.append(("optimizer state", moments, not scenario.policy and not scenario.transfer.is_blocking))
         for name, each, is_pinned in sizes:
             held[name] = sum(each)
             if is_pinned:

@@ -6,12 +6,12 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from fsdp_doctor.ledgers.ledger import Bytes, DeviceLedger, MemoryClass, rounded, rounded_sum
 from fsdp_doctor.matrix.axes import Strategy
-from fsdp_doctor.plan.activations import Moment, Pass, Segment, SegmentPlace
-from fsdp_doctor.plan.job_setup import RoleSetup
+from fsdp_doctor.plan.activations import LiveBytes, Pass, Segment, SegmentPlace
+from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 
 
@@ -37,7 +37,6 @@ class RankShards:
     root: UnitShard
     embedding: UnitShard | None
     layers: tuple[UnitShard, ...]
-    ranks: int
 
     @property
     def units(self) -> tuple[UnitShard, ...]:
@@ -46,24 +45,24 @@ class RankShards:
 
 def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int) -> RankShards:
     """Shards all units. rank, ranks: of one shard group. FSDP1 has no unit for the embedding: it is in the root."""
-    if strategy == "fsdp2":
-        embedding = _fsdp2_unit(shape.embedding, rank, ranks) if shape.embedding else None
-        layers = tuple(_fsdp2_unit(unit, rank, ranks) for unit in shape.layers)
-        return RankShards(root=_fsdp2_unit(shape.root, rank, ranks), embedding=embedding, layers=layers, ranks=ranks)
+    if strategy.version == 2:
+        return RankShards(
+            root=_fsdp2_unit(shape.root, rank, ranks),
+            embedding=_fsdp2_unit(shape.embedding, rank, ranks) if shape.embedding else None,
+            layers=tuple(_fsdp2_unit(unit, rank, ranks) for unit in shape.layers),
+        )
     of_embedding = shape.embedding.parameters if shape.embedding else ()
-    root = ShapedUnit("root", (*of_embedding, *shape.root.parameters))
-    whole = strategy == "fsdp1"
+    whole = not strategy.uses_original_parameters
     return RankShards(
-        root=_fsdp1_unit(root, rank, ranks, whole=whole),
+        root=_fsdp1_unit(ShapedUnit("root", (*of_embedding, *shape.root.parameters)), rank, ranks, whole=whole),
         embedding=None,
         layers=tuple(_fsdp1_unit(unit, rank, ranks, whole=whole) for unit in shape.layers),
-        ranks=ranks,
     )
 
 
 def _fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
     """Cuts each parameter along its first dimension into chunks of as many rows, of which the last are padded."""
-    chunks = [_rows_of_rank(parameter, rank, ranks) for parameter in unit.parameters]
+    chunks = [_chunk_of_rank(parameter, rank, ranks) for parameter in unit.parameters]
     return UnitShard(
         name=unit.name,
         padded=tuple(padded for padded, _ in chunks),
@@ -73,12 +72,11 @@ def _fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
     )
 
 
-def _rows_of_rank(parameter: ShapedParameter, rank: int, ranks: int) -> tuple[int, int]:
+def _chunk_of_rank(parameter: ShapedParameter, rank: int, ranks: int) -> tuple[int, int]:
     """Returns the elements of a padded chunk, and the elements of this rank's chunk."""
     rows, *others = parameter.shape or (1,)
-    a_row = math.prod(others)
     chunk = -(-rows // ranks)
-    return chunk * a_row, max(0, min(chunk, rows - rank * chunk)) * a_row
+    return chunk * math.prod(others), max(0, min(chunk, rows - rank * chunk)) * math.prod(others)
 
 
 def _fsdp1_unit(unit: ShapedUnit, rank: int, ranks: int, *, whole: bool) -> UnitShard:
@@ -119,8 +117,9 @@ class Timeline:
     def allocate(self, what: MemoryClass, nbytes: int) -> None:
         self.change({what: nbytes})
 
-    def free(self, what: MemoryClass, nbytes: int) -> None:
-        self.change({what: -nbytes})
+    def free(self, what: MemoryClass, nbytes: int | None = None) -> None:
+        """Frees so many bytes of a class, or all of it."""
+        self.change({what: -(self.nbytes(what) if nbytes is None else nbytes)})
 
     def nbytes(self, what: MemoryClass) -> int:
         return self._held.get(what, 0)
@@ -137,7 +136,7 @@ class Timeline:
         self.change(by)
         self.change({what: -nbytes for what, nbytes in by.items()})
 
-    def end_stage(self, capacity: int | None = None) -> DeviceLedger:
+    def end_stage(self) -> DeviceLedger:
         """Returns the ledger of the stage. The next stage begins with the memory that is allocated now."""
         held = {name: size for name, size in self._held.items() if size}
         allocated = sum(held.values())
@@ -148,73 +147,54 @@ class Timeline:
             peak=self._peak,
             reserved=allocated,
             peak_reserved=self._peak,
-            capacity=capacity,
         )
         self._peak, self._at_peak = allocated, held
         return ledger
 
 
-class UnitReplay(Protocol):
-    """The allocations of FSDP around the computation of each of its units, in torch's order.
-
-    gradients: bytes of the unsharded parameters' gradients, which are on the timeline and are to be freed.
-    """
-
-    def pre_forward(self, unit: UnitShard) -> None: ...
-
-    def post_forward(self, unit: UnitShard) -> None: ...
-
-    def end_forward(self) -> None: ...
-
-    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None: ...
-
-    def post_backward(self, unit: UnitShard, gradients: int) -> None: ...
-
-    def end_backward(self) -> None: ...
-
-
 def replay_forward_and_backward(
-    timeline: Timeline, units: UnitReplay, shards: RankShards, segments: Sequence[Segment], setup: RoleSetup
+    timeline: Timeline, fsdp: FsdpReplay, shards: RankShards, segments: Sequence[Segment], setup: RoleSetup
 ) -> None:
     compute = _Computation(timeline, segments)
-    units.pre_forward(shards.root)
+    fsdp.unshard(shards.root)
     if shards.embedding:
-        units.pre_forward(shards.embedding)
+        fsdp.unshard(shards.embedding)
     compute.run("forward", "before")
     if shards.embedding:
-        units.post_forward(shards.embedding)
+        fsdp.reshard(shards.embedding)
     for at, layer in enumerate(shards.layers):
-        units.pre_forward(layer)
+        fsdp.unshard(layer)
         compute.run("forward", at)
-        units.post_forward(layer)
+        fsdp.reshard(layer)
     compute.run("forward", "after")
-    units.end_forward()
+    # The root stays unsharded.
+    fsdp.end_forward()
     if setup.trains:
-        _backward(compute, units, shards, setup)
+        _replay_backward(compute, fsdp, shards, setup)
     compute.end()
-    units.end_backward()
+    fsdp.end_backward()
 
 
-def _backward(compute: _Computation, units: UnitReplay, shards: RankShards, setup: RoleSetup) -> None:
+def _replay_backward(compute: _Computation, fsdp: FsdpReplay, shards: RankShards, setup: RoleSetup) -> None:
     # In the order of the backward, after the root, which stays unsharded between the two.
     following = [*reversed(shards.layers), *((shards.embedding,) if shards.embedding else ()), None]
-    units.pre_backward(shards.root, following[0])
+    fsdp.pre_backward(shards.root, following[0])
     compute.run("backward", "after")
     for at, layer in reversed(list(enumerate(shards.layers))):
-        units.pre_backward(layer, following[len(shards.layers) - at])
+        fsdp.pre_backward(layer, following[len(shards.layers) - at])
         compute.run("backward", at)
-        gradients = _unsharded(layer, setup) if compute.follows(at) else 0
-        units.post_backward(layer, compute.drop_gradients(gradients))
+        gradients = _unsharded_bytes(layer, setup) if compute.was_traced(at) else 0
+        fsdp.post_backward(layer, compute.leave_gradients(gradients))
     if shards.embedding:
-        units.pre_backward(shards.embedding, None)
+        fsdp.pre_backward(shards.embedding, None)
     compute.run("backward", "before")
-    # What tokens go into has no gradient of its input to wait for: it is reduced at the very end.
-    units.post_backward(shards.root, compute.drop_gradients(_unsharded(shards.root, setup)))
-    if shards.embedding:
-        units.post_backward(shards.embedding, compute.drop_gradients(_unsharded(shards.embedding, setup)))
+    # The root, which takes the tokens, has no gradient of its input to wait for: it is reduced at the very end.
+    for unit in (shards.root, shards.embedding):
+        if unit:
+            fsdp.post_backward(unit, compute.leave_gradients(_unsharded_bytes(unit, setup)))
 
 
-def _unsharded(unit: UnitShard, setup: RoleSetup) -> int:
+def _unsharded_bytes(unit: UnitShard, setup: RoleSetup) -> int:
     return rounded_sum(numel * setup.dtypes.compute for numel in unit.originals)
 
 
@@ -224,38 +204,34 @@ class _Computation:
     def __init__(self, timeline: Timeline, segments: Sequence[Segment]) -> None:
         self._timeline = timeline
         self._segments = {(segment.of, segment.place): segment for segment in segments}
-        self._now = Moment()
+        self._now = LiveBytes()
 
-    def follows(self, place: SegmentPlace) -> bool:
+    def was_traced(self, place: SegmentPlace) -> bool:
         return ("forward", place) in self._segments
 
     def run(self, of: Pass, place: SegmentPlace) -> None:
-        if self.follows(place):
+        if self.was_traced(place):
             segment = self._segments[of, place]
             self._go_to(segment.highest)
             self._go_to(segment.end)
 
-    def drop_gradients(self, nbytes: int) -> int:
+    def leave_gradients(self, nbytes: int) -> int:
         """Leaves gradients on the timeline for FSDP to free. Returns their bytes."""
         nbytes = min(nbytes, self._now.gradients)
-        self._now = Moment(self._now.activations, self._now.gradients - nbytes)
+        self._now = LiveBytes(self._now.activations, self._now.gradients - nbytes)
         return nbytes
 
     def end(self) -> None:
-        self._go_to(Moment())
+        self._go_to(LiveBytes())
 
-    def _go_to(self, moment: Moment) -> None:
-        self._timeline.change(
-            {
-                "activations": moment.activations - self._now.activations,
-                "gradients": moment.gradients - self._now.gradients,
-            }
-        )
-        self._now = moment
+    def _go_to(self, live: LiveBytes) -> None:
+        before, self._now = self._now, live
+        activations, gradients = live.activations - before.activations, live.gradients - before.gradients
+        self._timeline.change({"activations": activations, "gradients": gradients})
 
 
 class Fsdp1Replay:
-    """FSDP1: read in torch 2.13, torch/distributed/fsdp/_runtime_utils.py and _flat_param.py.
+    """The allocations of FSDP1: read in torch 2.13, torch/distributed/fsdp/_runtime_utils.py and _flat_param.py.
 
     An all-gather fills the flat parameter itself. In a backward the next unit is gathered before one is computed. The
     gradients of a unit's parameters are joined to that of its flat parameter, which is cast for the reduce-scatter.
@@ -269,53 +245,7 @@ class Fsdp1Replay:
         self._views = views
         self._unsharded: set[str] = set()
 
-    def pre_forward(self, unit: UnitShard) -> None:
-        self._unshard(unit)
-
-    def post_forward(self, unit: UnitShard) -> None:
-        self._reshard(unit)
-
-    def end_forward(self) -> None:
-        """The root stays unsharded."""
-
-    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
-        self._unshard(unit)
-        if following is not None:
-            self._unshard(following)
-
-    def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        timeline, dtypes = self._timeline, self._setup.dtypes
-        numel = sum(unit.originals)
-        joined = rounded(numel * dtypes.compute)
-        timeline.allocate("gradients", joined)
-        timeline.free("gradients", gradients)
-        self._reshard(unit)
-        if self._setup.shard_ranks == 1:
-            # NO_SHARD: the cast gradient is added up among the replicas, and stays, or what is cast from it.
-            timeline.allocate("gradients", rounded(numel * dtypes.reduce))
-            if dtypes.reduce != dtypes.master:
-                timeline.allocate("gradients", rounded(numel * dtypes.master))
-                timeline.free("gradients", rounded(numel * dtypes.reduce))
-            timeline.free("gradients", joined)
-            return
-        reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
-        if numel != sum(unit.full):
-            reduced += rounded(sum(unit.full) * dtypes.reduce)
-        with timeline.allocated("communication buffers", reduced):
-            timeline.allocate("gradients", rounded(sum(unit.padded) * dtypes.reduce))
-            if dtypes.reduce != dtypes.master:
-                timeline.allocate("gradients", rounded(sum(unit.padded) * dtypes.master))
-                timeline.free("gradients", rounded(sum(unit.padded) * dtypes.reduce))
-        timeline.free("gradients", joined)
-
-    def end_backward(self) -> None:
-        if self._setup.scenario.policy:
-            self._timeline.free("gradients", self._timeline.nbytes("gradients"))
-        unsharded = self._timeline.nbytes("unsharded parameters") - sum(self._views.values())
-        self._timeline.free("unsharded parameters", unsharded)
-        self._unsharded.clear()
-
-    def _unshard(self, unit: UnitShard) -> None:
+    def unshard(self, unit: UnitShard) -> None:
         if unit.name in self._unsharded:
             return
         dtypes, timeline = self._setup.dtypes, self._timeline
@@ -327,12 +257,12 @@ class Fsdp1Replay:
         if self._setup.scenario.policy:
             arrived = rounded_sum(numel * dtypes.master for numel in unit.padded)
             timeline.pass_peak({"communication buffers": arrived + cast})
-        # Unsharded, the cast shard is what is computed with.
+        # Without shards, the cast shard is what is computed with.
         with timeline.allocated("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
             timeline.allocate("unsharded parameters", rounded_sum(numel * dtypes.compute for numel in unit.full))
         timeline.free("unsharded parameters", self._views.pop(unit.name, 0))
 
-    def _reshard(self, unit: UnitShard) -> None:
+    def reshard(self, unit: UnitShard) -> None:
         self._unsharded.discard(unit.name)
         nbytes = rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
         if self._setup.computes_with_shards and not self._setup.scenario.policy:
@@ -342,9 +272,52 @@ class Fsdp1Replay:
         else:
             self._timeline.free("unsharded parameters", nbytes)
 
+    def end_forward(self) -> None:
+        """Frees nothing."""
+
+    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
+        self.unshard(unit)
+        if following is not None:
+            self.unshard(following)
+
+    def post_backward(self, unit: UnitShard, gradients: int) -> None:
+        """Reduces a unit. gradients: bytes of its parameters' gradients, which are freed."""
+        timeline, dtypes = self._timeline, self._setup.dtypes
+        numel, padded = sum(unit.originals), sum(unit.padded)
+        joined = rounded(numel * dtypes.compute)
+        timeline.allocate("gradients", joined)
+        timeline.free("gradients", gradients)
+        self.reshard(unit)
+        if self._setup.shard_ranks == 1:
+            # NO_SHARD: the cast gradient is added up among the replicas, and stays, or what is cast from it.
+            self._allocate_gradient(numel)
+            timeline.free("gradients", joined)
+            return
+        reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
+        if numel != sum(unit.full):
+            reduced += rounded(sum(unit.full) * dtypes.reduce)
+        with timeline.allocated("communication buffers", reduced):
+            self._allocate_gradient(padded)
+        timeline.free("gradients", joined)
+
+    def _allocate_gradient(self, numel: int) -> None:
+        """Allocates the sum of a reduction, and the gradient that is cast from it."""
+        timeline, dtypes = self._timeline, self._setup.dtypes
+        timeline.allocate("gradients", rounded(numel * dtypes.reduce))
+        if dtypes.reduce != dtypes.master:
+            timeline.allocate("gradients", rounded(numel * dtypes.master))
+            timeline.free("gradients", rounded(numel * dtypes.reduce))
+
+    def end_backward(self) -> None:
+        if self._setup.scenario.policy:
+            self._timeline.free("gradients")
+        unsharded = self._timeline.nbytes("unsharded parameters") - sum(self._views.values())
+        self._timeline.free("unsharded parameters", unsharded)
+        self._unsharded.clear()
+
 
 class Fsdp2Replay:
-    """FSDP2: read in torch 2.13, torch/distributed/fsdp/_fully_shard.
+    """The allocations of FSDP2: read in torch 2.13, torch/distributed/fsdp/_fully_shard.
 
     In a forward the output of an all-gather outlives its copy until that of the next unit has been made (implicit
     prefetch), in a backward the next unit is gathered while one is computed. The input of a reduce-scatter is kept
@@ -360,27 +333,30 @@ class Fsdp2Replay:
         self._reduce_input = 0
         self._added_up = 0  # buffers of the replicas' all-reduces, of all units
 
-    def pre_forward(self, unit: UnitShard) -> None:
-        self._unshard(unit)
+    def unshard(self, unit: UnitShard) -> None:
+        self._gather(unit)
         self._copy_out(unit, outlives=True)
 
-    def post_forward(self, unit: UnitShard) -> None:
-        self._reshard(unit)
+    def reshard(self, unit: UnitShard) -> None:
+        self._unsharded.discard(unit.name)
+        self._timeline.free(
+            "unsharded parameters", rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+        )
 
     def end_forward(self) -> None:
-        """The root stays unsharded."""
         self._timeline.free("communication buffers", self._outlived)
         self._outlived = 0
 
     def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
         if unit.name not in self._unsharded:
-            self._unshard(unit)
+            self._gather(unit)
             self._copy_out(unit, outlives=False)
         if following is not None:
-            self._unshard(following)
+            self._gather(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        self._reshard(unit)
+        """Reduces a unit. gradients: bytes of its parameters' gradients, which are freed."""
+        self.reshard(unit)
         timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.free("communication buffers", self._reduce_input)
         self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
@@ -410,19 +386,17 @@ class Fsdp2Replay:
             timeline.free("communication buffers", sums)
 
     def end_backward(self) -> None:
-        timeline = self._timeline
         gathered = sum(self._gathered.values())
-        timeline.free("communication buffers", self._reduce_input + self._added_up + gathered)
+        self._timeline.free("communication buffers", self._reduce_input + self._added_up + gathered)
         self._reduce_input = self._added_up = 0
         self._gathered.clear()
-        timeline.free("unsharded parameters", timeline.nbytes("unsharded parameters"))
+        self._timeline.free("unsharded parameters")
         self._unsharded.clear()
 
-    def _unshard(self, unit: UnitShard) -> None:
+    def _gather(self, unit: UnitShard) -> None:
         if self._setup.shard_ranks == 1 or unit.name in self._gathered:
             return
-        dtypes = self._setup.dtypes
-        nbytes = rounded(sum(unit.full) * dtypes.compute)
+        nbytes = rounded(sum(unit.full) * self._setup.dtypes.compute)
         shards = self._bring_shards(unit)
         self._timeline.allocate("communication buffers", nbytes)
         self._timeline.free("communication buffers", shards)
@@ -442,21 +416,19 @@ class Fsdp2Replay:
         return rounded_sum(numel * dtypes.compute for numel in unit.padded)
 
     def _copy_out(self, unit: UnitShard, *, outlives: bool) -> None:
-        timeline = self._timeline
+        timeline, compute = self._timeline, self._setup.dtypes.compute
         gathered = self._gathered.pop(unit.name, 0)
         if outlives:
             timeline.free("communication buffers", self._outlived)
             self._outlived = gathered
         for numel in unit.full:
-            cast = numel * self._setup.dtypes.compute if self._setup.shard_ranks == 1 else 0
+            cast = numel * compute if self._setup.shard_ranks == 1 else 0
             with timeline.allocated("communication buffers", rounded(cast)):
-                timeline.allocate("unsharded parameters", rounded(numel * self._setup.dtypes.compute))
+                timeline.allocate("unsharded parameters", rounded(numel * compute))
         self._unsharded.add(unit.name)
         if not outlives:
             timeline.free("communication buffers", gathered)
 
-    def _reshard(self, unit: UnitShard) -> None:
-        self._unsharded.discard(unit.name)
-        self._timeline.free(
-            "unsharded parameters", rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
-        )
+
+# Around the computation of each unit, in torch's order.
+FsdpReplay: TypeAlias = Fsdp1Replay | Fsdp2Replay

@@ -8,8 +8,7 @@ import pytest
 from support.places import TESTS
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan.job_setup import JobSetup
-from fsdp_doctor.plan.planned_job import PlanOptions, planned_job
+from fsdp_doctor.plan.job import JobSetup, PlanOptions, read_job
 
 _CONFIGS = TESTS / "check" / "configs"
 _AREAL = ("actor.path=small", "actor.fsdp.offload_params=false")
@@ -18,7 +17,7 @@ _RESOURCES = "policy.generation.colocated.resources"
 
 
 def _planned(*config: str, nodes: int | None = None) -> JobSetup:
-    return planned_job(config, PlanOptions(model="small", nodes=nodes, gpu_memory=1 << 30))
+    return read_job(config, PlanOptions(model="small", nodes=nodes, gpu_memory=1 << 30))
 
 
 def _machines(*config: str, nodes: int | None = None) -> tuple[int, int]:

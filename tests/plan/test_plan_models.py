@@ -10,7 +10,7 @@ import pytest
 from support.inside import doctor
 
 from fsdp_doctor.plan.activations import Batch, Segment, trace
-from fsdp_doctor.plan.job_setup import ModelHead
+from fsdp_doctor.plan.job import ModelHead
 from fsdp_doctor.plan.meta_model import on_meta, shape_of
 
 _VERL = ("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.use_kl_loss=true")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from fsdp_doctor.plan.job_setup import JobSetup
-from fsdp_doctor.plan.planned_job import PlanOptions, planned_job
+from fsdp_doctor.plan.job import JobSetup, PlanOptions, read_job
 
 _ACTOR = "actor_rollout_ref.actor"
 _VERL = (f"{_ACTOR}.strategy=fsdp2", "algorithm.adv_estimator=gae", "data.max_prompt_length=1024")
 
 
 def _planned(*settings: str, sequences: int | None = None) -> JobSetup:
-    return planned_job((*_VERL, *settings), PlanOptions(model="small", gpu_memory=1 << 30, sequences=sequences))
+    return read_job((*_VERL, *settings), PlanOptions(model="small", gpu_memory=1 << 30, sequences=sequences))
 
 
 def test_a_default_that_is_taken_is_said_with_the_option_that_replaces_it() -> None:

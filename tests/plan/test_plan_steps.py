@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_doctor.ledgers.ledger import DeviceLedger, rounded
 from fsdp_doctor.matrix.cases import scenario_of
-from fsdp_doctor.plan.job_setup import BF16, Dtypes, RoleSetup
+from fsdp_doctor.plan.job import BF16, Dtypes, RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 from fsdp_doctor.plan.training_step import Fsdp2Replay, Timeline, UnitShard
 

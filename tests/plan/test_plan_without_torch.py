@@ -15,8 +15,8 @@ _VERL = [
 def test_the_configuration_is_read_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from fsdp_doctor.plan.planned_job import PlanOptions, planned_job\n"
-        f"job = planned_job({_VERL!r}, PlanOptions(model='small', gpu_memory=1))\n"
+        "from fsdp_doctor.plan.job import PlanOptions, read_job\n"
+        f"job = read_job({_VERL!r}, PlanOptions(model='small', gpu_memory=1))\n"
         "print([role.role for role in job.roles], job.engine.utilization)"
     )
     assert python_prints(code).strip() == "['actor', 'ref'] 0.5"

@@ -1,4 +1,4 @@
-"""The scenarios of frameworks: a configuration of one, in its own words; and which of their cases a selection means."""
+"""The scenarios and cases of frameworks, their ids, and which of them a selection means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OFFLOAD = "offload"
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class FrameworkScenario:
-    """A configuration of a framework; ``configuration`` has its values as an id has them, in the order of the axes."""
+    """A configuration of a framework; ``configuration`` has its values as in an id, in the order of the axes."""
 
     framework: FrameworkName
     configuration: str
@@ -44,32 +44,32 @@ class FrameworkScenario:
         return self.values[_OFFLOAD]
 
     def offloads(self) -> tuple[str, ...]:
-        """What the framework has of them, in order."""
+        """All values of the framework's axis ``offload``, in order."""
         return tuple(self.matrix.axis(_OFFLOAD).values)
 
     def id_values(self, without: str = "") -> list[str]:
-        """The words of its id, but for that of the axis ``without``."""
+        """The values in its id, except that of the axis ``without``."""
         axes = (axis for axis in self.matrix.axes if axis.name != without)
         return [self.values[axis.name] for axis in axes if axis.always_in_id or self.values[axis.name] != axis.default]
 
     @property
     def generation(self) -> str:
-        """Which generation of workers may run it: one of its own, because frameworks keep singletons."""
+        """The generation of workers that may run it: one of its own, because frameworks keep singletons."""
         return self.id
 
     def without_offload(self) -> FrameworkScenario:
-        """The scenario that differs from this one by its offload alone, and has the default one."""
+        """The scenario with the default offload and the same value on every other axis."""
         default = self.matrix.axis(_OFFLOAD).default
         return framework_scenario(self.framework, {**self.values, _OFFLOAD: default})
 
     def paths(self) -> tuple[FrameworkPath, ...]:
-        """Those that make sense in it, in the order in which they run."""
+        """The methods that make sense in it, in the order in which they run."""
         return tuple(path for path in self.matrix.paths if path.has_values(self.values))
 
 
 @dataclass(frozen=True, order=True)
 class FrameworkCase:
-    """A configuration of a framework and one of its own paths, by its name."""
+    """A configuration of a framework, and the name of one of its methods."""
 
     scenario: FrameworkScenario
     path: str
@@ -80,49 +80,51 @@ class FrameworkCase:
 
     @property
     def way(self) -> FrameworkPath:
-        """The path itself."""
+        """The method itself."""
         return self.scenario.matrix.path(self.path)
 
 
 def framework_scenario(framework: FrameworkName, values: Mapping[str, str]) -> FrameworkScenario:
-    """Of a value for each axis; an axis that is left out is at its default."""
-    axes = FRAMEWORKS[framework].axes
+    """Makes the scenario with these values by axis; an axis that is left out is at its default."""
     words = [
-        value for axis in axes if (value := values.get(axis.name, axis.default)) != axis.default or axis.always_in_id
+        value
+        for axis in FRAMEWORKS[framework].axes
+        if (value := values.get(axis.name, axis.default)) != axis.default or axis.always_in_id
     ]
     return FrameworkScenario(framework=framework, configuration="/".join(words))
 
 
 @functools.lru_cache(maxsize=1024)
 def _values(framework: FrameworkName, configuration: str) -> Mapping[str, str]:
-    axes = FRAMEWORKS[framework].axes
-    axis_of = {value: axis.name for axis in axes for value in axis.values}
+    axes, axis_of = FRAMEWORKS[framework].axes, _axis_of_value(framework)
     return {axis.name: axis.default for axis in axes} | {axis_of[word]: word for word in configuration.split("/")}
 
 
-def frameworks_named(words: Sequence[str]) -> list[FrameworkName]:
-    """What ``--framework`` names, each once; ``all`` are those that are installed.
+@functools.cache
+def _axis_of_value(framework: FrameworkName) -> Mapping[str, str]:
+    return {value: axis.name for axis in FRAMEWORKS[framework].axes for value in axis.values}
 
-    Raises UsageError for one that there is no adapter for, CannotRun where ``all`` is none.
+
+def frameworks_named(words: Sequence[str]) -> list[FrameworkName]:
+    """Reads the values of ``--framework``; ``all`` means those that are installed. Returns each framework once.
+
+    Raises UsageError for a framework without an adapter, CannotRun if ``all`` is none.
     """
     names: list[FrameworkName] = []
     for word in words:
-        names += _installed() if word == ALL else [framework_named(word, "--framework")]
+        if word == ALL:
+            names += [name for name, matrix in FRAMEWORKS.items() if installed_versions(matrix.distributions[:1])]
+        else:
+            names.append(_framework_named(word, "--framework"))
     if words and not names:
-        raise CannotRun(f"--framework {ALL}: none of {_list(FRAMEWORKS)} is installed")
+        raise CannotRun(f"--framework {ALL}: none of {', '.join(FRAMEWORKS)} is installed")
     return list(dict.fromkeys(names))
 
 
-def _installed() -> list[FrameworkName]:
-    return [name for name, matrix in FRAMEWORKS.items() if installed_versions(matrix.distributions[:1])]
-
-
-def framework_named(name: str, option: str) -> FrameworkName:
-    """Raises UsageError for a framework that there is no adapter for."""
+def _framework_named(name: str, where: str) -> FrameworkName:
     if name not in FRAMEWORKS:
-        raise UsageError(
-            f"{option}: there is no framework {name!r}{nearest(name, FRAMEWORKS)}; use {_list(FRAMEWORKS)}"
-        )
+        known = ", ".join(FRAMEWORKS)
+        raise UsageError(f"{where}: there is no framework {name!r}{nearest(name, FRAMEWORKS)}; use {known}")
     return name
 
 
@@ -132,10 +134,9 @@ def parse_framework_id(text: str) -> FrameworkCase:
     Raises UsageError that names the part which is not known.
     """
     head, _, rest = text.partition(":")
-    framework = framework_named(head, f"case {text!r}")
+    framework = _framework_named(head, f"case {text!r}")
     *words, path = rest.split("/")
-    matrix = FRAMEWORKS[framework]
-    axis_of = {value: axis.name for axis in matrix.axes for value in axis.values}
+    axis_of = _axis_of_value(framework)
     values: dict[str, str] = {}
     for word in words:
         if word not in axis_of:
@@ -143,36 +144,33 @@ def parse_framework_id(text: str) -> FrameworkCase:
         if axis_of[word] in values:
             raise UsageError(f"case {text!r} names {axis_of[word]} twice: {values[axis_of[word]]} and {word}")
         values[axis_of[word]] = word
-    if missing := [axis.name for axis in matrix.axes if axis.always_in_id and axis.name not in values]:
+    axes = FRAMEWORKS[framework].axes
+    if missing := [axis.name for axis in axes if axis.always_in_id and axis.name not in values]:
         raise UsageError(f"case {text!r} has no value for {' and '.join(missing)}")
     scenario = framework_scenario(framework, values)
-    names = [own.name for own in scenario.paths()]
+    names = [path.name for path in scenario.paths()]
     if path not in names:
         raise UsageError(f"case {text!r}: {scenario.id} has no path {path!r}{nearest(path, names)}")
     return FrameworkCase(scenario, path)
 
 
 def is_framework_id(text: str) -> bool:
-    """Whether an id is of a framework's case. Other ids have a colon in a path of the user's own, if at all."""
+    """Whether an id is of a framework's case. In another id a colon stands in a user's own function, if at all."""
     return text.partition(":")[0] in FRAMEWORKS
 
 
 def scenarios_of(framework: FrameworkName) -> Iterator[FrameworkScenario]:
-    """Those that are tried."""
+    """Yields the scenarios of a framework that are tried."""
     for configuration in FRAMEWORKS[framework].configurations:
         yield FrameworkScenario(framework=framework, configuration=configuration)
 
 
 def check_paths(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> None:
-    """Raises UsageError for a path that none of the frameworks has."""
+    """Raises UsageError for a method that none of the frameworks has."""
     known = [path.name for framework in frameworks for path in FRAMEWORKS[framework].paths]
     for name in names:
         if name not in known:
             raise UsageError(
-                f"--path: {_list(frameworks)} has no path {name!r}{nearest(name, known)}; "
+                f"--path: {', '.join(frameworks)} has no path {name!r}{nearest(name, known)}; "
                 f"`fsdp-doctor list --framework {frameworks[0]} --paths` prints them"
             )
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
