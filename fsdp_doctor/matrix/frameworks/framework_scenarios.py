@@ -169,8 +169,8 @@ def check_paths(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> No
     for name in names:
         if name not in known:
             raise UsageError(
-                f"--path: {_list(frameworks)} has no path {name!r}{nearest(name, known)}; "
-                f"`fsdp-doctor list --framework {frameworks[0]} --paths` prints them"
+                f"--method: {_list(frameworks)} has no path {name!r}{nearest(name, known)}; "
+                f"`fsdp-doctor list --framework {frameworks[0]} --methods` prints them"
             )
 
 
