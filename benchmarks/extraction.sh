@@ -15,7 +15,7 @@ bench() { # name of the results, options
     python -m fsdp_doctor bench --model "$model" --nproc "$ranks" --bucket-bytes default,128MiB --repeat 7 \
         --json "$out/$1.json" "${@:2}" 2>"$out/$1.log" | tee "$out/$1.txt"
 }
-bench fp32-bf16 --offload policy --dtype fp32:bf16 --path full_tensors
+bench fp32-bf16 --offload policy --dtype fp32:bf16 --method full_tensors
 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$here/host_time.py" --hidden $hidden --profile 25 \
     2>"$out/host-time.log" | tee "$out/host-time.txt"
-bench bf16 --strategy fsdp2,fsdp1,fsdp1-orig --offload none,policy,param --path full_tensors,unshard,summon_full_params
+bench bf16 --strategy fsdp2,fsdp1,fsdp1-orig --offload none,policy,param --method full_tensors,unshard,summon_full_params

@@ -27,7 +27,7 @@ doctor_bench="python -m fsdp_doctor bench --model $model --nproc $ranks"
 
 measure 180 extraction bash "$here/extraction.sh" "$out" "$ranks" "$model"
 measure 90 loading-from-files $doctor_bench --direction in --source files --offload none,policy \
-    --path load_full_tensors --repeat 5 --json "$out/loading-from-files.json"
+    --method load_full_tensors --repeat 5 --json "$out/loading-from-files.json"
 measure 60 loading-chunks $(under_torchrun loading_from_files.py --device $device --hidden $hidden --directory /dev/shm)
 measure 150 fingerprints $(under_torchrun fingerprints.py --sum-gib $sum_gib --model "$model" --out "$out/fingerprints.json")
 measure 150 memory $(under_torchrun memory_stages.py --json "$out/memory.json" --shape "$model" --seconds 110)

@@ -1,14 +1,16 @@
 """Diagnose FSDP offload and weight extraction: which combination crashes, hangs, dies, leaks or lies.
 
-The command line is ``fsdp-doctor``. The library is :func:`full_tensors`, the extraction path that works
-in every scenario of the matrix, with :func:`full_state_dict` and :func:`weights_info` beside it;
-:func:`local_shards`, each rank's shards without a gather; ``engines``, both in the form that an inference engine takes;
-:func:`fingerprint`, with :func:`fingerprint_tensors` and :func:`compare_fingerprints`, which proves what arrived;
-:func:`load_full_tensors` and :func:`load_optimizer_state`, the way in;
-:func:`examine`, which says where everything in a live model lies and what of it is trouble;
-``memory.ledger``, which says what a live job holds; and
-:func:`promises`, which declares what an extraction function of your own promises before
-``--path module:function`` tests it.
+The command line is ``fsdp-doctor``. The library:
+
+:func:`full_tensors`            extracts full tensors from a sharded model, in every scenario of the matrix
+:func:`full_state_dict`         the same as one state dict; :func:`weights_info` describes it without a gather
+:func:`local_shards`            each rank's shards without a gather
+:func:`load_full_tensors`       loads full tensors into a sharded model; :func:`load_optimizer_state` its optimizer
+:func:`fingerprint`             128 bits for each tensor, which prove what arrived
+``engines``                     weights in the form that an inference engine takes
+:func:`examine`                 where everything in a live model lies, and what of it is trouble
+``memory.ledger``               the memory that a live job holds
+:func:`promises`                declares the contract of an extraction function for ``--method module:function``
 
 Importing this package imports nothing else; asking it for any of these but the last imports torch.
 """
@@ -52,39 +54,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Submodules that are imported when they are asked for.
-_ROOMS = ("engines", "memory")
-_MODULE_OF = {
-    "Examination": "examination",
-    "FingerprintDifference": "fingerprints",
-    "FingerprintError": "fingerprints",
-    "FingerprintSums": "fingerprints",
-    "FingerprintVariant": "fingerprints",
-    "Fingerprints": "fingerprints",
-    "LoadError": "load",
-    "LoadReport": "load",
-    "LocalShard": "extract",
-    "ModelIsBad": "examination",
-    "PlanMismatch": "extract",
-    "RankLeft": "extract",
-    "ShardPlace": "extract",
-    "TensorFingerprint": "fingerprints",
-    "TensorPart": "fingerprints",
-    "WeightInfo": "extract",
-    "combine_fingerprints": "fingerprints",
-    "compare_fingerprints": "fingerprints",
-    "examine": "examination",
-    "fingerprint": "fingerprints",
-    "fingerprint_checkpoint": "fingerprints",
-    "fingerprint_tensors": "fingerprints",
-    "fingerprint_variants": "fingerprints",
-    "full_state_dict": "extract",
-    "full_tensors": "extract",
-    "load_full_tensors": "load",
-    "load_optimizer_state": "load",
-    "local_shards": "extract",
-    "promises": "matrix.contracts",
-    "weights_info": "extract",
+# By room, the public names that are imported from it when they are asked for.
+_PUBLIC_NAMES = {
+    "examination": "Examination ModelIsBad examine",
+    "extract": "LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors local_shards "
+    "weights_info",
+    "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
+    "TensorFingerprint TensorPart combine_fingerprints compare_fingerprints fingerprint fingerprint_checkpoint "
+    "fingerprint_tensors fingerprint_variants",
+    "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
+    "matrix.contracts": "promises",
 }
 __all__ = [
     "Examination",
@@ -124,8 +103,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in ("engines", "memory"):
         return importlib.import_module(f"fsdp_doctor.{name}")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fsdp_doctor.{_MODULE_OF[name]}"), name)
+    for room, names in _PUBLIC_NAMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"fsdp_doctor.{room}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Why the program ends without a matrix, as a tree.
+"""The exceptions that end the program, as a tree, and parts of their sentences.
 
     FsdpDoctorError
     +-- UsageError      exit 2    the command cannot mean anything: say it differently
@@ -20,14 +20,14 @@ EXIT_BAD_VERDICT = 1
 
 
 def some(names: Collection[str], most: int = 5) -> str:
-    """For a sentence of ours: the first names, and how many more there are."""
+    """The first names, joined by commas, and how many more there are."""
     first = ", ".join(list(names)[:most])
     more = len(names) - most
     return f"{first} and {more} more" if more > 0 else first
 
 
 def first_line(error: BaseException) -> str:
-    """Of another program's message, for a sentence of ours; the exception's type where it says nothing."""
+    """The first line of an exception's message, or the exception's type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -54,6 +54,6 @@ class Interrupted(FsdpDoctorError):
 
 
 class OutputClosed(FsdpDoctorError):
-    """Nothing is said of it: ``fsdp-doctor list | head -1`` is no mistake. The code is a shell's for SIGPIPE."""
+    """Nothing is printed: ``fsdp-doctor list | head -1`` is no mistake. The code is a shell's for SIGPIPE."""
 
     exit_code = 141

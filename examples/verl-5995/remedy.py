@@ -1,6 +1,6 @@
 """The remedy as code: leave a model under CPUOffloadPolicy where it is, and bring each tensor to the device alone.
 
-fsdp-doctor probe --offload policy --staging unstaged --strategy fsdp2 --path remedy:weights
+fsdp-doctor probe --offload policy --staging unstaged --strategy fsdp2 --method remedy:weights
 """
 
 from collections.abc import Iterator

@@ -16,8 +16,6 @@ import ctypes
 import os
 import pathlib
 import re
-import resource
-import select
 import selectors
 import shlex
 import signal
@@ -28,110 +26,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal, TypeAlias
 
+import psutil
+
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine.versions import at_least, installed_versions
 from fsdp_doctor.report.layout import main_thread
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PROC = pathlib.Path("/proc")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankProcess:
-    """The main process of one rank on this machine. rank: None for a Python process without the variable RANK."""
-
-    pid: int
-    rank: int | None
-
-    @property
-    def name(self) -> str:
-        return f"process {self.pid}" if self.rank is None else f"rank {self.rank}"
-
-
-def keep_orphans() -> None:
-    """Makes this process the parent of processes that a command leaves behind, so that they can be ended."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def find_descendants(root: int) -> list[int]:
-    """All processes below ``root``, parents before their children; those that have ended are not among them."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parent_by_process().items():
-        children.setdefault(parent, []).append(pid)
-    below: list[int] = []
-    waiting = list(children.get(root, ()))
-    while waiting:
-        pid = waiting.pop(0)
-        below.append(pid)
-        waiting += children.get(pid, ())
-    return below
-
-
-def find_ranks(pids: Sequence[int]) -> list[RankProcess]:
-    """The first process of each rank, by the variable RANK; where none has it, every Python process."""
-    first: dict[int, int] = {}
-    for pid in pids:
-        number = _read_variable(pid, "RANK")
-        if number.isdecimal():
-            first.setdefault(int(number), pid)
-    if first:
-        return [RankProcess(pid=pid, rank=rank) for rank, pid in sorted(first.items())]
-    return [RankProcess(pid=pid, rank=None) for pid in pids if _is_python(pid)]
-
-
-def wait_for_end(pid: int, seconds: float) -> bool:
-    """Waits up to that time for a process to end. Returns whether it has."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
-
-
-def standard_error_file(pid: int) -> pathlib.Path | None:
-    """The file that the process's standard error goes to, as torchrun's --redirects has it; None if to no file."""
-    try:
-        target = pathlib.Path(os.readlink(_PROC / str(pid) / "fd" / "2"))
-    except OSError:
-        return None
-    return target if target.is_file() else None
-
-
-def _parent_by_process() -> dict[int, int]:
-    """The parent of each process that is no zombie."""
-    parents = {}
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    parents[int(entry.name)] = int(parent)
-    return parents
-
-
-def _read_variable(pid: int, name: str) -> str:
-    with contextlib.suppress(OSError):
-        for line in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-            key, _, value = line.decode(errors="replace").partition("=")
-            if key == name:
-                return value
-    return ""
-
-
-def _is_python(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "python" in pathlib.Path(os.readlink(_PROC / str(pid) / "exe")).name
-    return False
-
-
-_STACK_SECONDS = 5.0
 # Frames of torch, of other packages and of Python itself.
 _OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")
 _STACK_BEGINS = ("Fatal Python error", "Current thread", "Thread 0x")
+_STACK_SECONDS = 5.0
 NO_STACK = "no stack: it is no Python process, or handles SIGABRT itself"
 
 
@@ -150,63 +55,85 @@ class RankStack:
         return (outside or frames or [NO_STACK])[0]
 
 
-def take_stacks(root: int, output: Callable[[float], bytes]) -> list[RankStack]:
-    """Takes the stacks of the ranks below the process ``root``, each of which is ended by that.
+def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
+    """Takes the stacks of the ranks below this process, each of which is ended by that.
 
     output: waits up to so many seconds, and returns what the command has written meanwhile.
     """
-    pids = find_descendants(root)
-    rank_processes = find_ranks(pids)
-    _send(pids, signal.SIGSTOP)
+    processes = _find_descendants()
+    ranks = _find_ranks(processes)
+    _send(processes, signal.SIGSTOP)
     output(0.2)
-    return [_rank_stack(rank, output) for rank in rank_processes]
+    return [RankStack(name=name, stack=_take_stack(process, output)) for name, process in ranks.items()]
 
 
-def end_processes(root: int) -> None:
-    """Ends every process below ``root``."""
-    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
-        pids = find_descendants(root)
-        _send(pids, number)
-        _send(pids, signal.SIGCONT)
-        for pid in pids:
-            wait_for_end(pid, patience)
+def end_descendants() -> None:
+    """Ends every process below this one."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        processes = _find_descendants()
+        _send(processes, number)
+        _send(processes, signal.SIGCONT)
+        psutil.wait_procs(processes, timeout=3)
 
 
-def _rank_stack(rank: RankProcess, output: Callable[[float], bytes]) -> RankStack:
-    file = standard_error_file(rank.pid)
+def _find_descendants() -> list[psutil.Process]:
+    """All processes below this one that have not ended, parents before their children."""
+    running = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
+
+
+def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
+    """By name, the first process of each rank, by the variable RANK; if none has it, every Python process."""
+    ranks: dict[int, psutil.Process] = {}
+    pythons = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            number = process.environ().get("RANK", "")
+            if number.isdecimal():
+                ranks.setdefault(int(number), process)
+            if "python" in pathlib.Path(process.exe()).name:
+                pythons[f"process {process.pid}"] = process
+    return {f"rank {rank}": process for rank, process in sorted(ranks.items())} or pythons
+
+
+def _take_stack(process: psutil.Process, output: Callable[[float], bytes]) -> str:
+    file = _standard_error_file(process)
     begin = file.stat().st_size if file is not None else 0
     # A stack is wanted, not gigabytes of memory.
-    with contextlib.suppress(OSError, ValueError):
-        resource.prlimit(rank.pid, resource.RLIMIT_CORE, (0, resource.prlimit(rank.pid, resource.RLIMIT_CORE)[1]))
-    _send([rank.pid], signal.SIGABRT)
-    _send([rank.pid], signal.SIGCONT)
+    with contextlib.suppress(psutil.Error, OSError, ValueError):
+        process.rlimit(psutil.RLIMIT_CORE, (0, process.rlimit(psutil.RLIMIT_CORE)[1]))
+    _send([process], signal.SIGABRT)
+    _send([process], signal.SIGCONT)
     written = b""
     left = _STACK_SECONDS
-    while left > 0 and not wait_for_end(rank.pid, 0.05):
+    while left > 0 and psutil.wait_procs([process], timeout=0.05)[1]:
         written += output(0.05)
         left -= 0.1
     written += output(0.05)
     if file is not None:
-        written += _end_of_file(file, begin)
-    return RankStack(name=rank.name, stack=_faulthandler_part(written.decode(errors="replace")))
-
-
-def _faulthandler_part(text: str) -> str:
+        with contextlib.suppress(OSError), open(file, "rb") as stream:
+            stream.seek(begin)
+            written += stream.read(1 << 20)
+    text = written.decode(errors="replace")
     begins = [at for word in _STACK_BEGINS if (at := text.find(word)) >= 0]
     return text[min(begins) :].split("\nExtension modules:")[0].strip() if begins else NO_STACK
 
 
-def _end_of_file(path: pathlib.Path, begin: int) -> bytes:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(begin)
-        return file.read(1 << 20)
-    return b""
+def _standard_error_file(process: psutil.Process) -> pathlib.Path | None:
+    """The file that standard error goes to, as torchrun's --redirects has it; None if it is no file."""
+    with contextlib.suppress(psutil.Error):
+        return next((pathlib.Path(file.path) for file in process.open_files() if file.fd == 2), None)
+    return None
 
 
-def _send(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
 
 
 CommandEnd: TypeAlias = Literal["exited", "hung", "stopped"]
@@ -267,7 +194,9 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
     output: the file that takes what it writes. dumps: a new folder for torch's flight recorder. Raises UsageError where
     the command cannot be started.
     """
-    keep_orphans()
+    # So that processes which a command leaves behind are below this one, and can be ended.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     dumps.mkdir()
     environment = {**_diagnostic_variables(dumps), **os.environ}
     begun = time.monotonic()
@@ -283,11 +212,11 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
                 end = "stopped"
             silent = watched.silent_seconds
             if end != "exited":
-                stacks = take_stacks(os.getpid(), watched.collect)
+                stacks = take_stacks(watched.collect)
         finally:
-            # What a command that ended by itself has left running is its own business.
+            # Processes that a command leaves behind when it ends by itself are meant to go on.
             if end != "exited":
-                end_processes(os.getpid())
+                end_descendants()
             process.wait()
     return CommandRun(
         command=tuple(command),
@@ -360,7 +289,9 @@ class _Output:
                 return True
             if ended_at is None and self.silent_seconds >= hang_after:
                 return False
-        return wait_for_end(self._process.pid, hang_after)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(hang_after)
+        return self._process.returncode is not None
 
     def collect(self, seconds: float) -> bytes:
         """Reads the output for that time without showing it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fsdp_doctor import repro
 from fsdp_doctor.bundle.command_run import CommandRun
-from fsdp_doctor.bundle.private_patterns import IS_PLACEHOLDER
+from fsdp_doctor.bundle.redaction import IS_PLACEHOLDER
 from fsdp_doctor.check import CheckResult, cases, presentation
 from fsdp_doctor.errors import FsdpDoctorError, UsageError
 from fsdp_doctor.explain import Explanation, explain, text
@@ -170,7 +170,7 @@ class ChosenCase:
 
 
 def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
-    """Chooses the case that fits the log, the configuration and the report best; None where nothing names one."""
+    """Chooses the case that fits the log, the configuration and the report best; None if nothing names a case."""
     for case_id, why in _case_candidates(evidence):
         try:
             case = select(Selection(case_ids=(case_id,)))[0]

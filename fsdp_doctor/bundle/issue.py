@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import jinja2
 
 from fsdp_doctor.bundle.evidence import SCRIPT, ChosenCase, FailureEvidence, case_texts, choose_case, texts
-from fsdp_doctor.bundle.private_patterns import PLACEHOLDER
-from fsdp_doctor.bundle.redaction import Redactor
+from fsdp_doctor.bundle.redaction import PLACEHOLDER, Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.explain import Explanation
 from fsdp_doctor.explain.text import telling_frames
@@ -84,7 +83,7 @@ def _issue_title(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
         return evidence.run.sentence
     if chosen is not None and chosen.result is not None:
         return f"{chosen.result.verdict.kind}: {chosen.result.verdict.reason}"
-    return f"{chosen.case.id} is known to fail" if chosen is not None else "No failure was explanation"
+    return f"{chosen.case.id} is known to fail" if chosen is not None else "No failure was found"
 
 
 def _what_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:

@@ -6,24 +6,51 @@ import contextlib
 import getpass
 import ipaddress
 import os
+import pathlib
 import re
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from fsdp_doctor.bundle.private_patterns import (
-    BEGIN,
-    HOSTS,
-    IS_PLACEHOLDER,
-    NOBODY,
-    NOT_SECRET,
-    PERSONAL,
-    PLACEHOLDER,
-    PUBLIC_HOSTS,
-    RULES,
-    USERS,
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Private text of one kind; ``x`` is the group of ``pattern`` that is replaced."""
+
+    kind: str
+    pattern: re.Pattern[str]
+
+
+_DATA = tomllib.loads(pathlib.Path(__file__).with_name("private_text.toml").read_text(encoding="utf-8"))
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    while "{{" in pattern:
+        pattern = re.sub(r"\{\{(\w+)\}\}", lambda match: _DATA["fragments"][match[1]], pattern)
+    return re.compile(pattern)
+
+
+_BEGIN = _DATA["fragments"]["begin"]
+_RULES = tuple(
+    Rule(rule["kind"], _compile(rule.get("pattern") or f"{_BEGIN}(?P<x>{rule['form']})")) for rule in _DATA["rules"]
 )
+_HOSTS, _USERS = (tuple(map(_compile, _DATA[name])) for name in ("hosts", "users"))
+_NOBODY, _NOT_SECRET, _PUBLIC_HOSTS = (_compile(_DATA[name]) for name in ("nobody", "not_secret", "public_hosts"))
+_PERSONAL = frozenset(_DATA["personal"])
+# By kind; a number follows it, the same for the same text in all files of a bundle.
+PLACEHOLDER: dict[str, str] = {
+    kind: re.sub(r"[^A-Z0-9]+", "_", kind.replace("'s", "").upper())
+    for kind in (*dict.fromkeys(rule.kind for rule in _RULES), "IPv4 address", "IPv6 address", "host")
+}
+IS_PLACEHOLDER = re.compile(rf"(?:{'|'.join(PLACEHOLDER.values())})_\d+")
 
 Replace = Callable[[str], str]
 
@@ -59,7 +86,7 @@ _NUMBER = re.compile(r"[\d-]")
 
 
 def replace_addresses(text: str, replace: Replace) -> str:
-    """Replaces IP addresses, but for loopback addresses and wildcards, which identify nobody."""
+    """Replaces IP addresses except loopback addresses and wildcards, which identify nobody."""
 
     def replace_ipv4(match: re.Match[str]) -> str:
         return replace(match[0]) if _is_ipv4(match, text) else match[0]
@@ -71,11 +98,11 @@ def replace_addresses(text: str, replace: Replace) -> str:
 
 
 def replace_hosts(text: str, replace: Replace) -> str:
-    """Replaces the hosts of URLs and whole domain names, but for public ones such as github.com."""
+    """Replaces the hosts of URLs and whole domain names except public ones such as github.com."""
 
     def in_url(match: re.Match[str]) -> str:
         host = match["host"]
-        if PUBLIC_HOSTS.fullmatch(host) or _QUAD.fullmatch(host):
+        if _PUBLIC_HOSTS.fullmatch(host) or _QUAD.fullmatch(host):
             return match[0]
         return f"{match['credentials'] or ''}{replace(host)}"
 
@@ -109,7 +136,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _is_host(name: str) -> bool:
-    if PUBLIC_HOSTS.fullmatch(name):
+    if _PUBLIC_HOSTS.fullmatch(name):
         return False
     *labels, last = name.split(".")
     if last.lower() in _SURE:
@@ -119,7 +146,7 @@ def _is_host(name: str) -> bool:
 
 
 _SHORTEST_NAME = 3
-# A secret that was found by its name is replaced wherever it stands, if no word of a text can be like it.
+# A secret after its name is replaced in other places, too, if it is long and mixed enough to be no word.
 _SHORTEST_SECRET = 8
 
 
@@ -155,13 +182,13 @@ class Redactor:
 
     def learn(self, text: str) -> None:
         """Takes in the names of hosts, users and buckets and the secrets that ``text`` shows to be such."""
-        hosts = filter(_is_name, _matches(HOSTS, text))
-        self._names["host"] |= {name for name in hosts if not PUBLIC_HOSTS.fullmatch(name)}
-        self._names["user name"] |= set(filter(_is_name, _matches(USERS, text)))
-        for rule in RULES:
+        hosts = filter(_is_name, _matches(_HOSTS, text))
+        self._names["host"] |= {name for name in hosts if not _PUBLIC_HOSTS.fullmatch(name)}
+        self._names["user name"] |= set(filter(_is_name, _matches(_USERS, text)))
+        for rule in _RULES:
             if rule.kind in self._names:
                 self._names[rule.kind] |= set(filter(_is_name, _matches([rule.pattern], text)))
-            elif rule.kind not in PERSONAL:
+            elif rule.kind not in _PERSONAL:
                 for value in filter(_is_remarkable, _matches([rule.pattern], text)):
                     self._secrets.add(value)
                     self._kinds.setdefault(value, rule.kind)
@@ -178,7 +205,7 @@ class Redactor:
         """Replaces everything private in ``text``."""
         for home in sorted(self._homes, key=len, reverse=True):
             text = _whole(home).sub(self._replacement("home directory"), text)
-        for rule in RULES:
+        for rule in _RULES:
             text = rule.pattern.sub(self._group_replacement(rule.kind), text)
         text = self._replace_names(text, "named key or secret", self._secrets, re.RegexFlag(0))
         text = replace_hosts(text, lambda host: self._placeholder("host", host))
@@ -188,7 +215,7 @@ class Redactor:
         return text
 
     def clean_values(self, value: Any) -> Any:
-        """A JSON value with all its strings cleaned, but not its keys."""
+        """Cleans all strings of a JSON value, but not its keys."""
         match value:
             case str():
                 return self._clean_once(value)
@@ -211,7 +238,7 @@ class Redactor:
         if not present:
             return text
         longest_first = sorted(present.values(), key=len, reverse=True)
-        pattern = re.compile(rf"{BEGIN}(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9])", flags)
+        pattern = re.compile(rf"{_BEGIN}(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9])", flags)
         return pattern.sub(
             lambda match: self._placeholder(kind, present[match[0].lower() if flags else match[0]]), text
         )
@@ -224,7 +251,7 @@ class Redactor:
             value = match["x"]
             begin, end = (at - match.start() for at in match.span("x"))
             # Code has the name as its value, too: password=password.
-            is_harmless = kind not in PERSONAL and (NOT_SECRET.fullmatch(value) or value in match[0][:begin])
+            is_harmless = kind not in _PERSONAL and (_NOT_SECRET.fullmatch(value) or value in match[0][:begin])
             if is_harmless or IS_PLACEHOLDER.match(value):
                 return match[0]
             return match[0][:begin] + self._placeholder(kind, value) + match[0][end:]
@@ -259,7 +286,7 @@ def _matches(patterns: Iterable[re.Pattern[str]], text: str) -> set[str]:
 
 
 def _is_name(name: str) -> bool:
-    plain = len(name) >= _SHORTEST_NAME and NOBODY.fullmatch(name) is None
+    plain = len(name) >= _SHORTEST_NAME and _NOBODY.fullmatch(name) is None
     return plain and not name.isdigit() and IS_PLACEHOLDER.match(name) is None
 
 
@@ -269,7 +296,7 @@ def _address_kind(address: str) -> str:
 
 def _is_remarkable(value: str) -> bool:
     mixed = any(letter.isdigit() for letter in value) and any(letter.isalpha() for letter in value)
-    return mixed and len(value) >= _SHORTEST_SECRET and not NOT_SECRET.fullmatch(value)
+    return mixed and len(value) >= _SHORTEST_SECRET and not _NOT_SECRET.fullmatch(value)
 
 
 def _whole(path: str) -> re.Pattern[str]:

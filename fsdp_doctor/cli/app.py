@@ -1,39 +1,30 @@
-"""The program: its commands, one module each, and how it ends. torch is imported only by what runs."""
+"""The program: its commands, and how it ends. torch is imported only by what runs."""
 
 from __future__ import annotations
 
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias
 
 import typer
 
 from fsdp_doctor import __version__
 from fsdp_doctor.cli import (
-    bench_command,
-    bundle_command,
-    check_command,
-    diff_command,
-    env_command,
-    expect_command,
-    explain_command,
-    fingerprint_command,
-    list_command,
-    memory_measure,
-    memory_plan,
-    memory_rollout,
-    merge_command,
-    probe_command,
+    bench,
+    bundle,
+    check,
+    checkpoint,
+    explain,
+    memory,
+    output,
+    probe,
     project_defaults,
-    report_command,
-    repro_command,
-    standard_streams,
-    starting,
-    sweep_command,
+    reports,
+    selection,
 )
-from fsdp_doctor.cli.option_groups import flattened
+from fsdp_doctor.cli.options import check_versions, flatten
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed, UsageError
 from fsdp_doctor.machine import launch
 
@@ -44,31 +35,51 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-# By the panel of the help in which they are listed, the commands, and by its name each group of commands.
-_COMMANDS = {
-    "Diagnosis": (probe_command, explain_command, check_command, repro_command, bundle_command),
-    "Memory and speed": (bench_command,),
-    "More": (list_command, env_command),
+_Command: TypeAlias = tuple[Callable[..., None], str]
+# By the panel of the help, and by the group: each command with its function, and the sentence on its exit codes.
+_COMMANDS: dict[str, dict[str, _Command]] = {
+    "Diagnosis": {
+        "probe": (probe.probe, probe.PROBE_EXIT_CODES),
+        "explain": (explain.explain, explain.EXIT_CODES),
+        "check": (check.check, check.EXIT_CODES),
+        "repro": (probe.repro, probe.REPRO_EXIT_CODES),
+        "bundle": (bundle.bundle, bundle.BUNDLE_EXIT_CODES),
+    },
+    "Speed and facts": {
+        "bench": (bench.bench, bench.EXIT_CODES),
+        "list": (selection.list_cases, selection.LIST_EXIT_CODES),
+        "env": (bundle.env, bundle.ENV_EXIT_CODES),
+    },
 }
-_GROUPS = {
-    "memory": (memory_measure, memory_plan, memory_rollout),
-    "report": (report_command, diff_command, merge_command, expect_command, sweep_command),
-    "checkpoint": (fingerprint_command,),
+_GROUPS: dict[str, dict[str, _Command]] = {
+    "memory": {
+        "measure": (memory.measure, memory.MEASURE_EXIT_CODES),
+        "plan": (memory.plan, memory.PLAN_EXIT_CODES),
+        "rollout": (memory.rollout, memory.ROLLOUT_EXIT_CODES),
+    },
+    "report": {
+        "show": (reports.show, reports.SHOW_EXIT_CODES),
+        "diff": (reports.diff, reports.DIFF_EXIT_CODES),
+        "merge": (reports.merge, reports.MERGE_EXIT_CODES),
+        "expect": (reports.expect, reports.EXPECT_EXIT_CODES),
+        "sweep": (reports.sweep, reports.SWEEP_EXIT_CODES),
+    },
+    "checkpoint": {"fingerprint": (checkpoint.fingerprint, checkpoint.EXIT_CODES)},
 }
 _GROUP_HELP = {
-    "memory": ("Memory and speed", "Measure or predict where a job's memory goes."),
-    "report": ("Reports and checkpoints", "Show, compare, merge and make reports of probes."),
-    "checkpoint": ("Reports and checkpoints", "Look into checkpoints."),
+    "memory": "Measure or predict where a job's memory goes.",
+    "report": "Show, compare, merge and make reports of the probe.",
+    "checkpoint": "Look into checkpoints.",
 }
 for _panel, _commands in _COMMANDS.items():
-    for _command in _commands:
-        app.command(_command.NAME, epilog=_command.EXIT_CODES, rich_help_panel=_panel)(flattened(_command.run))
-for _name, (_panel, _help) in _GROUP_HELP.items():
-    _group = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
-    for _command in _GROUPS[_name]:
-        _group.command(_command.NAME, epilog=_command.EXIT_CODES)(flattened(_command.run))
-    app.add_typer(_group, name=_name, help=_help, rich_help_panel=_panel)
-# By their earlier names, the commands that have been renamed.
+    for _name, (_function, _exit_codes) in _commands.items():
+        app.command(_name, epilog=_exit_codes, rich_help_panel=_panel)(flatten(_function))
+for _group, _commands in _GROUPS.items():
+    _typer = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+    for _name, (_function, _exit_codes) in _commands.items():
+        _typer.command(_name, epilog=_exit_codes)(flatten(_function))
+    app.add_typer(_typer, name=_group, help=_GROUP_HELP[_group], rich_help_panel="Memory, reports, checkpoints")
+# The new name of each command that has been renamed.
 _RENAMED = {
     "plan": "memory plan",
     "rollout": "memory rollout",
@@ -78,6 +89,8 @@ _RENAMED = {
     "sweep": "report sweep",
     "fingerprint": "checkpoint fingerprint",
 }
+# click's UsageError, of the click that typer uses: newer versions of typer contain one.
+_WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @app.callback(invoke_without_command=True)
@@ -93,13 +106,13 @@ def version(
 def main() -> None:
     """The entry point: every way in which the program ends is one exit code and at most one sentence."""
     try:
-        standard_streams.prepare()
+        output.prepare_streams()
         try:
             _run()
         finally:
             sys.stdout.flush()
     except FsdpDoctorError as error:
-        _say_why(error)
+        _print_error(error)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print("fsdp-doctor: stopped by SIGINT", file=sys.stderr)
@@ -113,17 +126,22 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Under torchrun every rank comes here; of a probe, or of memory, all but rank 0 follow what rank 0 says."""
+    """Runs the command. Under torchrun every rank comes here; in a probe, all but rank 0 follow rank 0."""
     words = sys.argv[1:]
     asks_for_help = bool({"-h", "--help"} & set(words))
-    if launch.is_rank_zero() or words[:1] == [bench_command.NAME]:
+    if launch.is_rank_zero() or words[:1] == ["bench"]:
         _refuse_old_spelling(words)
         command = typer.main.get_command(app)
-        command(prog_name="fsdp-doctor", default_map=project_defaults.of(command))
-    elif (words[:1] == [probe_command.NAME] or words[:2] == ["memory", memory_measure.NAME]) and not asks_for_help:
+        defaults = project_defaults.of(command)
+        try:
+            raise SystemExit(command(prog_name="fsdp-doctor", default_map=defaults, standalone_mode=False))
+        except _WrongUsage as error:
+            # A command without arguments has printed its help, and has nothing to say.
+            raise UsageError(error.format_message()) from None  # type: ignore[attr-defined]
+    elif (words[:1] == ["probe"] or words[:2] == ["memory", "measure"]) and not asks_for_help:
         from fsdp_doctor.probe.command import follow
 
-        starting.check_versions()
+        check_versions()
         raise SystemExit(follow())
 
 
@@ -134,17 +152,17 @@ def _refuse_old_spelling(words: Sequence[str]) -> None:
             raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor {_RENAMED[old]}` now")
         case ["memory", *rest] if rest[:1] not in (["-h"], ["--help"]) and (not rest or rest[0].startswith("-")):
             raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
-        case ["report", word, *_] if word not in ("-h", "--help", *(command.NAME for command in _GROUPS["report"])):
+        case ["report", word, *_] if word not in ("-h", "--help", *_GROUPS["report"]):
             raise UsageError("`fsdp-doctor report FILE` is `fsdp-doctor report show FILE` now")
 
 
-def _say_why(error: FsdpDoctorError) -> None:
-    if isinstance(error, OutputClosed):
+def _print_error(error: FsdpDoctorError) -> None:
+    if isinstance(error, OutputClosed) or not str(error):
         return
     if not launch.is_rank_zero() and isinstance(error, CannotRun | UsageError):
-        # Most likely rank 0 says the same. If it does, torchrun ends this process meanwhile.
+        # Most likely rank 0 prints the same. If it does, torchrun ends this process meanwhile.
         time.sleep(2)
-    # torchrun ends the other ranks when rank 0 has ended: why, rank 0 has said.
+    # torchrun ends the other ranks when rank 0 has ended, and rank 0 has printed why.
     if launch.is_rank_zero() or not isinstance(error, Interrupted):
         print(f"fsdp-doctor: {error}", file=sys.stderr)
     launch.tell_torchrun(str(error))

@@ -29,36 +29,33 @@ def of(program: Any) -> dict[str, Any]:
         tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {file}: {error}") from None
-    return _of_group(program, tools.get("fsdp-doctor", {}), f"{file}: [tool.fsdp-doctor")
+    return _defaults(program, tools.get("fsdp-doctor", {}), f"{file}: [tool.fsdp-doctor")
 
 
-def _of_group(group: Any, table: Any, where: str) -> dict[str, Any]:
-    """where: the header of the table without its closing bracket, for a message."""
+def _defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
+    """The defaults of a command or, by their names, of the commands of a group.
+
+    where: the header of the table without its closing bracket, for a message.
+    """
     if not isinstance(table, dict):
         raise UsageError(f"{where}] is not a table")
-    defaults: dict[str, Any] = {}
-    for name, value in table.items():
-        command = _one_of(group.commands, name, f"{where}] names the command")
-        inner = _of_group if hasattr(command, "commands") else _of_command
-        defaults[name] = inner(command, value, f"{where}.{name}")
-    return defaults
-
-
-def _of_command(command: Any, table: Any, where: str) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise UsageError(f"{where}] is not a table")
+    commands = getattr(command, "commands", None)
     options = {name.lstrip("-"): option for option in command.params for name in option.opts if name.startswith("-")}
     defaults: dict[str, Any] = {}
     for name, value in table.items():
-        option = _one_of(options, name, f"{where}] sets the option")
-        defaults[option.name] = [value] if option.multiple and not isinstance(value, list) else value
+        if commands is not None:
+            defaults[name] = _defaults(
+                _look_up(commands, name, f"{where}] names the command"), value, f"{where}.{name}"
+            )
+        else:
+            option = _look_up(options, name, f"{where}] sets the option")
+            defaults[option.name] = [value] if option.multiple and not isinstance(value, list) else value
     return defaults
 
 
-def _one_of(known: dict[str, Any], name: str, where: str) -> Any:
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        raise UsageError(
-            f"{where} {name}, which does not exist; {f'did you mean {close[0]}?' if close else 'remove it'}"
-        )
-    return known[name]
+def _look_up(known: dict[str, Any], name: str, where: str) -> Any:
+    if name in known:
+        return known[name]
+    moved = [f"{group}.{name}" for group, command in known.items() if name in getattr(command, "commands", ())]
+    close = moved or difflib.get_close_matches(name, known, n=1)
+    raise UsageError(f"{where} {name}, which does not exist; {f'did you mean {close[0]}?' if close else 'remove it'}")

@@ -1,4 +1,4 @@
-"""Which device a run is on: what the user may ask for, what ``auto`` becomes, what a device can be told."""
+"""The device of a run: its names, how ``auto`` is resolved, and its memory limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunDevice:
 
 
 def resolve(asked: str) -> str:
-    """``auto`` is the accelerator that torch sees, else the emulated one. Makes no context on a device.
+    """Resolves ``auto`` to the accelerator that torch sees, or else the emulated device. Makes no context on a device.
 
     ``torch.accelerator.is_available`` asks the accelerator's own Python module, which with
     PYTORCH_NVML_BASED_CUDA_CHECK=1 leaves CUDA alone.
@@ -46,8 +46,8 @@ def resolve(asked: str) -> str:
 def load(device: RunDevice, asked: str) -> None:
     """Makes the device known to torch, before any process is forked.
 
-    asked: what the user said, for the sentence of the refusal. Raises CannotRun where the emulated
-    device cannot be built, UsageError where the device cannot be told what it was told.
+    asked: the user's own word, for the message of an error. Raises CannotRun if the emulated device cannot be built,
+    UsageError if the device has no such setting.
     """
     if device.type == "emulated":
         _load_emulation(asked)
@@ -73,7 +73,7 @@ def _load_emulation(asked: str) -> None:
 
 
 def count(device_type: str) -> int:
-    """How many ranks this node has a device for. Any number of ranks shares the CPU."""
+    """The number of ranks that this node has a device for. Any number of ranks shares the CPU."""
     import torch
 
     if device_type == "cpu":
@@ -82,7 +82,7 @@ def count(device_type: str) -> int:
 
 
 def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
-    """Raises CannotRun where this node has fewer devices than ranks."""
+    """Raises CannotRun if this node has fewer devices than ranks."""
     num_devices = count(device_type)
     if num_devices == 0:
         raise CannotRun(f"torch sees no {device_type} on this node; give --device auto for the device that there is")
@@ -94,7 +94,7 @@ def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """From now on this process gets an out-of-memory error beyond ``nbytes`` on ``device``."""
+    """Limits the memory of this process on ``device``: beyond ``nbytes`` it gets an out-of-memory error."""
     import torch
 
     module = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""The facts about this machine that a bug report needs, and no others: an allow-list.
+"""The facts about this machine that a bug report needs, from an allow-list.
 
 No host name unless it is asked for, no user name, no path but with the home directory as ``~``,
 and of the environment variables only those that change what torch or NCCL does.
@@ -70,7 +70,7 @@ class EnvironmentFacts(TypedDict, total=False):
 
 
 def without_torch(host_name: bool = False) -> EnvironmentFacts:
-    """What can be said of the machine without importing torch."""
+    """The facts that need no torch."""
     facts: EnvironmentFacts = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -84,7 +84,7 @@ def without_torch(host_name: bool = False) -> EnvironmentFacts:
 
 
 def of_torch() -> EnvironmentFacts:
-    """What torch says of itself and of the accelerators. Imports torch; makes no context by itself."""
+    """The facts about torch and the accelerators. Imports torch; makes no context on a device."""
     import torch
 
     facts: EnvironmentFacts = {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
@@ -100,7 +100,7 @@ def of_torch() -> EnvironmentFacts:
 
 
 def collect(host_name: bool = False) -> EnvironmentFacts:
-    """Everything, with torch asked in a process of its own: a torch that cannot be imported is a fact."""
+    """All facts. torch is imported in a process of its own, because one that cannot be imported is a fact, too."""
     program = "import json; from fsdp_doctor.machine.environment import of_torch; print(json.dumps(of_torch()))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:

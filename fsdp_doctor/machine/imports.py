@@ -1,4 +1,4 @@
-"""Imports of torch and of what is built on it: half a million objects, all of which stay."""
+"""Imports of torch and of packages built on it: half a million objects that stay for the life of the process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def of_what_stays() -> Iterator[None]:
-    """For imports: Python looks for garbage in nothing that they make, neither meanwhile nor later nor in a fork.
+    """Keeps the garbage collector away from the objects that imports in this block make, also later and in forks.
 
-    It would look through all of it again and again while it grows.
+    Otherwise it walks through all of them again and again while they grow.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()

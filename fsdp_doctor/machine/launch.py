@@ -1,4 +1,4 @@
-"""How the program comes to run on several ranks: torchrun started it, or it starts torchrun's agent."""
+"""Ranks: this process's place among those that torchrun started, and starting torchrun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def variables(self) -> dict[str, str]:
-        """torchrun's environment variables that say it."""
+        """torchrun's environment variables for this place."""
         local_world_size = self.world_size // self.num_nodes
         values = (self.rank, self.world_size, self.local_rank, local_world_size)
         return dict(zip(_VARIABLES, map(str, values), strict=True))
@@ -42,12 +42,12 @@ def under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """True also where nothing says otherwise: exactly one process speaks for the job."""
+    """True also outside of torchrun: exactly one process prints for the job."""
     return os.environ.get("RANK", "0") in ("0", "")
 
 
 def place() -> Place:
-    """Raises CannotRun where the variables are missing or do not fit together."""
+    """This process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
     names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -69,7 +69,7 @@ def place() -> Place:
 
 
 def tell_torchrun(sentence: str) -> None:
-    """Gives torchrun's summary of a failed job our sentence, where it would say "no traceback".
+    """Puts our sentence into torchrun's summary of a failed job, which otherwise says "no traceback".
 
     The file's form is torch/distributed/elastic/multiprocessing/errors/error_handler.py's.
     """
@@ -82,7 +82,7 @@ def tell_torchrun(sentence: str) -> None:
 
 
 def num_ranks(device: str) -> int:
-    """One rank for each accelerator of this node; two where there is none or none is asked for."""
+    """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
     with imports.of_what_stays():
         import torch
 
@@ -105,7 +105,7 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     # The ranks run the package that this process runs, from wherever it was started.
     package = str(pathlib.Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    # torchrun itself sets this, and says so in five lines.
+    # torchrun itself sets this, and prints five lines about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -126,8 +126,8 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
         return failure.exitcode if rank == 0 and failure.exitcode > 0 else DoctorFault.exit_code
     except Exception as error:
         # A signal at the moment when torch begins to time a function of its own is behind an UnboundLocalError.
-        for one in (error, error.__context__):
-            if isinstance(one, SignalException):
-                raise Interrupted(f"stopped by {one.sigval.name}") from None
+        for cause in (error, error.__context__):
+            if isinstance(cause, SignalException):
+                raise Interrupted(f"stopped by {cause.sigval.name}") from None
         raise
     return 0

@@ -1,4 +1,4 @@
-"""Standard input, for what reads ``-``."""
+"""Standard input, for commands that read ``-``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_doctor.errors import UsageError
 
 
 def standard_input() -> BinaryIO:
-    """Its bytes. Raises UsageError where there is none, as after ``<&-``."""
+    """The stream of its bytes. Raises UsageError if it is closed, as after ``<&-``."""
     if sys.stdin is None:
         raise UsageError("standard input is closed; give a file instead of -")
     return sys.stdin.buffer

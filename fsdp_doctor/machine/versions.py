@@ -1,4 +1,4 @@
-"""What is installed, against the oldest version that works. Imports nothing of what it asks about."""
+"""Versions of installed packages, without importing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_doctor.errors import CannotRun
 
 
 def require(package: str, oldest: str) -> None:
-    """Raises CannotRun where ``package`` is not installed, or is older than ``oldest``."""
+    """Raises CannotRun if ``package`` is not installed, or is older than ``oldest``."""
     # Imported here: `fsdp-doctor --help` and `list` ask for no version.
     import importlib.metadata
 
@@ -22,18 +22,18 @@ def require(package: str, oldest: str) -> None:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """By name, of those that are installed."""
+    """The versions of those packages that are installed, by name."""
     import importlib.metadata
 
-    found = {}
+    versions = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def at_least(installed: str, oldest: str) -> bool:
-    """By the release alone: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` have what 2.10 has."""
+    """Compares the releases alone: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` count as 2.10."""
     from packaging.version import Version
 
     return Version(installed).release >= Version(oldest).release

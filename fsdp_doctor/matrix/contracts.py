@@ -121,7 +121,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
 def promises(**words: Unpack[Promises]) -> Callable[[_Function], _Function]:
     """Declares what a path of your own promises; see :class:`Contract`.
 
-    Without it ``--path module:function`` is held to extract full tensors on the compute device, in the
+    Without it ``--method module:function`` is held to extract full tensors on the compute device, in the
     parameters' own dtype, under every name of the state dict, on every rank. A loader says ``direction="in"``.
 
     Raises TypeError for a name, ValueError for a word that a contract does not have.

@@ -81,7 +81,7 @@ def select(selection: Selection) -> list[AnyCase]:
 def _named_case(case_id: str, selection: Selection) -> AnyCase:
     """The case of an id, which says everything: the options that select along axes do not go with it."""
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
-    beside += ["--path"] * bool(selection.paths) + [f"--level {selection.level}"] * (selection.level != "default")
+    beside += ["--method"] * bool(selection.paths) + [f"--level {selection.level}"] * (selection.level != "default")
     beside += ["--framework"] * bool(selection.frameworks)
     if beside:
         raise UsageError(f"--case and --last-failed name whole cases: they cannot be combined with {', '.join(beside)}")
@@ -90,7 +90,7 @@ def _named_case(case_id: str, selection: Selection) -> AnyCase:
     case = parse_case_id(case_id, PATH_NAMES)
     if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --paths` prints them"
+            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --methods` prints them"
         )
     if case.scenario.model == "custom" and not selection.custom_model:
         raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
@@ -161,8 +161,8 @@ def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
     for name in named:
         if name not in PATH_NAMES:
             raise UsageError(
-                f"--path: there is no path {name!r}{nearest(name, PATH_NAMES)}; "
-                "`fsdp-doctor list --paths` prints them, and module:function adds one of your own"
+                f"--method: there is no path {name!r}{nearest(name, PATH_NAMES)}; "
+                "`fsdp-doctor list --methods` prints them, and module:function adds one of your own"
             )
     directions = selection.directions or ("out", "in")
     for direction in directions:

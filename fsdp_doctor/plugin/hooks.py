@@ -1,6 +1,6 @@
-"""What pytest loads for every user of the environment.
+"""The hooks that pytest loads for every user of the environment.
 
-Nothing of ours is imported here before a test is marked: every run of pytest pays for this module.
+Nothing else of this package is imported before a test is marked, because every run of pytest imports this module.
 
 PYTEST_DONT_REWRITE: a rank imports this before its pytest does, which would warn that it is too late to rewrite it.
 """
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from fsdp_doctor.plugin.fsdp_case import FsdpCase
-    from fsdp_doctor.plugin.this_rank import ThisRank
+    from fsdp_doctor.plugin.fixtures import FsdpCase, ThisRank
 
-# Registered under this name is what asks ranks to run tests, or in a rank what runs them.
+# The name of the plugin that asks ranks to run tests or, in a rank, of the one that runs them.
 REGISTERED_AS = "fsdp-doctor-ranks"
 _OLDEST = (8, 4)
 

@@ -1,6 +1,6 @@
-"""What the marks of a test ask for: scenarios, ranks, a device. Reads no torch.
+"""The marks of a test: which scenarios, how many ranks and which device they ask for. Imports no torch.
 
-What a mark cannot mean is one sentence, and belongs to its test alone.
+A mark that makes no sense is one sentence, and fails its test alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import pytest
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
-from fsdp_doctor.matrix.axes import AXES, AXIS, Backend, check_axis_value, nearest
+from fsdp_doctor.matrix.axes import (
+    AXES,
+    AXIS,
+    Backend,
+    CheckpointFit,
+    Context,
+    Model,
+    check_axis_value,
+    nearest,
+    parse_value,
+)
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.extent import product
@@ -27,9 +37,9 @@ _FIXTURE = "fsdp_case"
 
 @dataclass(frozen=True, kw_only=True)
 class RanksNeeded:
-    """What a test runs on. Tests that need the same run in the same workers.
+    """The ranks that a test runs on. Tests that need the same run in the same workers.
 
-    ranks: how many. device: as in ``--ranks-device``. backend: what the default process group is made with.
+    ranks: their number. device: as in ``--ranks-device``. backend: of the default process group.
     """
 
     ranks: int
@@ -39,32 +49,36 @@ class RanksNeeded:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedTest:
-    """timeout: seconds that the test may go on without progress; None for what the probe allows a case."""
+    """timeout: seconds that the test may go on without progress; None for the deadline of a case of the probe."""
 
     needs: RanksNeeded
     timeout: float | None
 
 
 def contract_of(function: object) -> Contract:
-    """What ``fsdp_doctor.promises`` says of a test: of the weights that it checks, or of the checkpoint it is given."""
+    """The contract that ``fsdp_doctor.promises`` gave the test, or the default one."""
     contract: Contract = getattr(function, "contract", Contract())
     return contract
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """One test for each scenario. A mark that means none is left for :func:`read`, when its test is to run."""
+    """Makes one test for each scenario. A mark that makes no sense is refused by :func:`read` when its test runs."""
     try:
-        found = _scenarios(metafunc.definition)
+        scenarios = _scenarios(metafunc.definition)
     except UsageError:
         return
-    values = [pytest.param(scenario, id=scenario.id, marks=_cannot_be(scenario)) for scenario in found]
+    values = []
+    for scenario in scenarios:
+        why_not = scenario.contradiction
+        marks = (pytest.mark.skip(reason=f"unsupported: {why_not}"),) if why_not else ()
+        values.append(pytest.param(scenario, id=scenario.id, marks=marks))
     metafunc.parametrize(_FIXTURE, values, indirect=True)
 
 
 def read(item: pytest.Item, device: str) -> MarkedTest:
-    """What the marks of a test ask for. Raises UsageError for what they cannot mean.
+    """Reads the marks of a test. Raises UsageError if they make no sense.
 
-    device: where the mark names none.
+    device: the one to use if the mark names none.
     """
     if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
         raise UsageError(f"{item.name} is no test function: mark a function, or a method of a class of pytest's own")
@@ -72,19 +86,19 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
     values = _values_of_any_test(item)
     number, timeout = values.get("ranks", _RANKS), values.get("timeout")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise UsageError(f"{_said(item)}: the number of ranks is a positive whole number, not {number!r}")
+        raise UsageError(f"{_mark(item)}: the number of ranks is a positive whole number, not {number!r}")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise UsageError(f"{_said(item)}: timeout is a positive number of seconds, not {timeout!r}")
-    asked = values.get("device") or device
-    if asked not in devices.NAMES:
+        raise UsageError(f"{_mark(item)}: timeout is a positive number of seconds, not {timeout!r}")
+    device_name = values.get("device") or device
+    if device_name not in devices.NAMES:
         known = ", ".join(devices.NAMES)
-        raise UsageError(f"{_said(item)}: unknown device {asked!r}; use one of {known}")
+        raise UsageError(f"{_mark(item)}: unknown device {device_name!r}; use one of {known}")
     backend = scenario.backend if scenario is not None else Backend.MIXED
-    return MarkedTest(needs=RanksNeeded(ranks=number, device=asked, backend=backend), timeout=timeout)
+    return MarkedTest(needs=RanksNeeded(ranks=number, device=device_name, backend=backend), timeout=timeout)
 
 
 def _scenario_of(item: pytest.Function) -> Scenario | None:
-    """That of one of the tests that a mark became; None where no scenario is asked for."""
+    """The scenario of one of the tests that a mark became; None for a test without a scenario."""
     if item.get_closest_marker("fsdp") is None:
         return None
     parameters: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
@@ -107,16 +121,16 @@ def _values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
     unknown = [name for name in values if name not in _OF_ANY_TEST]
     if unknown or len(mark.args) > 1:
         what = f"{unknown[0]!r}" if unknown else "more than one number"
-        raise UsageError(f"{_said(item)} takes a number of ranks, device= and timeout=, not {what}")
+        raise UsageError(f"{_mark(item)} takes a number of ranks, device= and timeout=, not {what}")
     return values
 
 
 def _scenarios(node: pytest.Item) -> list[Scenario]:
-    """Every combination of the values that are named; what is not named is at its default."""
+    """Every combination of the values that are named; the other axes have their defaults."""
     mark = node.get_closest_marker("fsdp")
     assert mark is not None
     if mark.args:
-        raise UsageError(f"{_said(node)} takes the axes by name, as offload='policy', not {mark.args[0]!r} alone")
+        raise UsageError(f"{_mark(node)} takes the axes by name, as offload='policy', not {mark.args[0]!r} alone")
     if _FIXTURE not in getattr(node, "fixturenames", ()):
         raise UsageError(f"{node.name} is marked fsdp and has no argument {_FIXTURE}, through which it gets its model")
     axes = {name: value for name, value in mark.kwargs.items() if name not in _OF_ANY_TEST}
@@ -129,37 +143,35 @@ def _values(node: pytest.Item, axis: str, value: Any) -> Iterable[str]:
     if axis not in AXIS:
         known = [axis.name for axis in AXES] + list(_OF_ANY_TEST)
         raise UsageError(
-            f"{_said(node)}: there is no axis {axis!r}{nearest(axis, known)}; use one of {', '.join(known)}"
+            f"{_mark(node)}: there is no axis {axis!r}{nearest(axis, known)}; use one of {', '.join(known)}"
         )
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
-        raise UsageError(f"{_said(node)}: {axis} is a value of the axis, several of them, or 'all', not {value!r}")
+        raise UsageError(f"{_mark(node)}: {axis} is a value of the axis, several of them, or 'all', not {value!r}")
     if words in (["all"], ("all",)):
-        return [word for word in AXIS[axis].values if not _reason_against(word)]
+        return [word for word in AXIS[axis].values if not _why_not_for_tests(axis, word)]
     for word in words:
         try:
             check_axis_value(axis, word)
         except UsageError as error:
-            raise UsageError(f"{_said(node)}: {str(error).removeprefix('--')}") from None
-        if reason := _reason_against(word):
-            raise UsageError(f"{_said(node)}: {axis} {word!r} is not for tests: {reason}")
+            raise UsageError(f"{_mark(node)}: {str(error).removeprefix('--')}") from None
+        if reason := _why_not_for_tests(axis, word):
+            raise UsageError(f"{_mark(node)}: {axis} {word!r} is not for tests: {reason}")
     return words
 
 
-def _reason_against(value: str) -> str:
-    """Why no test can have the value; empty if one can."""
-    if value == "custom":
-        return "a test that has a model of its own is marked ranks"
-    if value in ("other-run", "other-world"):
-        return "the probe alone has other processes that save"
-    if value in ("no_grad", "inference"):
-        return "the test itself enters torch.no_grad() or torch.inference_mode()"
-    return ""
+def _why_not_for_tests(axis: str, value: str) -> str:
+    """Why no test can have this value of an axis; empty if one can."""
+    match parse_value(axis, value):
+        case Model.CUSTOM:
+            return "a test that has a model of its own is marked ranks"
+        case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD:
+            return "the probe alone has other processes that save"
+        case Context.NO_GRAD | Context.INFERENCE:
+            return "the test itself enters torch.no_grad() or torch.inference_mode()"
+        case _:
+            return ""
 
 
-def _cannot_be(scenario: Scenario) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.skip(reason=f"unsupported: {scenario.contradiction}"),) if scenario.contradiction else ()
-
-
-def _said(node: pytest.Item) -> str:
+def _mark(node: pytest.Item) -> str:
     return "@pytest.mark.fsdp" if node.get_closest_marker("fsdp") else "@pytest.mark.ranks"

@@ -1,7 +1,11 @@
-"""The supervising process as pytest sees it: started with the first marked test, ended with the session."""
+"""The process that supervises the ranks, as pytest sees it: started with the first marked test, ended with the session.
+
+Beside it stand the messages that pytest, this process and the ranks exchange.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,15 +15,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pytest
 
 from fsdp_doctor.errors import DoctorFault
-from fsdp_doctor.plugin.requests import Answer, PhaseRequest, Preparation
+from fsdp_doctor.plugin.marks import RanksNeeded
+from fsdp_doctor.verdict.records import PhaseReport, RankReport
 
-# It finds what this process finds, and does not read the program that started pytest.
+# It has this process's path, and does not import the program that started pytest.
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -29,7 +35,7 @@ with imports.of_what_stays():
 main(int(sys.argv[2]))
 """
 _END_SECONDS = 30.0
-# What this process alone does with the tests: select them, judge them, write about them, end early.
+# Options that are for this process alone: it selects the tests, judges them, writes about them, ends early.
 _FOR_THIS_PROCESS_ALONE: dict[str, Any] = {
     "capture": "no",
     "collectonly": False,
@@ -61,8 +67,72 @@ _FOR_THIS_PROCESS_ALONE: dict[str, Any] = {
 _PLUGINS_OF_THIS_PROCESS = ("terminal", "lfplugin", "nfplugin", "stepwiseplugin")
 
 
+TestPhase: TypeAlias = Literal["setup", "call", "teardown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """The settings of the ranks' own sessions of pytest.
+
+    options: of the command line, parsed. args: files and directories. scratch: a directory for everything ranks write.
+    """
+
+    options: dict[str, Any]
+    args: list[str]
+    scratch: pathlib.Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseCommand:
+    """Tells a rank to run one phase of one test.
+
+    number: of the test in this run. next_nodes: ids of the nodes, parents included, of the next test; empty after the
+    last one. still_whole: so far every rank has done the same and has left nothing behind, so collectives must work.
+    """
+
+    phase: TestPhase
+    file: str
+    test: str
+    number: int
+    next_nodes: tuple[str, ...] = ()
+    still_whole: bool = True
+
+    def to_line(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRequest:
+    """Asks for one phase of one test on every rank. builds_model: whether the test has a scenario."""
+
+    needs: RanksNeeded
+    command: PhaseCommand
+    timeout: float | None
+    builds_model: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseAnswer:
+    """How a phase ended on every rank. goes_on: whether the test's next phase can run in the same workers."""
+
+    reports: list[RankReport]
+    phases: list[PhaseReport | None]
+    goes_on: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """There can be no such ranks. exit_code: as in errors.py."""
+
+    reason: str
+    exit_code: int
+
+
+Answer: TypeAlias = PhaseAnswer | Refusal
+
+
 class RankHost:
-    """Starts the process at once; it may take seconds until it answers, because it imports torch."""
+    """The supervising process. It starts at once, but imports torch, so its first answer may take seconds."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
@@ -83,7 +153,7 @@ class RankHost:
         self._connection.send(Preparation(options=_options(config), args=list(config.args), scratch=self._scratch))
 
     def ask(self, request: PhaseRequest) -> Answer:
-        """Waits until the phase has ended on every rank. Raises DoctorFault where the process ends instead."""
+        """Waits until the phase has ended on every rank. Raises DoctorFault if the process ends instead."""
         try:
             self._connection.send(request)
             answer: Answer = self._connection.recv()
@@ -96,7 +166,7 @@ class RankHost:
         return answer
 
     def close(self) -> None:
-        """Ends the process and its ranks, whatever they are at."""
+        """Ends the process and its ranks, whatever they are doing."""
         self._connection.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -108,7 +178,7 @@ class RankHost:
 
 
 def _options(config: pytest.Config) -> dict[str, Any]:
-    """The options of this run that make sense for a rank's own session."""
+    """The options of this run for a rank's own session."""
     options = {name: value for name, value in vars(config.option).items() if _can_be_sent(value)}
     options |= {name: value for name, value in _FOR_THIS_PROCESS_ALONE.items() if name in options}
     options["plugins"] = [*options.get("plugins", ()), *(f"no:{name}" for name in _PLUGINS_OF_THIS_PROCESS)]

@@ -1,4 +1,4 @@
-"""A session of pytest on one rank: it imports the tests itself, and runs a phase of one whenever it is told to."""
+"""A session of pytest on one rank: it imports the tests itself, and runs one phase of a test for each command."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.plugin.hooks import REGISTERED_AS
 from fsdp_doctor.plugin.marks import contract_of
-from fsdp_doctor.plugin.requests import PhaseCommand, Preparation, command_from_line
+from fsdp_doctor.plugin.rank_host import PhaseCommand, Preparation
 from fsdp_doctor.probe.worker import WorkerEnds
 from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused, failure_from
 
 if TYPE_CHECKING:
     from fsdp_doctor.case.runtime import Runtime
-    from fsdp_doctor.plugin.fsdp_case import FsdpCase
-    from fsdp_doctor.plugin.this_rank import ThisRank
+    from fsdp_doctor.plugin.fixtures import FsdpCase, ThisRank
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What the ranks of a generation have in common.
+    """The settings that the ranks of one generation share.
 
-    generation: counts those of a run of pytest. store_port: of the store on this node.
+    generation: its number in this run of pytest. store_port: of the store on this node.
     """
 
     device: RunDevice
@@ -47,7 +46,7 @@ class RankStart:
 
 
 def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
-    """The whole life of a worker: join the other ranks, then do what comes in, until nothing more does."""
+    """Runs a worker: joins the other ranks, then obeys commands until there are no more."""
     ends.write_stacks()
     agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(start.store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= place.variables | agent
@@ -70,7 +69,7 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
 
 
 def of(request: pytest.FixtureRequest) -> RankSession:
-    """The session that a fixture is set up in. Fails the test where there is none."""
+    """The session that a fixture is set up in. Fails the test if there is none."""
     session = request.config.pluginmanager.get_plugin(REGISTERED_AS)
     if not isinstance(session, RankSession):
         pytest.fail(f"{request.fixturename} is for tests marked fsdp or ranks, and this one is not", pytrace=False)
@@ -83,11 +82,13 @@ class RankSession:
     def __init__(self, ends: WorkerEnds, runtime: Runtime) -> None:
         from fsdp_doctor.case.case_run import CaseRunner
         from fsdp_doctor.case.side_effects import SideEffects
-        from fsdp_doctor.plugin.fsdp_case import KeptScenarios
+        from fsdp_doctor.plugin.fixtures import KeptScenarios
 
         self._ends = ends
         self._runtime = runtime
-        self._commands: Iterator[PhaseCommand] = map(command_from_line, ends.channel.makefile("r"))
+        self._commands: Iterator[PhaseCommand] = (
+            PhaseCommand(**json.loads(line)) for line in ends.channel.makefile("r")
+        )
         self._command: PhaseCommand
         self._side_effects = SideEffects(runtime.device)
         self._runner = CaseRunner(runtime, (), report=ends.send)
@@ -107,10 +108,10 @@ class RankSession:
         self._ends.send(Ready(environment=of_torch()))
         for command in self._commands:
             self._command = command
-            self._say_begun()
+            self._report_begin()
             if command.phase != "setup":
-                # Of a test that this rank has not found.
-                self._say_done(None)
+                # The test is one that this rank does not collect.
+                self._report_end(None)
             elif (item := self._find(session)) is not None:
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         return True
@@ -120,20 +121,20 @@ class RankSession:
         self._phase(item, lambda: self._set_up(item))
         for command in self._commands:
             self._command = command
-            self._say_begun()
+            self._report_begin()
             if command.phase == "teardown":
                 self._phase(item, lambda: self._tear_down(item))
                 break
             self._side_effects.look_before()
             self._phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._side_effects.undo)
         if isinstance(item, pytest.Function):
-            # What the test's fixtures held is let go, and it can be run again.
+            # Releases what the test's fixtures hold, and lets it run again.
             item._initrequest()
         return True
 
     @property
     def this_rank(self) -> ThisRank:
-        from fsdp_doctor.plugin.this_rank import ThisRank
+        from fsdp_doctor.plugin.fixtures import ThisRank
 
         scratch = self._runtime.scratch / f"test-{self._command.number}"
         scratch.mkdir(parents=True, exist_ok=True)
@@ -146,8 +147,8 @@ class RankSession:
         )
 
     def fsdp_case(self, request: pytest.FixtureRequest) -> FsdpCase:
-        """The scenario that the mark of the test names, built or kept from the test before."""
-        from fsdp_doctor.plugin.fsdp_case import FsdpCase
+        """The scenario that the test's mark names, built anew or kept from an earlier test."""
+        from fsdp_doctor.plugin.fixtures import FsdpCase
 
         if not hasattr(request, "param"):
             pytest.fail("fsdp_case is for tests marked fsdp, and this one is marked ranks", pytrace=False)
@@ -166,40 +167,43 @@ class RankSession:
             pytest.fail("a collective after the test gives a wrong sum: the ranks' own did not match", pytrace=False)
 
     def _phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
-        """Runs a phase of a test, and says how it ended. ``undo`` says what the phase left that cannot be undone."""
+        """Runs a phase of a test and reports how it ended.
+
+        undo: reverts side effects of the phase, and returns a reason to retire this worker, if it has one.
+        """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
         self._retire = self._retire or undo()
-        # For its effects on this rank, as on tmp_path; what a mark makes of a failure is pytest's own process's affair.
+        # For its effects on this rank, such as those on tmp_path; marks are judged in pytest's own process.
         item.ihook.pytest_runtest_makereport(item=item, call=call)
         report = pytest.TestReport.from_item_and_call(item, call)  # type: ignore[arg-type]
         data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
         raised = call.excinfo.value if call.excinfo is not None else None
         xfailed = str(raised.msg) if isinstance(raised, pytest.xfail.Exception) else None
-        # What a report holds besides texts and numbers is of the user's own.
+        # A report can hold objects of the user, which JSON cannot.
         self._ends.send(PhaseReport(report=json.loads(json.dumps(data, default=str)), xfailed=xfailed))
         failed = raised if report.failed and xfailed is None else None
-        self._say_done(failure_from(failed) if failed is not None else None)
+        self._report_end(failure_from(failed) if failed is not None else None)
 
     def _find(self, session: pytest.Session) -> pytest.Item | None:
-        """The test of the command; None, and what keeps it from being found is said, where there is none."""
+        """The test of the command; None if this rank does not collect it, and then the reason is reported."""
         wanted, file = _within_file(self._command.test), self._command.file
         try:
             if file not in self._items:
                 self._items[file] = {_within_file(item.nodeid): item for item in session.perform_collect([file])}
         except Exception as error:
-            self._say_done(failure_from(error))
+            self._report_end(failure_from(error))
             return None
         if (item := self._items[file].get(wanted)) is not None:
             return item
         why = "\n".join(str(report.longrepr) for report in self._collection_errors)
         message = "this rank does not collect the test" + (": its file raises when it is imported" if why else "")
-        self._say_done(Failure(type="CollectError", message=message, traceback=why, time=time.time()))
+        self._report_end(Failure(type="CollectError", message=message, traceback=why, time=time.time()))
         return None
 
-    def _say_begun(self) -> None:
+    def _report_begin(self) -> None:
         self._ends.send(Record(case_id=self._command.test, stage="test"))
 
-    def _say_done(self, failure: Failure | None) -> None:
+    def _report_end(self, failure: Failure | None) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         retire = self._retire or ("" if self._scenarios.whole else "the ranks ended a case differently")
@@ -207,7 +211,7 @@ class RankSession:
 
 
 def _within_file(node_id: str) -> str:
-    """A test's name in its file: what pytest 8 writes before it differs where the file is outside of its root."""
+    """A test's name in its file. The part before it differs in pytest 8 if the file is outside of the root."""
     return node_id.partition("::")[2]
 
 

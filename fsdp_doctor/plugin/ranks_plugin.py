@@ -1,25 +1,29 @@
-"""In pytest's own process: has the marked tests run on ranks, phase by phase, and reports what they come to.
+"""In pytest's own process: runs the marked tests on ranks, phase by phase, and reports how they end.
 
-pytest's protocol stays what it is: a phase that fails on a rank raises here. So marks, ``-x``, reports and other
-plugins see an ordinary test.
+A phase that fails on a rank raises here, so marks, ``-x``, reports and other plugins see an ordinary test.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
 from fsdp_doctor.plugin.marks import MarkedTest
-from fsdp_doctor.plugin.phase_outcome import PhaseOutcome, outcome_of
-from fsdp_doctor.plugin.rank_host import RankHost
-from fsdp_doctor.plugin.requests import PhaseCommand, PhaseRequest, Refusal, TestPhase
-from fsdp_doctor.verdict.classification import workers_are_whole
+from fsdp_doctor.plugin.rank_host import PhaseAnswer, PhaseCommand, PhaseRequest, RankHost, Refusal, TestPhase
+from fsdp_doctor.verdict.classification import Verdict, classify, workers_are_whole
+from fsdp_doctor.verdict.records import RankReport
 
-_TOLD: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
+_Section = tuple[str, str]
+# faulthandler writes this for a thread of C++.
+_NO_FRAME = "<no Python frame>"
+_PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
 
@@ -49,13 +53,13 @@ class RanksPlugin:
             item.fixturenames = []
         self._num_tests += 1
         self._still_whole = True
-        item.stash[_TOLD] = []
-        self._have_run(item, "setup")
+        item.stash[_PRINTED] = []
+        self._run_on_ranks(item, "setup")
 
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         if self._running is None:
             return None
-        self._have_run(pyfuncitem, "call")
+        self._run_on_ranks(pyfuncitem, "call")
         return True
 
     # After pytest's own teardown, which must come to its end whatever the ranks' does.
@@ -64,7 +68,7 @@ class RanksPlugin:
         if self._running is None:
             return
         try:
-            self._have_run(item, "teardown", nextitem)
+            self._run_on_ranks(item, "teardown", nextitem)
         finally:
             self._running = None
 
@@ -73,15 +77,15 @@ class RanksPlugin:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        told = item.stash.get(_TOLD, None)
-        if told is None:
+        printed = item.stash.get(_PRINTED, None)
+        if printed is None:
             return report
-        report.sections += told
+        report.sections += printed
         outcome = item.stash.get(_OUTCOME, None)
         if outcome is not None and outcome.phase == call.when:
             outcome.add_details(report)
         if report.skipped and isinstance(report.longrepr, tuple):
-            # It would be a line of this file.
+            # pytest would name a line of this file.
             path, line, _ = item.reportinfo()
             report.longrepr = (str(path), (line or 0) + 1, report.longrepr[2])
         return report
@@ -89,8 +93,8 @@ class RanksPlugin:
     def pytest_unconfigure(self) -> None:
         self._end_hosts()
 
-    def _have_run(self, item: pytest.Item, phase: TestPhase, nextitem: pytest.Item | None = None) -> None:
-        """Returns where the phase passed on every rank; otherwise raises what pytest understands."""
+    def _run_on_ranks(self, item: pytest.Item, phase: TestPhase, nextitem: pytest.Item | None = None) -> None:
+        """Runs a phase on the ranks. Returns if it passed on every rank; otherwise raises as pytest expects."""
         assert self._running is not None
         command = PhaseCommand(
             phase=phase,
@@ -113,7 +117,7 @@ class RanksPlugin:
             self._end_hosts()
             pytest.fail(str(error), pytrace=False)
         except BaseException:
-            # Of another plugin's time limit, or Ctrl-C: the ranks are still at it.
+            # A time limit of another plugin, or Ctrl-C: the ranks are still running.
             self._running = None
             self._end_hosts()
             raise
@@ -123,9 +127,9 @@ class RanksPlugin:
                 pytest.skip(answer.reason)
             pytest.fail(answer.reason, pytrace=False)
         outcome = item.stash[_OUTCOME] = outcome_of(self._config, phase, answer)
-        item.stash[_TOLD] += outcome.told
+        item.stash[_PRINTED] += outcome.printed
         if self._config.getoption("capture") == "no":
-            for title, text in outcome.told:
+            for title, text in outcome.printed:
                 sys.stdout.write(f"\n[{title}]\n{text}")
         self._still_whole = self._still_whole and outcome.alike and workers_are_whole(answer.reports)
         if not answer.goes_on:
@@ -133,7 +137,7 @@ class RanksPlugin:
         outcome.raise_if_not_passed()
 
     def _host(self, request: PhaseRequest) -> RankHost:
-        """CUDA must be hidden from the emulated device, and then it stays hidden: that is a process of its own."""
+        """The process for the request: CUDA is hidden from the emulated device, for the life of its process."""
         hides_cuda = request.needs.device == "emulated"
         if hides_cuda not in self._hosts:
             self._hosts[hides_cuda] = RankHost(self._config)
@@ -142,3 +146,117 @@ class RanksPlugin:
     def _end_hosts(self) -> None:
         while self._hosts:
             self._hosts.popitem()[1].close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseOutcome:
+    """How a phase ended, over all ranks.
+
+    skipped, xfailed, silent: the ranks whose own pytest skipped the test, expected its failure, reported nothing.
+    reason: of those that skipped or were expected to fail. details: sections on a failure. printed: output and logs.
+    """
+
+    phase: TestPhase
+    verdict: Verdict
+    skipped: tuple[int, ...]
+    xfailed: tuple[int, ...]
+    silent: tuple[int, ...]
+    num_ranks: int
+    reason: str
+    details: tuple[_Section, ...]
+    printed: tuple[_Section, ...]
+
+    @property
+    def alike(self) -> bool:
+        """Whether every rank ended in the same way, or the verdict names all of them."""
+        same = len(self.skipped) in (0, self.num_ranks) and len(self.xfailed) in (0, self.num_ranks)
+        return same and (not self.verdict.bad or len(self.verdict.ranks) == self.num_ranks)
+
+    def raise_if_not_passed(self) -> None:
+        if self.verdict.bad:
+            kind = "" if self.verdict.kind == "crash" else f"{self.verdict.kind}: "
+            # What pytest.fail() raises is named so again where it is raised here.
+            reason = self.verdict.reason.replace("Failed: ", "", 1)
+            pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
+        if self.silent and self.phase != "teardown":
+            pytest.fail(f"{_ranks(self.silent)} reported nothing of the test", pytrace=False)
+        if self.xfailed:
+            pytest.xfail(self.reason)
+        if len(self.skipped) == self.num_ranks:
+            pytest.skip(self.reason)
+        if self.skipped:
+            pytest.fail(f"skipped on {_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
+
+    def add_details(self, report: pytest.TestReport) -> None:
+        """Adds the ranks' sections on a failure to pytest's report of the phase."""
+        add_section = getattr(report.longrepr, "addsection", None)
+        if add_section is not None:
+            for title, text in self.details:
+                add_section(title, text)
+
+
+def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> PhaseOutcome:
+    reports = {
+        rank: config.hook.pytest_report_from_serializable(config=config, data=phase_report.report)
+        for rank, phase_report in enumerate(answer.phases)
+        if phase_report is not None
+    }
+    xfailed = {rank: each.xfailed for rank, each in enumerate(answer.phases) if each and each.xfailed is not None}
+    skipped = {rank: report.longrepr for rank, report in reports.items() if report.skipped}
+    failed = {rank: str(r.longrepr) for rank, r in reports.items() if r.failed and rank not in xfailed}
+    reasons = [*xfailed.values(), *(reason.removeprefix("Skipped: ") for _, _, reason in skipped.values())]
+    return PhaseOutcome(
+        phase=phase,
+        verdict=classify(answer.reports, len(answer.reports)),
+        skipped=tuple(skipped),
+        xfailed=tuple(xfailed),
+        silent=tuple(rank for rank in range(len(answer.reports)) if rank not in reports),
+        num_ranks=len(answer.reports),
+        reason=reasons[0] if reasons else "",
+        details=(*_grouped_by_text(failed), *_seen_from_outside(answer.reports, failed)),
+        printed=tuple(
+            section for report in answer.reports for section in _output_of(report, reports.get(report.rank), phase)
+        ),
+    )
+
+
+def _grouped_by_text(texts: dict[int, str]) -> list[_Section]:
+    """One section for each text, with all ranks that have it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    return [(_ranks(ranks), text) for text, ranks in ranks_of.items()]
+
+
+def _seen_from_outside(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
+    """Sections on ranks that could not report themselves what happened to them."""
+    sections = []
+    for report in reports:
+        failure = report.record.failure if report.record is not None else None
+        if failure is not None and report.rank not in failed:
+            sections.append((_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
+        if report.exit:
+            sections.append((_ranks([report.rank]), f"ended with {report.exit}"))
+        if report.stack:
+            sections.append((f"{_ranks([report.rank])}, stopped: {report.stopped_detail}", _of_the_test(report.stack)))
+    return sections
+
+
+def _of_the_test(stack: str) -> str:
+    """Each thread's stack without the frames of pytest, and of what called pytest."""
+    threads = re.split(r"\n(?=Thread |Current thread )", stack)
+    return "\n".join("".join(_until_pytest(thread)) for thread in threads if _NO_FRAME not in thread)
+
+
+def _until_pytest(thread: str) -> Iterator[str]:
+    return itertools.takewhile(lambda line: 'File "_pytest/' not in line, thread.splitlines(keepends=True))
+
+
+def _output_of(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:
+    of_rank = _ranks([report.rank])
+    printed = [(f"Captured stdout {phase} of {of_rank}, with stderr", report.output)] if report.output.strip() else []
+    return printed + [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

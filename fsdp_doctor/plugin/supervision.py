@@ -1,7 +1,7 @@
-"""The process that supervises the ranks of a run of pytest: it forks them, and outlives what happens to them.
+"""The process that supervises the ranks of a run of pytest: it forks them, and survives if they do not.
 
-pytest's own process is not forked: it may have made a context on a device, and has threads. This one has imported what
-the workers need, and makes no context.
+pytest's own process is not forked, because it may have a context on a device, and has threads. This process has
+imported what the workers need, and makes no context.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.plugin import rank_session
 from fsdp_doctor.plugin.marks import RanksNeeded
+from fsdp_doctor.plugin.rank_host import Answer, PhaseAnswer, PhaseRequest, Preparation, Refusal
 from fsdp_doctor.plugin.rank_session import RankStart
-from fsdp_doctor.plugin.requests import Answer, PhaseAnswer, PhaseRequest, Preparation, Refusal
 from fsdp_doctor.probe import processes, worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.workers import WorkerGroup, check_ready
@@ -29,7 +29,7 @@ _END_SECONDS = 5.0
 
 
 def main(descriptor: int) -> None:
-    """Answers what pytest asks over the socket until pytest closes it."""
+    """Answers pytest's requests over the socket until pytest closes it."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     preparation: Preparation = connection.recv()
@@ -46,7 +46,7 @@ def main(descriptor: int) -> None:
 
 
 class Supervision:
-    """The groups of workers that tests have needed so far, each kept until it is not whole."""
+    """The groups of workers that tests have needed so far. A group that is no longer whole is ended."""
 
     def __init__(self, preparation: Preparation, connection: Connection) -> None:
         self._preparation = preparation
@@ -76,7 +76,7 @@ class Supervision:
         group = self._group(needs)
         reports = group.perform(line, request.timeout)
         if request.command.phase == "setup" and died_before(reports):
-            # Something that an earlier test had left ended a worker.
+            # A side effect of an earlier test ended a worker.
             self._retire(needs)
             group = self._group(needs)
             reports = group.perform(line, request.timeout)
@@ -91,14 +91,14 @@ class Supervision:
     def _group(self, needs: RanksNeeded) -> WorkerGroup:
         if needs not in self._groups:
             try:
-                self._groups[needs] = self._started(needs)
+                self._groups[needs] = self._start(needs)
             except DoctorFault:
-                # It may have met what the last generation left.
-                self._groups[needs] = self._started(needs)
+                # It may have met side effects of the last generation.
+                self._groups[needs] = self._start(needs)
         return self._groups[needs]
 
-    def _started(self, needs: RanksNeeded) -> WorkerGroup:
-        """Raises what the workers say if they cannot run here, DoctorFault if they end in the start."""
+    def _start(self, needs: RanksNeeded) -> WorkerGroup:
+        """Starts workers. Raises their own error if they cannot run here, DoctorFault if they end while they start."""
         self._num_generations += 1
         device = RunDevice(type=devices.resolve(needs.device))
         devices.load(device, asked=needs.device)
@@ -112,8 +112,8 @@ class Supervision:
             preparation=self._preparation,
         )
         places = [Place(rank=r, world_size=needs.ranks, local_rank=r, num_nodes=1) for r in range(needs.ranks)]
-        runs = [functools.partial(self._in_the_fork, place, start) for place in places]
-        group = WorkerGroup(runs, Limits(), check=self._end_with_pytest)
+        runs = [functools.partial(self._run_rank, place, start) for place in places]
+        group = WorkerGroup(runs, Limits(), check=self._stop_if_pytest_ended)
         try:
             check_ready(group.started())
         except BaseException:
@@ -121,12 +121,12 @@ class Supervision:
             raise
         return group
 
-    def _in_the_fork(self, place: Place, start: RankStart, ends: worker.WorkerEnds) -> None:
+    def _run_rank(self, place: Place, start: RankStart, ends: worker.WorkerEnds) -> None:
         self._connection.close()
         rank_session.run(place, start, ends)
 
-    def _end_with_pytest(self) -> None:
-        """pytest sends nothing while it waits: what can be read is the end."""
+    def _stop_if_pytest_ended(self) -> None:
+        """pytest sends nothing while it waits, so anything that can be read is the end of the connection."""
         if self._connection.poll():
             raise Interrupted("pytest has ended")
 

@@ -19,7 +19,7 @@ _BENCH = ("bench", "--device", "cpu", "--repeat", "1")
 def test_a_path_that_no_strategy_has_is_refused_with_those_that_it_has(strategy: str, path: str, has: str) -> None:
     done = doctor("bench", "--strategy", strategy, "--path", path)
     assert (done.code, done.stdout) == (2, "")
-    assert f"{strategy} has no path '{path}' to measure; use one of full_tensors, " in done.stderr
+    assert f"{strategy} has no method '{path}' to measure; use one of full_tensors, " in done.stderr
     assert has in done.stderr
 
 

@@ -151,7 +151,7 @@ def test_the_environment_is_what_the_allow_list_has(tmp_path: pathlib.Path, monk
         (("--log", "/dev/null"), "/dev/null is empty"),
         (("--report", str(_LOG)), "is not a report of fsdp-doctor"),
         (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
-        (("--hang-after", "0", "--log", str(_LOG)), "--hang-after must be more than 0"),
+        (("--hang-after", "0", "--log", str(_LOG)), "'--hang-after'"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence_and_nothing_is_written(

@@ -11,8 +11,7 @@ from support import reports
 
 from fsdp_doctor import repro
 from fsdp_doctor.bundle import Bundle, gather, make_bundle
-from fsdp_doctor.bundle.private_patterns import IS_PLACEHOLDER, PLACEHOLDER
-from fsdp_doctor.bundle.redaction import Redactor
+from fsdp_doctor.bundle.redaction import IS_PLACEHOLDER, PLACEHOLDER, Redactor
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import report_from_dict
 from fsdp_doctor.report.layout import summary

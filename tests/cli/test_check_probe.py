@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fsdp_doctor.cli import check_command
+from fsdp_doctor.cli.check import check
 from fsdp_doctor.machine import launch
 
 _CONFIG = ["training.enable_cpu_offload=true", "parallelism.data_parallel_shard_degree=-1", "checkpoint.enable=true"]
@@ -25,7 +25,7 @@ def test_the_probe_runs_the_cases_on_the_given_number_of_ranks(
     monkeypatch.setattr(launch, "start_torchrun", start)
     monkeypatch.setattr(launch, "num_ranks", lambda device: 2)
     with pytest.raises(SystemExit) as end:
-        check_command.run(config=_CONFIG, world_size=world_size, probe=True)
+        check(config=_CONFIG, world_size=world_size, probe=True)
     assert end.value.code == 7
     [(arguments, nproc)] = started
     assert nproc == expected

@@ -17,8 +17,6 @@ import fsdp_doctor
 from fsdp_doctor import errors
 from fsdp_doctor.cli.app import app
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.matrix.extent import Level
-from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.verdict.classification import VerdictKind
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -193,22 +191,6 @@ def test_the_axes_and_their_values_are_explained() -> None:
 
 def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
-
-
-@pytest.mark.parametrize("level", get_args(Level))
-def test_the_sizes_of_the_matrix_are_as_they_are_selected(level: Level) -> None:
-    cases = select(Selection(level=level))
-    size = f"{len(cases):,} cases in {len({case.scenario for case in cases})} scenarios"
-    assert size in " ".join((ROOT / "docs" / "matrix.md").read_text().split())
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/commands/probe.md"])
-def test_the_last_line_of_make_probe_adds_up_to_the_default_matrix(page: str) -> None:
-    [(total, *parts)] = re.findall(
-        r"`(\d+) cases: (\d+) ok, (\d+) refused, (\d+) as torch [\d.]+ is known to fail, (\d+) unforeseen`",
-        (ROOT / page).read_text(),
-    )
-    assert int(total) == sum(map(int, parts)) == len(select(Selection()))
 
 
 def test_contributing_has_a_line_for_every_room_in_their_order() -> None:

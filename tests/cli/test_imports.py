@@ -11,6 +11,13 @@ from support.places import TESTS
 _CONFIG = TESTS / "check" / "configs" / "verl_grpo.yaml"
 _PROGRAMS = {
     "the package, until what needs it is asked for": "import fsdp_doctor",
+    **{
+        f"list {' '.join(options)}": (
+            f"import sys; sys.argv[1:] = {['list', *options]}; sys.stdout = open('/dev/null', 'w'); "
+            "from fsdp_doctor.cli.app import app; app(standalone_mode=False); sys.stdout = sys.__stdout__"
+        )
+        for options in (["--full", "--json"], ["--methods"], ["--axes"])
+    },
     "explain": "import fsdp_doctor.cli; from fsdp_doctor.explain import explain, text",
     "repro": (
         "from fsdp_doctor.repro import expected, script; from fsdp_doctor.matrix.selection import Selection, select; "

@@ -27,8 +27,8 @@ from fsdp_doctor.cli import app  # noqa: E402, after the lines that it reads
 
 _EXAMPLE = ROOT / "examples" / "verl-5995"
 _REPORT = ROOT / "examples" / "reports" / "2xh200.json"
-# The first column of the help, with and without a frame.
-_OPTION = re.compile(r"^[│\s*]*(--[a-z][a-z-]*)", re.MULTILINE)
+# The names of an option in the help, with and without a frame.
+_OPTIONS = re.compile(r"^[│\s*]*(--[a-z][a-z-]*(?:,\s*--[a-z][a-z-]*)*)", re.MULTILINE)
 
 
 class Failed(Exception):
@@ -64,7 +64,7 @@ def _options() -> dict[str, list[str]]:
         inner = getattr(command, "commands", {})
         _expect(all(name in printed for name in inner), f"the help of fsdp-doctor {' '.join(words)} lacks a command")
         commands += [((*words, name), each) for name, each in inner.items()]
-        options[" ".join(words)] = sorted(_OPTION.findall(printed))
+        options[" ".join(words)] = sorted(name.strip() for row in _OPTIONS.findall(printed) for name in row.split(","))
     return options
 
 

@@ -26,7 +26,7 @@ from fsdp_doctor import (
     fingerprint_checkpoint,
     fingerprint_tensors,
 )
-from fsdp_doctor.cli import fingerprint_command
+from fsdp_doctor.cli.checkpoint import fingerprint as fingerprint_command
 from fsdp_doctor.errors import UsageError
 
 
@@ -75,7 +75,7 @@ def test_every_form_has_the_fingerprint_of_the_model(model: nn.Module, tmp_path:
 def command(*paths: pathlib.Path, **options: Any) -> int:
     """Its exit code."""
     with pytest.raises(SystemExit) as ended:
-        fingerprint_command.run(**dict(zip(("checkpoint", "other"), paths, strict=False)), **options)
+        fingerprint_command(**dict(zip(("checkpoint", "other"), paths, strict=False)), **options)
     return int(ended.value.code or 0)
 
 
@@ -112,11 +112,11 @@ def test_what_is_no_checkpoint_is_a_usage_error(model: nn.Module, tmp_path: path
     (forms["dcp"] / ".metadata").write_bytes(b"\x80nothing")
     for path in ("short.safetensors", "text.bin", "empty", "list.pt", "other.json", "nowhere", "dcp"):
         with pytest.raises(UsageError) as refused:
-            fingerprint_command.run(checkpoint=tmp_path / path)
+            fingerprint_command(checkpoint=tmp_path / path)
         assert path in str(refused.value) or path == "other.json"
     for dtype in ("int8", "other"):
         with pytest.raises(UsageError, match="floating-point"):
-            fingerprint_command.run(checkpoint=forms["file"], dtype=dtype)
+            fingerprint_command(checkpoint=forms["file"], dtype=dtype)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
@@ -131,7 +131,7 @@ def test_a_distributed_checkpoint_with_a_damaged_file_is_one_sentence(tmp_path: 
         file.write_bytes(data[:100])
     expected = {"truncated": "failed reading zip archive", "missing": "No such file"}[damage]
     with pytest.raises(UsageError, match=f"cannot be read: .*{expected}") as refused:
-        fingerprint_command.run(checkpoint=tmp_path)
+        fingerprint_command(checkpoint=tmp_path)
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -159,7 +159,7 @@ def test_a_tensor_that_is_not_dense_in_memory_is_refused_by_name(tmp_path: pathl
         warnings.simplefilter("ignore")  # that the storage of quantized ones is deprecated
         torch.save(tensors, tmp_path / "odd.pt")
     with pytest.raises(UsageError, match=f"odd.pt: odd is .*{form}"):
-        fingerprint_command.run(checkpoint=tmp_path / "odd.pt")
+        fingerprint_command(checkpoint=tmp_path / "odd.pt")
 
 
 def test_a_parameter_with_attributes_of_its_own_is_dense() -> None:
@@ -180,8 +180,8 @@ def test_an_output_that_is_an_input_is_refused_and_left_as_it_is(model: nn.Modul
         ((before, after), after),
     ):
         options = dict(zip(("checkpoint", "other"), paths, strict=False))
-        with pytest.raises(UsageError, match="checkpoint, --output name the same file"):
-            fingerprint_command.run(**options, output=output)
+        with pytest.raises(UsageError, match="--output names the checkpoint"):
+            fingerprint_command(**options, output=output)
         assert Fingerprints.from_json(output.read_text()).tensors == fingerprint(model).tensors
     assert command(before, before) == 0
 
@@ -198,7 +198,7 @@ def test_what_differs_between_two_checkpoints_is_said_with_their_paths(
         f"a: {tmp_path}/right.safetensors does not have it\nb: {tmp_path}/left.safetensors does not have it\n"
     )
     with pytest.raises(UsageError, match=r"left\.safetensors has a, both, .*neither\.safetensors other"):
-        fingerprint_command.run(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")
+        fingerprint_command(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")
 
 
 def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path: pathlib.Path) -> None:
@@ -207,10 +207,10 @@ def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path:
     index = tmp_path / "inside" / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
     with pytest.raises(UsageError, match=r"names files outside of its directory: \.\./x\.bin"):
-        fingerprint_command.run(checkpoint=tmp_path / "inside")
+        fingerprint_command(checkpoint=tmp_path / "inside")
     index.write_text(json.dumps({"weight_map": {"a": 1}}))
     with pytest.raises(UsageError, match="is no index of a checkpoint"):
-        fingerprint_command.run(checkpoint=tmp_path / "inside")
+        fingerprint_command(checkpoint=tmp_path / "inside")
 
 
 def test_the_program_ends_with_one_sentence(tmp_path: pathlib.Path) -> None:

@@ -177,7 +177,7 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
     report = _report_file(tmp_path, "a.json", *pages.results_of("2.13.0")[:3])
     same = str(tmp_path / "x")
     done = doctor("report", "merge", report, "--html", same, "--json", same)
-    assert (done.code, done.stderr) == (2, "fsdp-doctor: two of --json, --html name the same file\n")
+    assert (done.code, done.stderr) == (2, "fsdp-doctor: Invalid value for '--json': --html names the same file\n")
 
 
 def test_a_version_that_could_not_be_made_is_the_last_column_and_of_no_device() -> None:

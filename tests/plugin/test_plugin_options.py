@@ -22,21 +22,16 @@ else:
 _NOTHING_KEPT = ("-p", "no:cacheprovider")
 
 
-def test_k_selects_by_the_values_of_the_axes(tmp_path: pathlib.Path) -> None:
-    arguments = ("--collect-only", "-q", "-k", "test_ours and fsdp1 and not unstaged", *_NOTHING_KEPT)
-    done = run_pytest(tmp_path, *arguments, suites=["scenarios"])
-    ids = re.findall(r"::(\S+)", done.run.stdout)
-    assert ids == ["test_ours[fsdp1/none/staged]", "test_ours[fsdp1/policy/staged]"]
-
-
-def test_all_stands_for_every_value_of_an_axis(tmp_path: pathlib.Path) -> None:
+def test_k_selects_by_values_of_axes_and_all_stands_for_every_value(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_all.py").write_text(
         "import pytest\n@pytest.mark.fsdp(offload='all', staging='all')\ndef test_all(fsdp_case): ...\n"
     )
-    done = run_pytest(tmp_path, "--collect-only", "-q", *_NOTHING_KEPT)
-    ids = re.findall(r"::test_all\[(\S+)\]", done.run.stdout)
-    assert ids == [
-        f"fsdp2/{offload}/{staging}" for offload in AXIS["offload"].values for staging in AXIS["staging"].values
+    arguments = ("--collect-only", "-q", "-k", "test_all or (test_ours and fsdp1 and not unstaged)", *_NOTHING_KEPT)
+    ids = re.findall(r"::(\S+)", run_pytest(tmp_path, *arguments, suites=["scenarios"]).run.stdout)
+    every = [f"fsdp2/{offload}/{staging}" for offload in AXIS["offload"].values for staging in AXIS["staging"].values]
+    assert ids == [f"test_all[{scenario}]" for scenario in every] + [
+        "test_ours[fsdp1/none/staged]",
+        "test_ours[fsdp1/policy/staged]",
     ]
 
 
@@ -92,26 +87,10 @@ def test_a_run_that_does_not_use_it_says_what_it_says_without(tmp_path: pathlib.
     assert with_it == without
 
 
-_COST = """
-import sys, time
-import pytest
-before = set(sys.modules)
-began = time.process_time()
-import fsdp_doctor.plugin.hooks
-seconds = time.process_time() - began
-print(seconds)
-print(*sorted(set(sys.modules) - before))
-"""
-
-
-def test_to_have_it_and_not_use_it_imports_three_modules_in_some_milliseconds() -> None:
-    seconds, imported = [], set()
-    for _ in range(3):
-        first, second = run(sys.executable, "-c", _COST).stdout.splitlines()
-        seconds.append(float(first))
-        imported.add(second)
-    assert imported == {"fsdp_doctor fsdp_doctor.plugin fsdp_doctor.plugin.hooks"}
-    assert min(seconds) < 0.005
+def test_to_have_it_and_not_use_it_imports_three_modules() -> None:
+    code = "import sys, pytest; before = set(sys.modules); import fsdp_doctor.plugin.hooks; "
+    done = run(sys.executable, "-c", f"{code}print(*sorted(set(sys.modules) - before))")
+    assert done.stdout.split() == ["fsdp_doctor", "fsdp_doctor.plugin", "fsdp_doctor.plugin.hooks"]
 
 
 def test_it_is_an_entry_point_of_pytest() -> None:

@@ -1,16 +1,31 @@
-"""Tests marked fsdp: one for each scenario, verified bit by bit on every rank, and cheap once the first has run."""
+"""Tests marked fsdp, and those of docs/pytest.md: one for each scenario, verified bit by bit on every rank."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.emulation import needs_emulation
+from support.places import ROOT
 from support.plugin_runs import PytestRun, run_pytest
+
+_PAGE = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "pytest.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
     needs_emulation()
-    return run_pytest(tmp_path_factory.mktemp("scenarios"), "-p", "no:cacheprovider", suites=["scenarios"])
+    directory = tmp_path_factory.mktemp("scenarios")
+    for number, block in enumerate(_PAGE):
+        (directory / f"test_page_{number}.py").write_text(block)
+    return run_pytest(directory, "-p", "no:cacheprovider", suites=["scenarios"])
+
+
+def test_every_test_on_the_page_passes(scenarios: PytestRun) -> None:
+    names = re.findall(r"^def (test_\w+)", "\n".join(_PAGE), re.MULTILINE)
+    results = {name: result for name, result in scenarios.results.items() if name.split("[")[0] in names}
+    assert {result.outcome for result in results.values()} == {"passed"}, scenarios.run.stdout
+    assert len({name.split("[")[0] for name in results}) == len(_PAGE) == 5
 
 
 def test_a_test_is_one_for_each_scenario_with_its_id(scenarios: PytestRun) -> None:
@@ -78,10 +93,6 @@ def test_an_fsdp_mark_that_means_nothing_is_one_sentence(scenarios: PytestRun, n
     assert len(scenarios[name].message.splitlines()) == 1
 
 
-@pytest.mark.alone
-def test_the_hundredth_test_costs_less_than_a_fifth_of_a_second(scenarios: PytestRun) -> None:
-    many = [result for name, result in scenarios.results.items() if name.startswith("test_many")]
-    assert len(many) == 100
-    assert {result.outcome for result in many} == {"passed"}
-    # Of the last ones, so that a machine which is busy for a moment decides nothing.
-    assert min(result.seconds for result in many[-20:]) < 0.2
+def test_a_scenario_is_built_once_for_the_tests_that_leave_it_whole(scenarios: PytestRun) -> None:
+    outcomes = [scenarios[f"test_has_the_same_model[fsdp2/none/unstaged-{number}]"].outcome for number in range(3)]
+    assert outcomes == ["passed"] * 3

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from fsdp_doctor.cli import diff_command
+from fsdp_doctor.cli import reports
 from fsdp_doctor.report.comparison import differences, on_common_cases
 from fsdp_doctor.report.journal import read_report
 
@@ -27,7 +27,7 @@ def older(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def _exit_code(left: pathlib.Path, right: pathlib.Path, *, common: bool) -> int | str | None:
     with pytest.raises(SystemExit) as end:
-        diff_command.run(left=left, right=right, common=common)
+        reports.diff(left=left, right=right, common=common)
     return end.value.code
 
 

@@ -126,7 +126,7 @@ def test_the_command_ends_with_0_where_nothing_differs(files: tuple[pathlib.Path
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--ignore", "time"), "--ignore: unknown value 'time'; use device"),
+        (("--ignore", "time"), "'--ignore': 'time' is not one of device"),
         (("no-such-file.json",), "cannot read the report no-such-file.json"),
     ],
 )

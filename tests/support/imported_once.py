@@ -13,7 +13,7 @@ _MODULES = (
     "peft",
     "support.ranks",
     "fsdp_doctor.cli.app",
-    "fsdp_doctor.cli.probe_command",
+    "fsdp_doctor.cli.probe",
     "fsdp_doctor.probe.command",
     "fsdp_doctor.probe.workers",
 )

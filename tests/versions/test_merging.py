@@ -13,7 +13,7 @@ import pytest
 from support.places import ROOT
 from support.reports import CASES, report, result
 
-from fsdp_doctor.cli import merge_command
+from fsdp_doctor.cli.reports import merge as merge_command
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
@@ -281,7 +281,7 @@ def test_one_bad_report_is_refused_in_a_sentence_and_nothing_is_written_over(
     bad.write_bytes(content)
     merged.write_text("what was there")
     with pytest.raises(UsageError, match=said) as refused:
-        merge_command.run(reports=[good, bad], json_file=merged)
+        merge_command(reports=[good, bad], json_file=merged)
     assert "\n" not in str(refused.value)
     assert name in str(refused.value)
     assert merged.read_text() == "what was there"
@@ -293,7 +293,7 @@ def test_a_report_is_merged_whether_it_is_compressed_or_not(
     plain, compressed = tmp_path / "one.json", tmp_path / "two.json.gz"
     write_report(plain, _of("2.10.0", "crash"))
     compressed.write_bytes(_as_gzip(_REPORT_TEXT))
-    merge_command.run(reports=[plain, compressed], json_file=tmp_path / "all.json.gz")
+    merge_command(reports=[plain, compressed], json_file=tmp_path / "all.json.gz")
     printed = capsys.readouterr()
     assert f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11\n" in printed.out
     assert "1 case in 2 environments" in printed.err
@@ -310,7 +310,7 @@ def test_a_folder_tells_reports_of_one_name_apart(tmp_path: pathlib.Path) -> Non
 def test_a_file_that_is_given_twice_is_refused(tmp_path: pathlib.Path) -> None:
     write_report(tmp_path / "one.json", _of("2.10.0", "ok"))
     with pytest.raises(UsageError, match=r"one.json is given twice$"):
-        merge_command.run(reports=[tmp_path / "one.json", tmp_path / "one.json"])
+        merge_command(reports=[tmp_path / "one.json", tmp_path / "one.json"])
 
 
 def test_a_merged_report_goes_on_with_further_reports_as_if_all_were_merged_at_once(tmp_path: pathlib.Path) -> None:
@@ -319,7 +319,7 @@ def test_a_merged_report_goes_on_with_further_reports_as_if_all_were_merged_at_o
     write_merged(tmp_path / "merged.json.gz", merge({"0.json": reports[0], "2.json": reports[2]}))
     write_report(tmp_path / "1.json", reports[1])
     # Into the file that it is read from.
-    merge_command.run(reports=[tmp_path / "merged.json.gz", tmp_path / "1.json"], json_file=tmp_path / "merged.json.gz")
+    merge_command(reports=[tmp_path / "merged.json.gz", tmp_path / "1.json"], json_file=tmp_path / "merged.json.gz")
     assert read_merged(tmp_path / "merged.json.gz") == at_once
 
 
@@ -346,16 +346,16 @@ def test_where_a_file_is_written_a_line_for_each_environment_and_change_is_print
         write_report(tmp_path / name, one)
     reports = [tmp_path / name for name in files]
     changed = f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11"
-    merge_command.run(reports=reports, json_file=tmp_path / "all.json")
+    merge_command(reports=reports, json_file=tmp_path / "all.json")
     assert capsys.readouterr().out.splitlines() == [
         "torch 2.10.0, emulated\t1 ok, 1 bad, 1 not run",
         "torch 2.11.0, emulated\t2 ok, 0 bad, 1 not run",
         changed,
     ]
-    merge_command.run(reports=reports, json_file=tmp_path / "all.json", changes=True)
+    merge_command(reports=reports, json_file=tmp_path / "all.json", changes=True)
     assert capsys.readouterr().out.splitlines() == [changed]
-    merge_command.run(reports=reports, json_file=tmp_path / "all.json", every_case=True)
+    merge_command(reports=reports, json_file=tmp_path / "all.json", every_case=True)
     every = capsys.readouterr().out
-    merge_command.run(reports=reports)
+    merge_command(reports=reports)
     assert capsys.readouterr().out == every
     assert len(every.splitlines()) == 3

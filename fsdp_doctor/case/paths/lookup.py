@@ -136,15 +136,15 @@ def load_user_path(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Call
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--path {name}: cannot import {module_name}: {type(error).__name__}: {error}") from None
+        raise UsageError(f"--method {name}: cannot import {module_name}: {type(error).__name__}: {error}") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "does not exist" if function is None else f"is a {type(function).__name__}, not a function"
-        raise UsageError(f"--path {name}: {attribute or 'an empty name'} in {module_name} {what}")
+        raise UsageError(f"--method {name}: {attribute or 'an empty name'} in {module_name} {what}")
     if unknown := [parameter for parameter in asked_for(function) if parameter not in given]:
         known = ", ".join(argument for argument in given if argument != "model")
         raise UsageError(
-            f"--path {name}: a path has no argument {unknown[0]!r}; after the model its parameters can be {known}, "
+            f"--method {name}: a path has no argument {unknown[0]!r}; after the model its parameters can be {known}, "
             "and any other parameter needs a default"
         )
     return function, getattr(function, "contract", Contract())

@@ -171,6 +171,6 @@ def check_paths(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> No
     for name in names:
         if name not in known:
             raise UsageError(
-                f"--path: {', '.join(frameworks)} has no path {name!r}{nearest(name, known)}; "
-                f"`fsdp-doctor list --framework {frameworks[0]} --paths` prints them"
+                f"--method: {', '.join(frameworks)} has no method {name!r}{nearest(name, known)}; "
+                f"`fsdp-doctor list --framework {frameworks[0]} --methods` prints them"
             )

@@ -1,8 +1,9 @@
-"""``fsdp-doctor bundle``: a bug report in one file."""
+"""``fsdp-doctor bundle``, a bug report in one file, and ``fsdp-doctor env``, the facts about this machine in it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 import sys
 import tempfile
@@ -10,20 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_doctor.cli import files, values
+from fsdp_doctor.cli.options import output_file
+from fsdp_doctor.cli.output import check_writable
 from fsdp_doctor.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp_doctor.bundle import Bundle
 
-NAME = "bundle"
-EXIT_CODES = (
+BUNDLE_EXIT_CODES = (
     "Exit codes: 0 written, however the command ended; 2 usage, or the command cannot be started; "
     "4 the bundle cannot be written."
 )
 
+ENV_EXIT_CODES = "Exit codes: 0 printed; 2 usage; 4 the output cannot be written."
 
-def run(
+
+def bundle(
     *,
     log: Annotated[
         list[pathlib.Path] | None,
@@ -35,9 +38,10 @@ def run(
     ] = None,
     report: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help="A JSON report.")] = None,
     hang_after: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long the command may write nothing before it counts as hung.")
+        float,
+        typer.Option(min=0.001, metavar="SECONDS", help="How long the command may be silent before it counts as hung."),
     ] = 600.0,
-    output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="FILE", help="The zip file to write.")],
+    output: Annotated[pathlib.Path, output_file("--output", "-o", help="The zip file to write.")],
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="A command to run, after --.", show_default=False),
@@ -54,12 +58,10 @@ def run(
 
     if not (log or config or report or command):
         raise UsageError("nothing to report; give --log, --config, --report, or a command after --")
-    values.positive("--hang-after", hang_after)
-    files.check_writable(output)
-    # Where the disk is full in the end, what the command wrote is still there.
+    # If the disk is full in the end, what the command wrote is still there.
     record = output.with_name(output.name + ".log")
     if command:
-        files.check_writable(record)
+        check_writable(record)
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as directory:
         logs = [bundle.as_file(path, pathlib.Path(directory)) for path in log or ()]
         # A log that cannot be read is refused before the command runs for hours.
@@ -84,3 +86,18 @@ def _print_contents(output: pathlib.Path, made: Bundle) -> None:
     counts = ", ".join(f"{kind} ({count})" for kind, count in made.replaced.most_common())
     print(f"replaced: {counts or 'nothing'}")
     print("Read issue.md before you publish it: private text that has no known form is still in it.")
+
+
+def env(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    host_name: Annotated[bool, typer.Option("--host-name", help="Include this machine's host name.")] = False,
+) -> None:
+    """Print the environment section of a report.
+
+    Works where torch cannot be imported, too.
+    """
+    from fsdp_doctor.machine.environment import collect, lines_of
+
+    facts = collect(host_name)
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(lines_of(facts)))

@@ -1,4 +1,4 @@
-"""The fixture ``fsdp_case``: a scenario of the matrix whose path is the test's own code."""
+"""The fixtures: ``this_rank``, and ``fsdp_case``, a scenario of the matrix whose method is the test's own code."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_doctor.case.case_run import CaseRun
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.plugin.this_rank import ThisRank
 from fsdp_doctor.verdict.classification import classify, workers_are_whole
 from fsdp_doctor.verdict.records import RankReport
 
@@ -25,8 +25,32 @@ from fsdp_doctor.verdict.records import RankReport
 _MOST_KEPT = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThisRank:
+    """The rank that a test runs on. The default process group is of all ranks, with backends for CPU and device.
+
+    device: the current one; ``cpu`` if there is no other. control: a gloo group of all ranks for messages of the test
+    itself. scratch: an existing directory for this test, the same on every rank; ``tmp_path`` differs between ranks.
+    """
+
+    # The repr is the same on all ranks, so that a failure which they share reads the same on all of them.
+    rank: int = field(repr=False)
+    world_size: int
+    device: torch.device = field(repr=False)
+    control: dist.ProcessGroup = field(repr=False)
+    scratch: pathlib.Path = field(repr=False)
+
+    def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """Makes a device mesh; of one dimension over all ranks if no shape is given. Every rank must call it."""
+        return init_device_mesh(self.device.type, shape or (self.world_size,), mesh_dim_names=names)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it. It uses gloo, and does not wait for work on a device."""
+        dist.barrier(group=self.control)
+
+
 class KeptScenarios:
-    """The trainers of scenarios that tests have left whole, on this rank; the same ones on every rank.
+    """The trainers of this rank that tests have left usable; every rank keeps the same ones.
 
     whole: whether all ranks have ended every case alike, so that others can follow in the same workers.
     """
@@ -39,7 +63,7 @@ class KeptScenarios:
         return self._trainers.pop(scenario, None)
 
     def keep(self, trainer: Trainer) -> None:
-        """Lets the one go that was kept longest, where there are many."""
+        """Keeps a trainer; if there are too many, the oldest one goes."""
         if len(self._trainers) == _MOST_KEPT:
             del self._trainers[next(iter(self._trainers))]
         self._trainers[trainer.scenario] = trainer
@@ -79,12 +103,12 @@ class FsdpCase:
 
     @property
     def state(self) -> Any:
-        """What a test that loads is given, in the form that its ``promises`` name; None of one that extracts."""
+        """The checkpoint for a test that loads, in the form that its ``promises`` name; None for one that extracts."""
         return self._run.given.state
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Of a test that loads: the buffers that no state dict has, by name, on the host."""
+        """For a test that loads: the buffers that no state dict has, by name, on the host."""
         return self._run.given.buffers
 
     @property
@@ -112,22 +136,21 @@ class FsdpCase:
 
     @property
     def scratch(self) -> pathlib.Path:
-        """A directory that is there, of this test alone and the same on every rank."""
+        """An existing directory for this test, the same on every rank."""
         return self._this_rank.scratch
 
     def check(self, result: Any = None, *, unstage: bool = False) -> None:
-        """Holds what the test has done against what the model was, bit by bit, and then trains a step.
+        """Compares the result of the test with the model bit by bit, and then trains a step.
 
-        result: of a test that extracts, a mapping, or what yields (name, tensor). What it promises (names, dtype,
-        device, which ranks have data) is what ``fsdp_doctor.promises`` on the test says, and by default what a path of
-        the matrix does: every name of the state dict, in the parameter's own dtype, on the compute device, on every
-        rank.
-        Of a test that loads, what the load returned, for the names that it did not load; the model is compared.
+        result: of a test that extracts, a mapping or an iterable of (name, tensor). ``fsdp_doctor.promises`` on the
+        test declares its names, dtype, device and ranks; the default is every name of the state dict, in the
+        parameter's own dtype, on the compute device, on every rank. Of a test that loads, the return value of the load,
+        for the names that it did not load; the model is compared.
 
-        unstage: before that step a module that was staged under CPUOffloadPolicy is moved back to the CPU, where torch
-        expects its shards. Nothing trains there without it, whatever was extracted.
+        unstage: before the step, moves a module that was staged under CPUOffloadPolicy back to the CPU, where torch
+        expects its shards. Without that it cannot train, whatever was extracted.
 
-        Fails the test on every rank alike with what was found on any. Every rank must call it, once.
+        A failure of any rank fails the test on every rank alike. Every rank must call it, once.
         """
         __tracebackhide__ = True
         if self._checked:
@@ -151,7 +174,7 @@ class FsdpCase:
         return self._trainer
 
     def _raise_if_bad(self) -> None:
-        """On every rank for the same reason, so that the ranks stay together."""
+        """Skips or fails the test on every rank for the same reason, so that the ranks stay together."""
         __tracebackhide__ = True
         reports = self._reports()
         self._scenarios.whole = self._scenarios.whole and workers_are_whole(reports)
@@ -160,7 +183,7 @@ class FsdpCase:
             pytest.skip(f"unsupported: {verdict.reason}")
         if verdict.bad:
             failure = self._run.record.failure
-            # It is shown with what the rank printed; the message is the same on all ranks.
+            # Shown with the rank's output; the message is the same on all ranks.
             sys.stderr.write(failure.traceback if failure is not None else "")
             pytest.fail("\n".join([f"{verdict.kind}: {verdict.reason}", *verdict.also]))
 

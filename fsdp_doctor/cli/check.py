@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from typing import Annotated
 
 import typer
 
-from fsdp_doctor.cli import starting, values
-from fsdp_doctor.cli.starting import RankOptions
+from fsdp_doctor.cli import options, output
+from fsdp_doctor.cli.options import RankOptions
 from fsdp_doctor.errors import CannotRun, UsageError
 
-NAME = "check"
 EXIT_CODES = (
     "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; 3 it is not FSDP, or not "
     "all of it could be read; 4 the output cannot be written. With --probe, that of the probe."
 )
 
 
-def run(
+def check(
     *,
     config: Annotated[
         list[str],
@@ -41,7 +39,8 @@ def run(
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks, if the configuration does not say; --probe runs on as many.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks, if the configuration does not say; --probe runs on as many."),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Then run exactly those cases.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -50,21 +49,21 @@ def run(
 
     Prints which cases of the matrix it amounts to, and what is known about them.
     """
-    from fsdp_doctor.check import cases, check, presentation
+    from fsdp_doctor import check
+    from fsdp_doctor.check import presentation
 
-    if world_size is not None:
-        values.positive("--world-size", world_size)
     if probe and as_json:
         raise UsageError("--probe prints the probe's report, so it cannot be combined with --json")
-    result = check(config, framework_version=framework_version, world_size=world_size, torch_version=torch_version)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    result = check.check(
+        config, framework_version=framework_version, world_size=world_size, torch_version=torch_version
+    )
+    output.replace_unprintable("backslashreplace")
     sys.stdout.write(presentation.as_json(result) if as_json else presentation.as_text(result))
     if not probe:
         raise SystemExit(result.exit_code)
     sys.stdout.flush()
-    options = [word for case in cases(result) for word in ("--case", case.id)]
-    if not options:
+    selection = [word for case in check.cases(result) for word in ("--case", case.id)]
+    if not selection:
         raise CannotRun("the configuration does not amount to any case that the probe can run")
-    starting.check_versions()
-    starting.start_ranks(RankOptions(nproc=world_size), ["probe", *options])
+    options.check_versions()
+    options.start_ranks(RankOptions(nproc=world_size), ["probe", *selection])

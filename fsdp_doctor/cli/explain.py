@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pathlib
 import shutil
@@ -11,13 +10,13 @@ from typing import Annotated
 
 import typer
 
+from fsdp_doctor.cli.output import replace_unprintable
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 
-NAME = "explain"
 EXIT_CODES = "Exit codes: 0 the catalogue knows the cause; 1 it does not; 2 usage; 4 the output cannot be written."
 
 
-def run(
+def explain(
     *,
     logs: Annotated[
         list[str] | None,
@@ -37,13 +36,14 @@ def run(
         raise UsageError("--entry and --list print the catalogue and read no file; use them without a FILE")
     if logs and logs.count("-") > 1:
         raise UsageError("standard input can be read only once; give a single -")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    replace_unprintable("backslashreplace")
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
     if all_ or entry is not None:
         _print_catalogue(entry, as_json=as_json, width=width)
     else:
-        _explain([None if log == "-" else pathlib.Path(log) for log in logs or ["-"]], as_json=as_json, width=width)
+        _print_explanation(
+            [None if log == "-" else pathlib.Path(log) for log in logs or ["-"]], as_json=as_json, width=width
+        )
 
 
 def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
@@ -59,7 +59,7 @@ def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
         print("\n".join(f"{known.id}\t{known.verdict}\t{known.evidence}\t{known.title}" for known in chosen))
 
 
-def _explain(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
+def _print_explanation(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
     from fsdp_doctor.explain import explain, text
 
     for log in logs:
@@ -70,7 +70,7 @@ def _explain(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> N
 
 
 def _announce_wait(log: pathlib.Path | None) -> None:
-    """Says what a command waits for that may wait long: a terminal, a named pipe."""
+    """Prints what the command waits for if that may take long: a terminal, a named pipe."""
     if log is None and sys.stdin is not None and sys.stdin.isatty():
         print("fsdp-doctor: waiting for a log on standard input; Ctrl-D ends it", file=sys.stderr)
     elif log is not None and log.is_fifo():

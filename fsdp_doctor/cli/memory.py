@@ -1,0 +1,265 @@
+"""``fsdp-doctor memory measure``, ``plan`` and ``rollout``: where the memory of a job goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from fsdp_doctor.bench.request import STRATEGIES
+from fsdp_doctor.cli import options, output, probe
+from fsdp_doctor.cli.options import DeviceOptions, model_shape, one_of, output_file, size, word_list
+from fsdp_doctor.cli.selection import Selected, SelectionOptions, axis_option
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
+from fsdp_doctor.machine import devices, imports
+from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
+from fsdp_doctor.plan.named_shapes import MOST_LAYERS
+
+if TYPE_CHECKING:
+    from fsdp_doctor.plan.job import PlanOptions
+    from fsdp_doctor.report.formats import Format
+
+MEASURE_EXIT_CODES = (
+    "Exit codes: 0 measured; 1 measured, and a case broke; 2 usage; 3 cannot run here, or no stage could be measured; "
+    "4 the doctor's own fault; 130 interrupted."
+)
+PLAN_EXIT_CODES = (
+    "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
+    "4 the doctor's own fault."
+)
+ROLLOUT_EXIT_CODES = (
+    "Exit codes: 0 the engine started beside the loaded model; 1 it was refused; 2 usage; 3 cannot run here; "
+    "4 the doctor's own fault."
+)
+_FORMATS: dict[str, Format] = {"table": "memory", "json": "ledgers", "svg": "memory-svg"}
+# Fewer bytes are a number without a unit, meant in GiB.
+_LEAST_MEMORY = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    PANEL: ClassVar[str] = "Job"
+
+    strategy: Annotated[list[str] | None, axis_option("strategy", "fsdp2")] = None
+    offload: Annotated[list[str] | None, axis_option("offload", "none,param+optimizer,policy")] = None
+    staging: Annotated[list[str] | None, axis_option("staging", "staged")] = None
+    sharding: Annotated[list[str] | None, axis_option("sharding", "full")] = None
+    pinning: Annotated[list[str] | None, axis_option("pinning", "pinned")] = None
+    model: Annotated[
+        list[str] | None,
+        word_list(help="A built-in model (see `fsdp-doctor list --axes`), or the directory of a configuration."),
+    ] = None
+    method: Annotated[
+        list[str] | None,
+        word_list(
+            "--method",
+            "--path",
+            help="The method that extracts; module:function adds one of your own.  [default: full_tensors]",
+        ),
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of each rank in a training step.")] = SMALL_STEP.batch
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = SMALL_STEP.sequence
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Compute decoder layers anew in the backward.")
+    ] = False
+
+    def select(self) -> Selected:
+        """Selects a scenario for each combination, with the named methods. Raises as SelectionOptions.select does."""
+        methods = self.method or ["full_tensors"]
+        selected = SelectionOptions(
+            direction="out",
+            strategy=self.strategy,
+            offload=self.offload,
+            staging=self.staging,
+            sharding=self.sharding,
+            pinning=self.pinning,
+            model=self.model or ["qwen3"],
+            dims=["even"],
+            phase=["trained"],
+            backend=["mixed"],
+            transfer=["blocking"],
+            precision=["bf16-compute"],
+            context=["ordinary"],
+            method=methods,
+        ).select()
+        # With a function of the user, a probe runs all methods of the matrix, too.
+        return dataclasses.replace(selected, cases=tuple(case for case in selected.cases if case.path in methods))
+
+
+def measure(
+    *,
+    job: JobOptions,
+    ranks: DeviceOptions,
+    format: Annotated[str, one_of(_FORMATS, help="Of stdout:")] = "table",
+    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write every rank's ledgers.")] = None,
+    svg: Annotated[pathlib.Path | None, output_file(help="Write the picture.")] = None,
+    html: Annotated[pathlib.Path | None, output_file(help="Write the picture into a page, with the verdicts.")] = None,
+) -> None:
+    """Measure the memory of each rank at each stage of a job, by class.
+
+    A job is built, trains, is offloaded, staged, extracted from, offloaded again, loaded, and trains on.
+    Under torchrun it runs on torchrun's ranks; otherwise it starts torchrun on this node.
+
+    An option that takes a list can be repeated, or take several values separated by commas.
+    """
+    from fsdp_doctor.probe.probe_options import ProbeOptions
+
+    selected = job.select()
+    outputs: dict[Format, pathlib.Path | None] = {"ledgers": json_file, "memory-svg": svg}
+    probe.conduct(
+        ProbeOptions(
+            cases=selected.cases,
+            device=ranks.run_device,
+            model=selected.model,
+            training=TrainingSize(batch=job.batch, sequence=job.sequence, checkpointing=job.activation_checkpointing),
+            with_ledgers=True,
+            format=_FORMATS[format],
+            outputs={name: file for name, file in outputs.items() if file is not None},
+            page=html,
+        ),
+        ranks,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSizeOptions:
+    PANEL: ClassVar[str] = "Job"
+
+    model: Annotated[str | None, model_shape(help="  [default: as configured]")] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_LAYERS, help="Number of decoder layers, instead of the model's own."),
+    ] = None
+    gpus: Annotated[int | None, typer.Option(min=1, help="Devices of each node.  [default: as configured, else 8]")] = (
+        None
+    )
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.  [default: as configured]")] = None
+    gpu_memory: Annotated[int, size(help="Of each device.", show_default="80GiB")] = 80 << 30
+    host_memory: Annotated[int | None, size(help="Of each node.")] = None
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.  [default: as configured]")] = None
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that are computed at once.  [default: as configured]")
+    ] = None
+
+    def read(self, framework_version: str | None) -> PlanOptions:
+        from fsdp_doctor.plan.job import PlanOptions
+
+        for option, memory in (("--gpu-memory", self.gpu_memory), ("--host-memory", self.host_memory)):
+            if memory is not None and memory < _LEAST_MEMORY:
+                raise UsageError(f"{option} {memory}: that is {memory} bytes; give a unit, as in 80GiB")
+        return PlanOptions(
+            model=self.model,
+            layers=self.layers,
+            gpus=self.gpus,
+            nodes=self.nodes,
+            gpu_memory=self.gpu_memory,
+            host_memory=self.host_memory,
+            length=self.seq_len,
+            sequences=self.micro_batch,
+            framework_version=framework_version,
+        )
+
+
+def plan(
+    *,
+    config: Annotated[
+        list[str],
+        typer.Option(help="What `fsdp-doctor check` reads: a file, - or an override a.b=value; can be repeated."),
+    ],
+    job: JobSizeOptions,
+    framework_version: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Of the framework, as for check.")
+    ] = None,
+    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the predicted ledgers.")] = None,
+    svg: Annotated[pathlib.Path | None, output_file(help="Write a picture of the stages.")] = None,
+) -> None:
+    """Predict the memory of a training job on each device and host, without a GPU and without weights.
+
+    Prints each stage of each model, what shares a device at once, and where it does not fit, each setting that
+    alone makes it fit.
+    """
+    asked = job.read(framework_version)
+    from fsdp_doctor.plan.job import read_job
+
+    job_setup = read_job(config, asked)
+    options.check_versions()
+    from fsdp_doctor.ledgers.ledger_views import ledgers_svg
+    from fsdp_doctor.plan.job_plan import Planner
+    from fsdp_doctor.plan.plan_text import plan_as_json, plan_as_text
+
+    planner = Planner()
+    plan = planner.plan(job_setup)
+    sys.stdout.write(plan_as_text(plan, planner.advise(plan)))
+    if json_file is not None:
+        output.write(json_file, plan_as_json(plan))
+    if svg is not None:
+        output.write(svg, ledgers_svg(ledger for role in plan.roles for ledger in role.first))
+    raise SystemExit(EXIT_OK if plan.fits else EXIT_BAD_VERDICT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    PANEL: ClassVar[str] = "Trainer"
+
+    model: Annotated[str, model_shape()] = "small"
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of decoder layers, instead of the model's own.")] = (
+        None
+    )
+    strategy: Annotated[str, one_of(STRATEGIES)] = "fsdp2"
+    sharding: Annotated[str, one_of(("size1", "full"))] = "size1"
+    dtype: Annotated[str, one_of(("bf16", "fp32"), help="Of the trainer's parameters:")] = "bf16"
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Number of ranks of the trainer; the engine is on the first device.")
+    ] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    PANEL: ClassVar[str] = "Engine"
+
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(min=0.001, max=1, help="The share of the device's memory that the engine wants."),
+    ] = 0.8
+    device: Annotated[str, one_of(devices.NAMES, help="One of")] = "auto"
+    device_memory: Annotated[int | None, size(help="Memory that each device has, for example 24GiB.")] = None
+
+
+def rollout(
+    *,
+    trainer: TrainerOptions,
+    engine: EngineOptions,
+    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write all ledgers.")] = None,
+) -> None:
+    """Start a rollout engine beside a trainer's worker: what each holds, and whether the engine's share is free.
+
+    The engine is a stand-in: it asks for its share of the device's memory as vLLM does, and holds weights and a cache.
+    It is started beside a worker that has loaded the FSDP model, and beside one that has not.
+    """
+    options.check_versions()
+    with imports.of_what_stays():
+        from fsdp_doctor.bench.sharded_model import load_trainer
+        from fsdp_doctor.memory import rollout
+        from fsdp_doctor.plan.meta_model import on_meta
+
+    request = rollout.RolloutRequest(
+        model=trainer.model,
+        layers=trainer.layers,
+        strategy=trainer.strategy,
+        sharding="size1" if trainer.sharding == "size1" else "full",
+        dtype=trainer.dtype,
+        utilization=engine.gpu_memory_utilization,
+        device=devices.resolve(engine.device),
+        memory=engine.device_memory,
+        ranks=trainer.nproc,
+    )
+    weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
+    attempts = rollout.start_engine_beside_trainer(request, weights, load_trainer)
+    sys.stdout.write(rollout.rollout_as_text(request, attempts))
+    if json_file is not None:
+        output.write(json_file, rollout.rollout_as_json(request, attempts))
+    raise SystemExit(EXIT_BAD_VERDICT if attempts[0].start.refusal else EXIT_OK)

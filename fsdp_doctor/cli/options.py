@@ -1,0 +1,219 @@
+"""How options are declared and read: groups of options, words of a closed set, sizes, files to write, models, ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
+
+import typer
+from typing_extensions import get_type_hints
+
+from fsdp_doctor.cli.output import check_writable
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine import devices, launch, versions
+from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.matrix.axes import nearest
+from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
+from fsdp_doctor.report.formats import FORMATS
+
+if TYPE_CHECKING:
+    from fsdp_doctor.probe.baseline import Baseline
+
+_NEEDED = {"torch": "2.6", "transformers": "4.56"}
+_OUTPUTS = "fsdp_doctor.outputs"
+
+
+def flatten(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces each parameter of ``command`` that is a dataclass by the dataclass's fields, which typer makes options.
+
+    A field's annotation is ``Annotated[type, typer.Option(...)]``. ``PANEL`` of the dataclass names the panel of the
+    help that lists its options.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        if not dataclasses.is_dataclass(hints[name]):
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        group = groups[name] = hints[name]
+        types = get_type_hints(group, include_extras=True)
+        for field in dataclasses.fields(group):
+            types[field.name].__metadata__[0].rich_help_panel = group.PANEL
+            parameters.append(parameter.replace(name=field.name, annotation=types[field.name], default=field.default))
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        command(**values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def split(values: Iterable[str] | None) -> list[str]:
+    """The words of an option that can be repeated and whose values can be several, separated by commas; each once."""
+    words = (part.strip() for value in values or () for part in value.split(","))
+    return list(dict.fromkeys(filter(None, words)))
+
+
+def word_list(*names: str, help: str, metavar: str | None = None) -> Any:
+    """An option of any words: it can be repeated, or take several separated by commas."""
+    return typer.Option(*names, help=help, metavar=metavar, callback=split)
+
+
+def one_of(known: Iterable[str], *names: str, help: str = "", default: str = "") -> Any:
+    """An option whose value is among ``known``; of type list, one that takes several, also separated by commas.
+
+    known: the values, or their meanings by value. default: of a list, as it is written on the command line.
+    """
+    words = list(known)
+
+    def check(option: typer.CallbackParam, value: Any) -> Any:
+        several = getattr(option, "multiple", False)
+        chosen = split(value or [default]) if several else [value] if value is not None else []
+        for word in chosen:
+            if word not in words:
+                raise typer.BadParameter(f"{word!r} is not one of {', '.join(words)}{nearest(word, words)}")
+        return chosen if several else value
+
+    def complete() -> list[Any]:
+        return list(known.items()) if isinstance(known, Mapping) else words
+
+    text = " ".join(filter(None, [help, f"{', '.join(words)}."]))
+    shown = f"{text}  [default: {default}]" if default else text
+    return typer.Option(*names, help=shown, callback=check, autocompletion=complete)
+
+
+def size(*names: str, help: str, show_default: str | bool = True) -> Any:
+    """An option whose value is a number of bytes, written like 512MiB, 8GiB or 1000000."""
+    return typer.Option(*names, help=help, metavar="SIZE", parser=bytes_of, show_default=show_default)
+
+
+def bytes_of(text: str, option: str | None = None) -> int:
+    """Raises BadParameter, which names ``option`` if it is given, and otherwise the option that is being read."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", str(text), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise typer.BadParameter(f"{text!r} is not a size; use one like 8GiB", param_hint=option)
+    unit = (match[2] or "").lower()
+    step = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * step ** (" kmgt".index(unit[0]) if unit else 0))
+
+
+def output_file(*names: str, help: str, metavar: str = "FILE") -> Any:
+    """An option that names a file to write. It is refused if it cannot be written, or if another option names it."""
+    return typer.Option(*names, help=help, metavar=metavar, callback=_check_output)
+
+
+def _check_output(
+    context: typer.Context, option: typer.CallbackParam, file: pathlib.Path | None
+) -> pathlib.Path | None:
+    if file is None or context.resilient_parsing or not launch.is_rank_zero():
+        return file
+    outputs = context.meta.setdefault(_OUTPUTS, {})
+    other = outputs.setdefault(file.resolve(), option.opts[0])
+    if other != option.opts[0]:
+        raise typer.BadParameter(f"{other} names the same file")
+    check_writable(file)
+    return file
+
+
+def model_shape(*, help: str = "") -> Any:
+    """An option for a model without weights: one of our shapes, or the directory of a configuration."""
+
+    def check(value: str | None) -> str | None:
+        if value is None or value in MODEL_SHAPES:
+            return value
+        return str(model_directory(value, MODEL_SHAPES))
+
+    text = f"{', '.join(MODEL_SHAPES)}; or the directory of a Hugging Face configuration.{help}"
+    return typer.Option(help=text, callback=check, autocompletion=lambda: list(MODEL_SHAPES))
+
+
+def model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
+    """The directory of a Hugging Face configuration. Raises UsageError if it does not hold one."""
+    directory = pathlib.Path(os.path.expanduser(value))
+    # pathlib's is_dir raises for a name that is too long.
+    if not value.strip() or not os.path.isdir(directory):
+        raise UsageError(f"--model {value}: neither a built-in model ({', '.join(built_in)}) nor a directory")
+    try:
+        data = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise UsageError(f"--model {value}: the directory has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {value}: cannot read config.json: {error}") from None
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise UsageError(f"--model {value}: config.json has no model_type, so it is no Hugging Face configuration")
+    return directory.resolve()
+
+
+def read_expectation(value: str | None) -> Baseline | None:
+    """Reads what ``--expect`` names: the catalogue, or a file of expectations, or a report."""
+    from fsdp_doctor.report.expected_failures import read_expected_failures
+    from fsdp_doctor.report.journal import read_report
+
+    if value is None or value == "known":
+        return "known" if value else None
+    file = pathlib.Path(value)
+    return read_expected_failures(file) if file.suffix == ".toml" else read_report(file)
+
+
+def report_format(*beside: str, help: str = "") -> Any:
+    """An option for a format of reports, or for one of the words ``beside``."""
+    return one_of((*beside, *FORMATS), help=help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    PANEL: ClassVar[str] = "Ranks and devices"
+
+    device: Annotated[
+        str, one_of(devices.NAMES, help="auto is the accelerator that torch sees, or else emulated. One of")
+    ] = "auto"
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of ranks to start when not run under torchrun.  "
+            "[default: one per accelerator, or 2 without one]",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(RankOptions):
+    device_memory: Annotated[int | None, size(help="Memory that each device has, for example 2GiB.")] = None
+    no_late_completion: Annotated[
+        bool,
+        typer.Option("--no-late-completion", help="Let non-blocking copies of the emulated device finish immediately."),
+    ] = False
+
+    @property
+    def run_device(self) -> RunDevice:
+        return RunDevice(type=self.device, memory=self.device_memory, late_completion=not self.no_late_completion)
+
+
+def check_versions() -> None:
+    """Raises CannotRun if torch or transformers is missing or too old. Imports neither."""
+    for package, oldest in _NEEDED.items():
+        versions.require(package, oldest)
+
+
+def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs this program again under torchrun, and exits with the exit code of rank 0.
+
+    arguments: of the program; by default those of this command line.
+    """
+    nproc = ranks.nproc or launch.num_ranks(ranks.device)
+    raise SystemExit(launch.start_torchrun(sys.argv[1:] if arguments is None else arguments, nproc))

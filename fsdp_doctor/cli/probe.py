@@ -1,0 +1,188 @@
+"""``fsdp-doctor probe`` and ``fsdp-doctor repro``: run cases of the matrix, and write one as a standalone script."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+import typer
+
+from fsdp_doctor.cli import options, output
+from fsdp_doctor.cli.options import DeviceOptions, output_file, report_format, size
+from fsdp_doctor.cli.selection import SelectionOptions
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine import launch
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.matrix.selection import Selection, select
+
+if TYPE_CHECKING:
+    from fsdp_doctor.probe.probe_options import ProbeOptions
+    from fsdp_doctor.report.formats import Format
+
+PROBE_EXIT_CODES = (
+    "Exit codes: 0 nothing bad, or all as --expect says; 1 a bad verdict, or one that --expect does not have; "
+    "2 usage; 3 cannot run here; 4 the doctor's own fault; 130 interrupted."
+)
+REPRO_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
+
+
+def _seconds(*, help: str) -> Any:
+    return typer.Option(min=0.001, metavar="SECONDS", help=help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRankOptions(DeviceOptions):
+    saved_by: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of ranks that save the checkpoint of other-world.  "
+            "[default: one more than load it, or one less where there are no more devices]",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    PANEL: ClassVar[str] = "Limits"
+
+    timeout: Annotated[
+        float | None,
+        _seconds(help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"),
+    ] = None
+    start_timeout: Annotated[float, _seconds(help="Seconds for starting workers and building a model.")] = 300.0
+    grace: Annotated[
+        float | None,
+        _seconds(help="Seconds to wait for the other ranks after one has failed.  [default: 5, or 2 if they idle]"),
+    ] = None
+    host_memory: Annotated[int | None, size(help="Host memory that one worker may use, for example 8GiB.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    PANEL: ClassVar[str] = "Output"
+
+    format: Annotated[str, report_format("auto", help="memory, memory-svg and ledgers need --memory.")] = "auto"
+    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the whole report.")] = None
+    markdown: Annotated[pathlib.Path | None, output_file(help="Write the report for a GitHub issue.")] = None
+    junit: Annotated[pathlib.Path | None, output_file(help="Write JUnit XML.")] = None
+    svg: Annotated[pathlib.Path | None, output_file(help="Write a picture of the matrix.")] = None
+    html: Annotated[pathlib.Path | None, output_file(help="Write a page to look cases up in.")] = None
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Add to the report what each rank holds at each stage, of cases that extract."),
+    ] = False
+    host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's host name into the report.")] = (
+        False
+    )
+
+    @property
+    def files(self) -> dict[Format, pathlib.Path]:
+        """The files that were asked for, by format."""
+        named: dict[Format, pathlib.Path | None] = {
+            "json": self.json_file,
+            "markdown": self.markdown,
+            "junit": self.junit,
+            "svg": self.svg,
+        }
+        return {name: file for name, file in named.items() if file is not None}
+
+
+def probe(
+    *,
+    selection: SelectionOptions,
+    ranks: ProbeRankOptions,
+    limits: LimitOptions,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Run each bad case a second time, in fresh workers.")
+    ] = False,
+    outputs: OutputOptions,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="known|TOML|REPORT",
+            help="The expected verdicts: as the catalogue has them for this torch, device and number of ranks, "
+            "as in a TOML file that `fsdp-doctor report expect` writes, or as in a JSON report. Exit code 1 if there "
+            "are others, which are listed.",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,
+) -> None:
+    """Run the matrix and report what works here.
+
+    Under torchrun it runs on torchrun's ranks; otherwise it starts torchrun on this node.
+
+    An option that selects cases can be repeated, or take several values separated by commas.
+    """
+    from fsdp_doctor.probe.probe_options import ProbeOptions
+    from fsdp_doctor.report.journal import journal_of, read_report
+
+    if resume and outputs.json_file is None:
+        raise UsageError("--resume continues the report that --json names; give --json FILE")
+    if outputs.json_file is not None:
+        output.check_writable(journal_of(outputs.json_file))
+    selected = selection.select()
+    earlier = outputs.json_file if resume else None
+    conduct(
+        ProbeOptions(
+            cases=selected.cases,
+            device=ranks.run_device,
+            model=selected.model,
+            timeout=limits.timeout,
+            start_timeout=limits.start_timeout,
+            grace=limits.grace,
+            host_memory=limits.host_memory,
+            saved_by=ranks.saved_by,
+            confirm=confirm,
+            with_ledgers=outputs.memory,
+            format=cast("Format | Literal['auto']", outputs.format),
+            outputs=outputs.files,
+            page=outputs.html,
+            expect=options.read_expectation(expect),
+            resume_from=read_report(earlier) if earlier and earlier.exists() else None,
+            host_name=outputs.host_name,
+        ),
+        ranks,
+    )
+
+
+def conduct(asked: ProbeOptions, ranks: options.RankOptions) -> None:
+    """Runs a probe as rank 0, or starts torchrun if this is no rank of a job, and exits as the probe does."""
+    options.check_versions()
+    if not launch.under_torchrun():
+        options.start_ranks(ranks)
+    from fsdp_doctor.probe.command import conduct
+
+    code = conduct(asked)
+    if code:
+        launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
+    raise SystemExit(code)
+
+
+def repro(
+    *,
+    case: Annotated[str, typer.Argument(metavar="CASE", help="The id of a case.")],
+    out: Annotated[
+        pathlib.Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write to a file instead of stdout.")
+    ] = None,
+    report: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="REPORT", help="Expect the verdict in this JSON report, instead of the catalogue's."),
+    ] = None,
+) -> None:
+    """Write a standalone script that reproduces a case.
+
+    It runs under torchrun and needs torch and transformers alone (and peft, for a case with adapters); that of a
+    framework's case needs the framework, and two GPUs.
+    """
+    from fsdp_doctor import repro
+    from fsdp_doctor.report.journal import read_report
+
+    chosen = select(Selection(case_ids=(case,)))[0]
+    expectation = repro.reported(chosen, read_report(report)) if report is not None else repro.expected(chosen)
+    name = out.name if out is not None else "repro.py"
+    if isinstance(chosen, FrameworkCase):
+        output.write(out, repro.framework_script(chosen, expectation, name))
+    else:
+        output.write(out, repro.script(chosen, expectation, name))

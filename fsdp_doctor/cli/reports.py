@@ -1,0 +1,278 @@
+"""``fsdp-doctor report``: shows, compares, merges and makes reports of the probe."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from fsdp_doctor.cli import output
+from fsdp_doctor.cli.options import flatten, one_of, output_file, read_expectation, report_format, word_list
+from fsdp_doctor.cli.probe import probe
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, FsdpDoctorError, Interrupted, UsageError
+from fsdp_doctor.report.comparison import IGNORABLE
+
+if TYPE_CHECKING:
+    from fsdp_doctor.probe.baseline import Baseline
+    from fsdp_doctor.versions.sweeping import Swept
+
+SHOW_EXIT_CODES = "Exit codes: 0 printed, whatever the verdicts; 2 usage; 4 the output cannot be written."
+DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
+MERGE_EXIT_CODES = "Exit codes: 0 merged, whatever the verdicts; 2 usage; 4 the output cannot be written."
+EXPECT_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
+SWEEP_EXIT_CODES = (
+    "Exit codes: 0 every version ran and has nothing bad, or all as --expect says; 1 a bad verdict, or one that "
+    "--expect does not have; 2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; "
+    "130 interrupted."
+)
+_WRITTEN_BY_SWEEP = ("json_file", "markdown", "junit", "svg")
+
+
+def show(
+    *,
+    file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
+    format: Annotated[
+        str, report_format(help="memory, memory-svg and ledgers of a report made with --memory.")
+    ] = "table",
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="known|TOML|REPORT",
+            help="For github and junit: the expected verdicts, as for `fsdp-doctor probe --expect`.  "
+            "[default: for github, known]",
+        ),
+    ] = None,
+    out: Annotated[
+        pathlib.Path | None, output_file("--output", "-o", help="Write to a file instead of stdout.")
+    ] = None,
+) -> None:
+    """Convert a JSON report to any of the formats."""
+    from fsdp_doctor.probe import baseline
+    from fsdp_doctor.report import formats
+    from fsdp_doctor.report.document import context_of
+    from fsdp_doctor.report.github import write_step_summary
+    from fsdp_doctor.report.journal import read_report
+    from fsdp_doctor.report.layout import summary
+
+    report = read_report(file)
+    context = context_of(report)
+    expected = read_expectation(expect)
+    surprises = baseline.surprises(report, expected or "known", context) if format == "github" else []
+    if format == "github":
+        write_step_summary(report, surprises)
+    on_terminal = out is None and sys.stdout.isatty()
+    text = formats.render(
+        report,
+        cast("formats.Format", format),
+        width=shutil.get_terminal_size((132, 24)).columns,
+        color=on_terminal and "NO_COLOR" not in os.environ,
+        surprises=surprises,
+        expected=baseline.as_expected(report, expected, context),
+    )
+    output.write(out, text)
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(summary(report), file=sys.stderr)
+
+
+def diff(
+    *,
+    left: Annotated[pathlib.Path, typer.Argument(help="A JSON report, also as .json.gz.")],
+    right: Annotated[pathlib.Path, typer.Argument(help="Another one.")],
+    ignore: Annotated[list[str] | None, one_of(IGNORABLE, help="Treat all device types as the same:")] = None,
+    common: Annotated[
+        bool, typer.Option("--common", help="List the cases that only one report has, but do not count them.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Compare two reports case by case.
+
+    Compared are the verdict, the exception and its message, the ranks, what was yielded, and the next training step.
+    """
+    from fsdp_doctor.report import comparison
+    from fsdp_doctor.report.journal import read_report
+
+    reports = read_report(left), read_report(right)
+    differences = comparison.differences(*reports, frozenset(ignore or ()))
+    if as_json:
+        print(json.dumps([dataclasses.asdict(difference) for difference in differences], indent=1))
+    else:
+        for difference in differences:
+            print(*dataclasses.astuple(difference), sep="\t")
+    print(comparison.sentence(differences, *reports), file=sys.stderr)
+    counted = comparison.on_common_cases(differences) if common else differences
+    raise SystemExit(EXIT_BAD_VERDICT if counted else EXIT_OK)
+
+
+def merge(
+    *,
+    reports: Annotated[list[pathlib.Path], typer.Argument(help="JSON reports, also partial, merged or .json.gz.")],
+    json_file: Annotated[
+        pathlib.Path | None,
+        output_file("--json", metavar="MERGED", help="Write the merged report; gzip's if the name ends in .gz."),
+    ] = None,
+    html: Annotated[
+        pathlib.Path | None, output_file(help="Write a page to look cases up in: one file, which needs no network.")
+    ] = None,
+    changes: Annotated[
+        bool, typer.Option("--changes", help="Print only the cases that two versions do not agree on.")
+    ] = False,
+    every_case: Annotated[
+        bool, typer.Option("--cases", help="Print a line for each case, also where a file is written.")
+    ] = False,
+) -> None:
+    """Merge reports of several versions of torch or of a framework into one, and say what changed between them.
+
+    Prints a line for each case: what it showed since which version. Where a file is written, it prints a line for each
+    environment, and for each case that changed.
+    """
+    from fsdp_doctor.page import write_page
+    from fsdp_doctor.versions.merged import read_either, write_merged
+    from fsdp_doctor.versions.merged_text import case_lines, environment_lines, incomplete_lines, merged_summary
+    from fsdp_doctor.versions.merging import merge, names_beside
+
+    names = names_beside(reports, json_file)
+    merged = merge({name: read_either(file) for name, file in zip(names, reports, strict=True)})
+    if json_file is not None:
+        write_merged(json_file, merged)
+    if html is not None:
+        write_page(html, merged)
+    brief = (json_file is not None or html is not None) and not every_case
+    lines = [
+        *(environment_lines(merged) if brief and not changes else incomplete_lines(merged)),
+        *case_lines(merged, only_changes=changes or brief),
+    ]
+    if lines:
+        print("\n".join(lines))
+    print(merged_summary(merged), file=sys.stderr)
+
+
+def expect(
+    *,
+    report: Annotated[pathlib.Path, typer.Argument(help="A JSON report, also as .json.gz.")],
+    out: Annotated[
+        pathlib.Path | None, output_file("--output", "-o", help="Write to a file instead of stdout.")
+    ] = None,
+) -> None:
+    """Write the bad verdicts of a report as a TOML file for `fsdp-doctor probe --expect`.
+
+    It has a table for each failure: patterns of the cases, the verdict, words of its reason, a link.
+    """
+    from fsdp_doctor.report.expectation_toml import expectation_toml
+    from fsdp_doctor.report.journal import read_report
+
+    output.write(out, expectation_toml(read_report(report)))
+
+
+def sweep(
+    *,
+    probe_options: Annotated[
+        list[str] | None, typer.Argument(metavar="-- PROBE OPTIONS", help="Options of `fsdp-doctor probe`.")
+    ] = None,
+    torch: Annotated[
+        list[str] | None, word_list(help="Versions, separated by commas. 2.10 is its newest patch release.")
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        word_list("--with", metavar="PACKAGE==VERSION", help="Install this, too; several are separated by commas."),
+    ] = None,
+    directory: Annotated[
+        pathlib.Path, typer.Option(help="Where the reports and logs are kept, and environments are made.")
+    ] = pathlib.Path("sweep"),
+) -> None:
+    """Run the probe with several versions of torch, each in an environment of its own.
+
+    Environments are made by uv, or else by venv and pip, one after the other, and removed after their run. A version
+    whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there is no
+    emulated device, the CPU is used unless torch sees an accelerator.
+    """
+    from fsdp_doctor.versions import sweeping
+
+    planned = sweeping.Sweep(
+        versions=_check_versions(torch or []),
+        requirements=tuple(beside or ()),
+        options=tuple(probe_options or ()),
+        directory=directory,
+    )
+    parsed = _parse_probe(planned.options)
+    if parsed["resume"] or any(parsed[name] for name in _WRITTEN_BY_SWEEP):
+        raise UsageError(
+            "a sweep writes the reports itself and continues them; leave out --json, --markdown, --junit, --svg and "
+            "--resume, and make other formats with `fsdp-doctor report show`"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the directory {directory}: {error.strerror or error}") from None
+    sweeping.check(planned)
+    # So that the environment is removed and its probe ends when this process is stopped.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    swept = []
+    try:
+        for version in sweeping.run(planned):
+            swept.append(version)
+            print(_result_line(version), flush=True)
+    except _Signal as name:
+        raise Interrupted(f"stopped by {name}; what ran is kept, and the same command goes on with it") from None
+    # The worst of all versions: a fault of ours, then a version that could not run, then a verdict.
+    expected = read_expectation(parsed["expect"])
+    raise SystemExit(max(_exit_code(version, expected) for version in swept))
+
+
+class _Signal(BaseException):
+    """A BaseException, because importlib.metadata suppresses every Exception while it looks into a directory."""
+
+
+def _stop(number: int, _: object) -> None:
+    raise _Signal(signal.Signals(number).name)
+
+
+def _check_versions(versions: Sequence[str]) -> tuple[str, ...]:
+    from packaging.version import InvalidVersion, Version
+
+    if not versions:
+        raise UsageError("--torch names no version; give one or more, as in --torch 2.10,2.13.0")
+    for version in versions:
+        try:
+            Version(version)
+        except InvalidVersion:
+            raise UsageError(f"--torch: {version!r} is not a version; give one or more, as in 2.10,2.13.0") from None
+    return tuple(versions)
+
+
+def _parse_probe(words: Sequence[str]) -> dict[str, Any]:
+    """Parses options of ``fsdp-doctor probe``, before anything is installed. Wrong ones are usage errors."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(flatten(probe))
+    return typer.main.get_command(app).make_context("fsdp-doctor probe", list(words)).params
+
+
+def _result_line(swept: Swept) -> str:
+    from fsdp_doctor.report.layout import summary
+
+    result = summary(swept.report) if swept.report.results else swept.trouble
+    return f"torch {swept.version}\t{result}\t{swept.file}"
+
+
+def _exit_code(swept: Swept, expected: Baseline) -> int:
+    from fsdp_doctor.probe import baseline
+    from fsdp_doctor.report.document import context_of
+
+    if swept.trouble or not swept.report.complete:
+        return swept.exit_code
+    surprises = baseline.surprises(swept.report, expected, context_of(swept.report))
+    for sentence in surprises:
+        print(f"torch {swept.version}: {sentence}", file=sys.stderr)
+    try:
+        return baseline.exit_code(swept.report, expected, surprises)
+    except FsdpDoctorError as error:
+        return error.exit_code
