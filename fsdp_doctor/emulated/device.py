@@ -1,105 +1,42 @@
-"""``torch.emulated``: what ``torch.cuda`` is to CUDA. PyTorch and its libraries find it under this name."""
+"""``torch.emulated``, the counterpart of ``torch.cuda``: PyTorch and its libraries find the device's functions here."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from fsdp_doctor.emulated.device_memory import (
-    empty_cache,
-    get_allocator_backend,
-    get_per_process_memory_fraction,
-    host_memory_stats,
-    max_memory_allocated,
-    max_memory_cached,
-    max_memory_reserved,
-    mem_get_info,
-    memory_allocated,
-    memory_cached,
-    memory_reserved,
-    memory_stats,
-    memory_stats_as_nested_dict,
-    memory_summary,
-    pinned_memory_allocated,
-    reset_accumulated_memory_stats,
-    reset_max_memory_allocated,
-    reset_max_memory_cached,
-    reset_peak_memory_stats,
-    set_memory_limit,
-    set_per_process_memory_fraction,
-    share_devices,
-)
-from fsdp_doctor.emulated.device_modes import (
-    copies_in_flight,
-    data_races,
-    late_completion,
-    poison_freed_memory,
-    race_detection,
-    set_late_completion,
-    use_caching_allocator,
-)
 from fsdp_doctor.emulated.library import _C
-
-__all__ = [
-    "copies_in_flight",
-    "data_races",
-    "empty_cache",
-    "get_allocator_backend",
-    "get_per_process_memory_fraction",
-    "host_memory_stats",
-    "late_completion",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "memory_stats",
-    "memory_stats_as_nested_dict",
-    "memory_summary",
-    "pinned_memory_allocated",
-    "poison_freed_memory",
-    "race_detection",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "set_late_completion",
-    "set_memory_limit",
-    "set_per_process_memory_fraction",
-    "share_devices",
-    "use_caching_allocator",
-]
 
 _NAME = "emulated"
 _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 _Device = torch.device | str | int | None
+_MIB = 2**20
 
 
 def __getattr__(name: str) -> Any:
-    # torch.utils.checkpoint keeps a device's random state only where the device says so by this name.
+    # torch.utils.checkpoint reads this name, and keeps the device's random state only if it is true.
     if name == "_initialized":
         return is_initialized()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_available() -> bool:
-    """Always: the device is host memory."""
+    """True: the device is host memory."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether this process has used the device, by a tensor or by ``set_device``; DeviceMesh sets it before that."""
+    """Whether this process has used the device, by a tensor or by ``set_device``."""
     return bool(_C.is_initialized())
 
 
 def init() -> None:
-    """As the first use. Raises RuntimeError in a process that was forked from one that used the device."""
+    """Initialize the device, as its first use does. Raises RuntimeError in a fork of a process that has used it."""
     _C.initialize()
 
 
@@ -111,19 +48,19 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """How many devices a process sees; their memory is apart, their arithmetic is the same CPU."""
+    """The number of devices. Each has memory of its own; all compute on the same CPU."""
     count: int = _C.device_count()
     return count
 
 
 def current_device() -> int:
-    """The index of the device that this thread uses."""
+    """The index of the current device of this thread."""
     index: int = _C.current_device()
     return index
 
 
 def set_device(device: _Device) -> None:
-    """Makes ``device`` the current one of this thread."""
+    """Make ``device`` the current one of this thread."""
     _C.exchange_device(_index(device))
 
 
@@ -136,7 +73,7 @@ _maybe_exchange_device = _exchange_device
 
 
 class device:  # noqa: N801, torch.cuda's name
-    """The current device is ``device`` inside; None changes nothing."""
+    """Context in which ``device`` is the current device; None changes nothing."""
 
     def __init__(self, device: _Device) -> None:
         self.idx = -1 if device is None else _index(device)
@@ -150,7 +87,7 @@ class device:  # noqa: N801, torch.cuda's name
 
 
 class device_of(device):  # noqa: N801, torch.cuda's name
-    """The current device is that of a tensor inside; a tensor elsewhere changes nothing."""
+    """Context in which the device of ``tensor`` is current; a tensor of another kind of device changes nothing."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.get_device() if tensor.device.type == _NAME else None)
@@ -163,7 +100,7 @@ def get_device_name(device: _Device = None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProperties:
-    """What is known of a device, under the names that ``torch.cuda.get_device_properties`` uses; memory in bytes."""
+    """The properties that ``torch.cuda.get_device_properties`` has, under the same names; memory in bytes."""
 
     name: str
     total_memory: int
@@ -177,7 +114,7 @@ class DeviceProperties:
 
 
 def get_device_properties(device: _Device = None) -> DeviceProperties:
-    """The properties of ``device``. Raises AssertionError for a device that does not exist, as CUDA's does."""
+    """The properties of ``device``. Raises AssertionError, as CUDA does, if there is no such device."""
     index = _index(device)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")
@@ -186,17 +123,17 @@ def get_device_properties(device: _Device = None) -> DeviceProperties:
 
 
 def get_device_capability(device: _Device = None) -> tuple[int, int]:
-    """That of an H100, (9, 0): what code asks it for is whether there is bfloat16."""
+    """(9, 0) as on an H100, so that callers find that bfloat16 is supported."""
     return 9, 0
 
 
 def can_device_access_peer(device: _Device, peer_device: _Device) -> bool:
-    """No device reads the memory of another."""
+    """False: no device reads the memory of another."""
     return False
 
 
 def get_arch_list() -> list[str]:
-    """Nothing is compiled for the device."""
+    """Empty: nothing is compiled for the device."""
     return []
 
 
@@ -230,7 +167,7 @@ class Event(torch.Event):
     _timed: bool
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Milliseconds on the host's clock between the two records."""
+        """Milliseconds between the two records, on the host's clock."""
         if not (self._timed and getattr(end_event, "_timed", True)):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         milliseconds: float = _C.milliseconds_between(self.event_id, end_event.event_id)
@@ -238,23 +175,23 @@ class Event(torch.Event):
 
 
 def current_stream(device: _Device = None) -> torch.Stream:
-    """The stream that kernels of this thread run on."""
+    """The stream that kernels of this thread are issued on."""
     return torch.accelerator.current_stream(_index(device))
 
 
 def default_stream(device: _Device = None) -> torch.Stream:
-    """The stream of a thread that chose none."""
+    """The stream that is current in a thread that has set no other."""
     return Stream(stream_id=0, device_index=_index(device), device_type=_TYPE)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
-    """Makes ``stream`` the current one of its device, and its device the current one."""
+    """Make ``stream`` and its device the current ones; None changes nothing."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
 
 class StreamContext:
-    """Kernels inside run on ``stream``; None changes nothing."""
+    """Context in which kernels are issued on ``stream``; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -273,22 +210,22 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:
-    """Kernels inside run on ``stream``; None changes nothing."""
+    """A context in which kernels are issued on ``stream``; None changes nothing."""
     return StreamContext(stream)
 
 
 def is_current_stream_capturing() -> bool:
-    """There are no graphs."""
+    """False: graphs are not emulated."""
     return False
 
 
 def _sleep(cycles: int) -> None:
-    """A kernel of ``cycles`` nanoseconds on the current stream: who waits for the stream waits for it."""
+    """Issue a kernel that takes ``cycles`` nanoseconds on the current stream."""
     _C.sleep(cycles / 1e9)
 
 
 def synchronize(device: _Device = None) -> None:
-    """Waits for every stream of the device: copies that were in flight have happened after it."""
+    """Wait for all streams of ``device``, including the copies in flight."""
     _C.synchronize_device(_index(device))
 
 
@@ -301,18 +238,18 @@ def _generator(device: _Device) -> torch.Generator:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the current device's generator."""
+    """Seed the current device's generator."""
     _generator(None).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds every device's generator."""
+    """Seed the generators of all devices."""
     for index in range(device_count()):
         _generator(index).manual_seed(seed)
 
 
 def seed() -> int:
-    """Seeds the current device's generator with what the system has."""
+    """Seed the current device's generator from the system's randomness, and return the seed."""
     return _generator(None).seed()
 
 
@@ -322,17 +259,17 @@ def initial_seed() -> int:
 
 
 def get_rng_state(device: _Device = _NAME) -> torch.Tensor:
-    """Seed and offset: 16 bytes, on the CPU, as CUDA's."""
+    """The generator's seed and offset: a CPU tensor of 16 bytes, as CUDA's."""
     return _generator(device).get_state()
 
 
 def set_rng_state(state: torch.Tensor, device: _Device = _NAME) -> None:
-    """Sets what ``get_rng_state`` gave."""
+    """Restore a state that ``get_rng_state`` returned."""
     _generator(device).set_state(state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The state of each device."""
+    """The generator's state of each device."""
     return [get_rng_state(index) for index in range(device_count())]
 
 
@@ -340,7 +277,7 @@ seed_all = seed
 
 
 def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
-    """Sets what ``get_rng_state_all`` gave."""
+    """Restore the states that ``get_rng_state_all`` returned."""
     for index, state in enumerate(states):
         set_rng_state(state, index)
 
@@ -349,15 +286,212 @@ def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What autocast may use."""
+    """The dtypes that autocast may compute in."""
     return [torch.bfloat16, torch.float16, torch.float32]
 
 
 def is_tf32_supported() -> bool:
-    """The CPU has no such numbers."""
+    """False: the CPU has no TF32."""
     return False
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """The CPU computes it."""
+    """True: the CPU computes in bfloat16."""
     return True
+
+
+# Memory, in bytes
+
+
+def _stats(device: _Device) -> dict[str, int]:
+    stats: dict[str, int] = _C.memory_stats(_index(device))
+    return stats
+
+
+def memory_allocated(device: _Device = None) -> int:
+    """Bytes that tensors of the device take now, each rounded up to a multiple of 512 as CUDA's allocator does."""
+    return _stats(device)["allocated"]
+
+
+def max_memory_allocated(device: _Device = None) -> int:
+    """The maximum of ``memory_allocated`` since the last reset."""
+    return _stats(device)["peak"]
+
+
+def memory_reserved(device: _Device = None) -> int:
+    """Bytes in the caching allocator's segments; equal to ``memory_allocated`` without ``use_caching_allocator``."""
+    return _stats(device)["reserved"]
+
+
+def max_memory_reserved(device: _Device = None) -> int:
+    """The maximum of ``memory_reserved`` since the last reset."""
+    return _stats(device)["reserved_peak"]
+
+
+memory_cached = memory_reserved
+max_memory_cached = max_memory_reserved
+
+
+def memory_stats(device: _Device = None) -> dict[str, int]:
+    """The counters of ``torch.cuda.memory_stats`` that are emulated, under the same names."""
+    stats = _stats(device)
+    allocated = {"current": stats["allocated"], "peak": stats["peak"]}
+    reserved = {"current": stats["reserved"], "peak": stats["reserved_peak"]}
+    bytes_by_kind = {"allocated_bytes": allocated, "active_bytes": allocated, "reserved_bytes": reserved}
+    counters = {f"{kind}.all.{name}": value for kind, both in bytes_by_kind.items() for name, value in both.items()}
+    return counters | {
+        "allocation.all.allocated": stats["allocations"],
+        "segment.all.current": stats["segments"],
+        "inactive_split_bytes.all.current": stats["split"],
+        "num_alloc_retries": stats["retries"],
+        "num_ooms": stats["refusals"],
+    }
+
+
+def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
+    """``memory_stats`` as nested dictionaries, one level for each part of a name."""
+    nested: dict[str, Any] = {}
+    for name, value in memory_stats(device).items():
+        *groups, last = name.split(".")
+        at = nested
+        for group in groups:
+            at = at.setdefault(group, {})
+        at[last] = value
+    return nested
+
+
+def memory_summary(device: _Device = None, abbreviated: bool = False) -> str:
+    """``memory_stats`` as text: one line for each counter, bytes in MiB."""
+    lines = [f"memory of emulated:{_index(device)}"]
+    for name, value in memory_stats(device).items():
+        lines.append(f"{name:<36} {f'{value / _MIB:.1f} MiB' if 'bytes' in name else value:>14}")
+    return "\n".join(lines)
+
+
+def host_memory_stats() -> dict[str, int]:
+    """The bytes of pinned host memory, under the name that ``torch.cuda.host_memory_stats`` uses."""
+    return {"allocated_bytes.current": pinned_memory_allocated()}
+
+
+def pinned_memory_allocated() -> int:
+    """Bytes of pinned host memory that tensors take now."""
+    return int(_C.pinned_bytes())
+
+
+def reset_peak_memory_stats(device: _Device = None) -> None:
+    """Set the peaks to what is allocated and reserved now."""
+    _C.reset_peak(_index(device))
+
+
+reset_max_memory_allocated = reset_peak_memory_stats
+reset_max_memory_cached = reset_peak_memory_stats
+
+
+def reset_accumulated_memory_stats(device: _Device = None) -> None:
+    """Set the numbers of allocations, retries and out-of-memory errors to zero."""
+    _C.reset_accumulated(_index(device))
+
+
+def empty_cache() -> None:
+    """Free the segments without tensors; there are none without ``use_caching_allocator``."""
+    _C.empty_cache()
+
+
+def mem_get_info(device: _Device = None) -> tuple[int, int]:
+    """Bytes (free, total) of ``device``; the total is the host's memory if no limit is set."""
+    free, total = _C.memory_info(_index(device))
+    return int(free), int(total)
+
+
+def set_memory_limit(nbytes: int | None) -> None:
+    """Raise ``torch.OutOfMemoryError`` for allocations beyond ``nbytes`` on one device; None removes the limit."""
+    _C.set_memory_limit(nbytes or 0)
+
+
+def share_devices(path: str | os.PathLike[str]) -> None:
+    """Share the devices' memory with all processes of this host that pass the same ``path``.
+
+    ``mem_get_info`` and the memory limit then count the allocations of all of them. The file is created if it does not
+    exist. Raises RuntimeError if called twice, ValueError if the file cannot be used.
+    """
+    _C.share_devices(os.fspath(path))
+
+
+def set_per_process_memory_fraction(fraction: float, device: _Device = None) -> None:
+    """Limit each device to this fraction of its memory. Raises ValueError outside 0 to 1."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    limit = _stats(device)["limit"]
+    if limit:
+        _C.set_memory_limit(0)
+    _C.set_memory_limit(int(fraction * mem_get_info(device)[1]))
+
+
+def get_per_process_memory_fraction(device: _Device = None) -> float:
+    """The limit as a fraction of the host's memory; 1 without a limit."""
+    limit = _stats(device)["limit"]
+    return limit / int(_C.host_bytes()) if limit else 1.0
+
+
+def get_allocator_backend() -> str:
+    """``native``: the name of the CUDA allocator that is emulated."""
+    return "native"
+
+
+# How strict the devices are
+
+
+def set_late_completion(late: bool) -> None:
+    """Let non-blocking copies finish as late as their contract allows (the default), or immediately."""
+    _C.set_late(late)
+
+
+def late_completion() -> bool:
+    """Whether non-blocking copies are late."""
+    return bool(_C.is_late())
+
+
+def copies_in_flight() -> int:
+    """The number of non-blocking copies of this process that were issued and have not happened yet."""
+    return int(_C.copies_in_flight())
+
+
+def use_caching_allocator(use: bool = True) -> None:
+    """Reserve memory in segments that are split and cached by stream, as CUDA's caching allocator does; off by default.
+
+    ``memory_reserved`` and ``inactive_split_bytes`` are counted then, and a limit is one of reserved memory. Raises
+    RuntimeError while there are tensors on a device.
+    """
+    _C.set_caching(use)
+
+
+def poison_freed_memory(poison: bool = True) -> None:
+    """Fill memory with NaNs when it is freed; off by default.
+
+    A copy to the host that is in flight then delivers NaNs, unless it is on the stream that the memory was allocated
+    on, that stream waits for it, or ``record_stream`` was called: on a GPU the memory could be in other use.
+    """
+    _C.set_poisoning(poison)
+
+
+@contextlib.contextmanager
+def race_detection() -> Iterator[None]:
+    """Context that raises RuntimeError at its end, with a line for each data race of all threads of the process.
+
+    A race is two accesses of the same bytes, one of them a write, on streams that nothing orders; or memory that may
+    be allocated again while another stream still uses it without ``record_stream``.
+    """
+    _C.set_race_detection(True)
+    try:
+        yield
+        races = data_races()
+    finally:
+        _C.set_race_detection(False)
+    if races:
+        raise RuntimeError("\n".join([f"{len(races)} data race(s):", *races]))
+
+
+def data_races() -> list[str]:
+    """The races that ``race_detection`` has found since the last call, one sentence each."""
+    races: list[str] = _C.take_races()
+    return races

@@ -1,4 +1,4 @@
-"""Loads the built library, once in a process."""
+"""The device's C++ library, loaded once in a process."""
 
 from __future__ import annotations
 

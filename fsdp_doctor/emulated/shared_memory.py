@@ -1,4 +1,4 @@
-"""Memory that the ranks of one process group share, where they are on one host."""
+"""Memory that the ranks of one process group share, if they are on one host."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch.distributed as dist
 _TOKEN_BYTES = 16
 
 
-def of_group(store: dist.Store, rank: int, size: int, nbytes: int) -> int:
-    """A file descriptor of ``nbytes`` zeroes that every rank has open, -1 on all ranks if one cannot.
+def open_for_group(store: dist.Store, rank: int, size: int, nbytes: int) -> int:
+    """A descriptor of a file of ``nbytes`` zeros that all ranks have open, or -1 on all ranks if one cannot open it.
 
-    Every rank must call it. The memory has no name in any file system, so a rank that is killed
-    leaves nothing behind: rank 0 makes it, the others open it through /proc. A token at its end
-    tells it from another host's file of the same number.
+    All ranks must call it. Rank 0 creates the file without a name in any file system, so a killed rank leaves nothing
+    behind; the others open it through /proc. A token at its end distinguishes it from another host's file.
     """
     file = _create(store, nbytes) if rank == 0 else _open(store, nbytes)
     store.set(f"memory/{rank}", "yes" if file >= 0 else "no")
-    everyone = all(store.get(f"memory/{other}") == b"yes" for other in range(size))
-    if not everyone and file >= 0:
+    all_opened = all(store.get(f"memory/{other}") == b"yes" for other in range(size))
+    if not all_opened and file >= 0:
         os.close(file)
-    return file if everyone else -1
+    return file if all_opened else -1
 
 
 def _create(store: dist.Store, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The emulated device builds itself once, says in a sentence why it cannot, and takes its place in torch."""
+"""The emulated device is built once or installed from a wheel, and starts and ends with its process."""
 
 from __future__ import annotations
 
@@ -6,32 +6,16 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from program import Started
+from program import Run, Started, python_prints, run
 
 emulated: Any = pytest.importorskip("fsdp_doctor.emulated", exc_type=ImportError)
 build, EmulationUnavailable = emulated.build, emulated.EmulationUnavailable
-
-
-def python(code: str, env: dict[str, str] | None = None) -> Started:
-    return Started(sys.executable, "-W", "ignore", "-c", code, env=env)
-
-
-def run(code: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    done = python(code, env=env).wait()
-    return done.code, done.stdout, done.stderr
-
-
-def test_the_host_cache_can_be_emptied() -> None:
-    code = (
-        "import torch, fsdp_doctor.emulated; x = torch.ones(3, device='emulated'); torch.accelerator.empty_host_cache()"
-    )
-    assert run(code)[0] == 0
-
 
 _IMPORT = """
 try:
@@ -43,6 +27,14 @@ else:
     print(torch.ones(5, device="emulated").sum().item())
 """
 _BUILDING = "building the emulated accelerator"
+
+
+def start(code: str, env: Mapping[str, str] | None = None) -> Started:
+    return Started(sys.executable, "-W", "ignore", "-c", code, env=dict(env or {}))
+
+
+def imported(env: Mapping[str, str]) -> Run:
+    return start(_IMPORT, env).wait()
 
 
 def compiler(directory: pathlib.Path, script: str) -> str:
@@ -60,10 +52,6 @@ REFUSALS: dict[str, tuple[Callable[[pathlib.Path], dict[str, str]], str]] = {
     "a compiler that fails": (
         lambda tmp: {"CXX": compiler(tmp, "echo 'x.cpp:1: error: no good' >&2; exit 1")},
         "could not be built for torch .*: x.cpp:1: error: no good$",
-    ),
-    "a compiler that fails without a word": (
-        lambda tmp: {"CXX": compiler(tmp, "exit 1")},
-        "could not be built for torch",
     ),
     "no headers of Python": (
         lambda tmp: {"CXX": compiler(tmp, "echo 'fatal error: Python.h: No such file' >&2; exit 1")},
@@ -95,12 +83,10 @@ def test_a_build_that_cannot_be_is_refused_in_one_sentence(
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("variable", ["PATH", "CXX"])
-def test_an_import_without_a_compiler_is_an_import_error(tmp_path: pathlib.Path, variable: str) -> None:
-    env = {"FSDP_DOCTOR_CACHE": str(tmp_path), "CXX": "", variable: str(tmp_path / "nothing")}
-    code, stdout, stderr = run(_IMPORT, env)
-    assert (code, stderr) == (0, "")
-    assert re.fullmatch(r"EmulationUnavailable: the emulated accelerator is built with a C\+\+ compiler.*\n", stdout)
+def test_an_import_without_a_compiler_is_an_import_error(tmp_path: pathlib.Path) -> None:
+    done = imported({"FSDP_DOCTOR_CACHE": str(tmp_path), "CXX": str(tmp_path / "nothing")})
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.startswith("EmulationUnavailable: the emulated accelerator is built with a C++ compiler")
 
 
 def test_a_build_that_failed_leaves_nothing_behind_and_is_tried_again(
@@ -124,28 +110,16 @@ def linker(directory: pathlib.Path, seconds: int = 0) -> str:
     return compiler(directory, _LINKER.format(library=build.library(), seconds=seconds))
 
 
-@pytest.fixture(scope="module")
-def built_at_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], list[tuple[int, str, str]]]:
-    """The environment of an empty cache, and what four processes that wanted it at once said."""
-    # After a while, in which the others come.
-    program = linker(tmp_path_factory.mktemp("bin"), seconds=2)
-    env = {"FSDP_DOCTOR_CACHE": str(tmp_path_factory.mktemp("cache")), "CXX": program}
-    ends = [process.wait() for process in [python(_IMPORT, env=env) for _ in range(4)]]
-    return env, [(end.code, end.stdout, end.stderr) for end in ends]
-
-
-def test_of_many_processes_one_builds_and_all_work(built_at_once: tuple[Any, list[tuple[int, str, str]]]) -> None:
-    _, ends = built_at_once
-    assert [(code, stdout) for code, stdout, _ in ends] == [(0, "5.0\n")] * 4
-    assert "".join(stderr for _, _, stderr in ends).count(_BUILDING) == 1
-
-
-def test_a_library_that_is_built_is_used_without_a_word(built_at_once: tuple[dict[str, str], Any]) -> None:
-    env, _ = built_at_once
-    cache = pathlib.Path(env["FSDP_DOCTOR_CACHE"])
-    assert run(_IMPORT, env) == (0, "5.0\n", "")
-    assert len(list(cache.glob("*/_C*.so"))) == 1
-    assert {path.name for path in cache.glob("*/*")} == {"lock", next(cache.glob("*/_C*.so")).name}
+def test_of_many_processes_one_builds_and_all_work(tmp_path: pathlib.Path) -> None:
+    # The build takes a while, in which the others come.
+    env = {"FSDP_DOCTOR_CACHE": str(tmp_path / "cache"), "CXX": linker(tmp_path, seconds=2)}
+    ends = [process.wait() for process in [start(_IMPORT, env) for _ in range(3)]]
+    assert [(end.code, end.stdout) for end in ends] == [(0, "5.0\n")] * 3
+    assert "".join(end.stderr for end in ends).count(_BUILDING) == 1
+    again = imported(env)
+    assert (again.stdout, again.stderr) == ("5.0\n", "")
+    (library,) = (tmp_path / "cache").glob("*/_C*.so")
+    assert {path.name for path in library.parent.iterdir()} == {"lock", library.name}
 
 
 def _temporary(tmp_path: pathlib.Path) -> pathlib.Path:
@@ -155,24 +129,23 @@ def _temporary(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def _under_a_file(tmp_path: pathlib.Path) -> dict[str, str]:
-    """A cache that not even root can make."""
+    """A cache that not even root can create."""
     (tmp_path / "file").touch()
     return {"FSDP_DOCTOR_CACHE": str(tmp_path / "file" / "cache"), "CXX": linker(tmp_path)}
 
 
-def test_without_a_cache_that_can_be_written_the_library_is_kept_among_the_temporary_files(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_without_a_writable_cache_the_library_is_kept_among_the_temporary_files(tmp_path: pathlib.Path) -> None:
     temporary = _temporary(tmp_path)
     env = _under_a_file(tmp_path) | {"TMPDIR": str(temporary)}
-    code, stdout, stderr = run(_IMPORT, env)
-    assert (code, stdout) == (0, "5.0\n"), stderr
+    done = imported(env)
+    assert (done.code, done.stdout) == (0, "5.0\n"), done.stderr
     (library,) = temporary.glob("*/*/_C*.so")
-    building, said = stderr.splitlines()
+    building, note = done.stderr.splitlines()
     assert building.startswith(_BUILDING)
-    assert str(library.parent) in said
-    assert "FSDP_DOCTOR_CACHE" in said
-    assert run(_IMPORT, env) == (0, "5.0\n", "")
+    assert str(library.parent) in note
+    assert "FSDP_DOCTOR_CACHE" in note
+    again = imported(env)
+    assert (again.stdout, again.stderr) == ("5.0\n", "")
 
 
 def test_on_a_full_disk_the_library_is_kept_among_the_temporary_files(tmp_path: pathlib.Path) -> None:
@@ -196,55 +169,42 @@ def test_on_a_full_disk_the_library_is_kept_among_the_temporary_files(tmp_path: 
     assert str(library.parent) in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("a file", "File exists"), ("open to all", "other users can write to it")]
-)
 def test_without_any_place_for_the_library_both_are_named_in_one_sentence(
-    tmp_path: pathlib.Path, kind: str, reason: str
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = _temporary(tmp_path) / f"fsdp-doctor-{os.getuid()}"
-    if kind == "a file":
-        place.touch()
-    else:
-        place.mkdir()
-        place.chmod(0o777)
-    env = _under_a_file(tmp_path) | {"TMPDIR": str(place.parent)}
-    code, stdout, stderr = run(_IMPORT, env)
-    assert (code, stderr) == (0, "")
-    assert re.fullmatch(rf"EmulationUnavailable: .*{env['FSDP_DOCTOR_CACHE']}.*: Not a directory.*{reason}.*\n", stdout)
+    env = _under_a_file(tmp_path)
+    monkeypatch.setattr(build.tempfile, "tempdir", str(place.parent))
+    place.touch()
+    assert re.search(r"file/cache.*: Not a directory, nor in .*File exists", build_with(monkeypatch, env))
+    place.unlink()
+    place.mkdir()
+    place.chmod(0o777)
+    assert re.search(r"file/cache.*: Not a directory, nor in .*other users can write", build_with(monkeypatch, env))
 
 
-@pytest.mark.parametrize("version", ["2.9.1", "2.9.0+cu128", "2.6.0", "1.13.1"])
-def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(EmulationUnavailable, match=r"needs torch 2\.10 or newer, this is torch") as refusal:
-        build._check_torch()
-    assert isinstance(refusal.value, ImportError)
+def test_a_torch_that_is_too_old_is_refused_and_a_nightly_of_the_oldest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "_installed", lambda: pathlib.Path("built"))
+    for version in ("2.9.1", "2.9.0+cu128", "1.13.1"):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(EmulationUnavailable, match=r"needs torch 2\.10 or newer, this is torch"):
+            build.library()
+    for version in ("2.10.0", "2.10.0a0+git1234", "2.13.1+cu130", "3.0.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert build.library() == pathlib.Path("built")
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.10.0a0+git1234", "2.13.1+cu130", "3.0.0"])
-def test_a_newer_torch_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    build._check_torch()
-
-
-@pytest.mark.parametrize(
-    ("variables", "directory"),
-    [
-        ({"FSDP_DOCTOR_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/fsdp-doctor"),
-        ({"FSDP_DOCTOR_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/someone/.cache/fsdp-doctor"),
-        ({}, "/home/someone/.cache/fsdp-doctor"),
-    ],
-)
-def test_the_cache_is_where_the_variables_say(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], directory: str
-) -> None:
-    for name in ("FSDP_DOCTOR_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/someone", **variables}.items():
-        monkeypatch.setenv(name, value)
-    assert build.cache_directory() == pathlib.Path(directory)
+def test_the_cache_is_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for cache, xdg, directory in (
+        ("/a", "/b", "/a"),
+        ("", "/b", "/b/fsdp-doctor"),
+        ("", "", "/home/someone/.cache/fsdp-doctor"),
+    ):
+        monkeypatch.setenv("FSDP_DOCTOR_CACHE", cache)
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert build.cache_directory() == pathlib.Path(directory)
 
 
 def test_another_torch_compiler_or_flag_is_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +223,28 @@ def test_every_source_is_compiled_once() -> None:
     assert sorted(named) == sorted(source.stem for source in build._SOURCES.glob("*.cpp"))
 
 
+# A wheel of the built library
+
+
+def test_a_machine_without_a_compiler_uses_the_wheel(tmp_path: pathlib.Path) -> None:
+    command = run(sys.executable, "-m", "fsdp_doctor.emulated.build", "--wheel", str(tmp_path / "dist"))
+    assert (command.code, command.stderr) == (0, "")
+    wheel = pathlib.Path(command.stdout.strip())
+    with zipfile.ZipFile(wheel) as files:
+        information = next(name for name in files.namelist() if name.endswith("/METADATA"))
+        assert "Requires-Dist: torch==" in files.read(information).decode()
+        record = files.read(information.replace("METADATA", "RECORD")).decode()
+        assert [line.split(",")[0] for line in record.splitlines()] == files.namelist()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path))
+    assert run(*pip, str(wheel)).code == 0
+    without = {"CXX": str(tmp_path / "no-compiler"), "FSDP_DOCTOR_CACHE": str(tmp_path / "cache")}
+    assert start(f"import sys; sys.path.append({str(tmp_path)!r})\n{_IMPORT}", without).wait().stdout == "5.0\n"
+    assert not (tmp_path / "cache").exists()
+
+
+# Processes
+
+
 _BACKWARD = """
 import torch, fsdp_doctor.emulated
 model = torch.nn.Linear(4, 4, device="emulated")
@@ -271,17 +253,69 @@ model(torch.ones(2, 4, device="emulated")).sum().backward()
 
 
 def test_a_program_may_end_right_after_a_backward() -> None:
-    ends = [process.wait() for process in [python(_BACKWARD) for _ in range(4)]]
+    ends = [process.wait() for process in [start(_BACKWARD) for _ in range(4)]]
     assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 4
 
 
-def test_there_are_as_many_devices_as_ranks_on_the_host() -> None:
-    code = "import torch, fsdp_doctor.emulated; print(torch.accelerator.device_count())"
-    assert run(code, {"LOCAL_WORLD_SIZE": "12"})[:2] == (0, "12\n")
-
-
-def test_a_device_of_another_name_in_its_place_is_said() -> None:
-    assert run("import torch; torch.utils.rename_privateuse1_backend('other')" + _IMPORT)[:2] == (
-        0,
-        "EmulationUnavailable: torch has room for one device of this kind, and other has taken it\n",
+def test_there_are_as_many_devices_as_ranks_on_the_host_and_a_mesh_chooses_by_local_rank() -> None:
+    code = (
+        "import torch, fsdp_doctor.emulated, torch.distributed as dist; print(torch.accelerator.device_count());"
+        "dist.init_process_group('cpu:gloo,emulated:emulated', store=dist.HashStore(), rank=0, world_size=1);"
+        "dist.init_device_mesh('emulated', (1,)); print(torch.emulated.current_device());"
+        "torch.accelerator.empty_host_cache()"
     )
+    assert python_prints(code, env={"LOCAL_WORLD_SIZE": "12", "LOCAL_RANK": "3"}) == "12\n3\n"
+
+
+def test_a_device_of_another_name_in_its_place_is_named() -> None:
+    assert start("import torch; torch.utils.rename_privateuse1_backend('other')" + _IMPORT).wait().stdout == (
+        "EmulationUnavailable: torch has room for one device of this kind, and other is registered already\n"
+    )
+
+
+_FORK = """
+import os, torch, fsdp_doctor.emulated
+{use}
+child = os.fork()
+if child == 0:
+    try: print(torch.ones(2, device="emulated").sum().item(), flush=True)
+    except RuntimeError as error: print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_process_that_forks_before_the_device_was_used_has_it_and_one_that_forks_after_is_refused() -> None:
+    assert python_prints(_FORK.format(use="torch.emulated.device_count()")) == "2.0\n"
+    assert python_prints(_FORK.format(use='torch.ones(1, device="emulated")')) == (
+        "Cannot re-initialize the emulated device in forked subprocess. To use the emulated device with "
+        "multiprocessing, you must use the 'spawn' start method\n"
+    )
+
+
+def test_the_device_is_initialized_when_it_is_used() -> None:
+    code = (
+        "import torch, fsdp_doctor.emulated; e = torch.emulated; print(e.is_initialized());"
+        "e.memory_allocated(); e.device_count(); torch.manual_seed(0); print(e.is_initialized());"
+        "torch.ones(1, device='emulated'); print(e.is_initialized(), e._initialized)"
+    )
+    assert python_prints(code) == "False\nFalse\nTrue True\n"
+
+
+_DESTROYED = """
+import torch, torch.distributed as dist, fsdp_doctor.emulated
+dist.init_process_group("cpu:gloo,emulated:emulated", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(2, device="emulated")
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+try: dist.all_reduce(tensor)
+except ValueError as error: print(error)
+print(tensor.sum().item())
+"""
+
+
+def test_a_tensor_outlives_its_process_group_and_a_collective_on_it_is_refused_by_torch() -> None:
+    assert python_prints(_DESTROYED).splitlines() == [
+        "Default process group has not been initialized, please make sure to call init_process_group.",
+        "2.0",
+    ]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.emulated_device import DEVICE, Used, emulated, in_stream, on_device, pinned
+from support.emulated_device import DEVICE, Used, check_each, emulated, in_stream, on_device, pinned
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("device_as_it_was")
 
-# Late completion: from the device to pinned memory
+# From the device to pinned memory
 
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "torch.emulated.synchronize": lambda x: emulated.synchronize(),
@@ -31,29 +31,20 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a blocking copy from pageable memory": lambda x: x.copy_(torch.ones(2)),
     "a blocking copy from pinned memory": lambda x: x.copy_(pinned(1, 1)),
     "item": lambda x: x[0].item(),
-    "tolist": lambda x: x.tolist(),
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 0],
     "equal": lambda x: torch.equal(x, x),
-    "bool": lambda x: bool(x.sum()),
-    "values set by a mask": lambda x: x.__setitem__(x > 0, torch.ones_like(x)),
     "repeat_interleave by counts": lambda x: x.repeat_interleave(x.long()),
-    "bincount": lambda x: x.long().bincount(),
     "unique": lambda x: x.unique(),
     "printing": lambda x: repr(x),
-    "another stream that waited, and its synchronize": lambda x: (
-        lambda other: (other.wait_stream(emulated.current_stream()), other.synchronize())
-    )(emulated.Stream()),
     "a chain of two streams that waited": lambda x: (
         lambda one, two: (one.wait_stream(emulated.current_stream()), two.wait_stream(one), two.synchronize())
     )(emulated.Stream(), emulated.Stream()),
     "late completion switched off": lambda x: emulated.set_late_completion(False),
 }
-
 NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda x: None,
     "a kernel": lambda x: x + 1,
-    "a reduction": lambda x: x.sum(),
     "a matmul": lambda x: x @ x,
     "a copy within the device": lambda x: x.clone(),
     "a non-blocking copy from pinned memory": lambda x: x.copy_(pinned(1, 1), non_blocking=True),
@@ -66,28 +57,23 @@ NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
         lambda other: (other.wait_stream(emulated.current_stream()), in_stream(other, lambda: x + 1))
     )(emulated.Stream()),
     "item on another stream": lambda x: in_stream(emulated.Stream(), lambda: x[0].item()),
-    "reading host memory": lambda x: torch.ones(2).sum().item(),
     "allocating and freeing": lambda x: torch.empty(100, device=DEVICE).numel(),
 }
 
 
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_a_late_copy_to_the_host_is_visible_after(wait: Callable[[Tensor], Any]) -> None:
-    x, here = on_device(3, 4), pinned(0, 0)
-    here.copy_(x, non_blocking=True)
-    assert here.tolist() == [0, 0]
-    wait(x)
-    assert here.tolist() == [3, 4]
+def test_a_late_copy_to_the_host_is_visible_after_what_waits_for_it_and_not_before() -> None:
+    def check(do: Callable[[Tensor], Any], waits: bool) -> None:
+        emulated.set_late_completion(True)
+        x, here = on_device(3, 4), pinned(0, 0)
+        here.copy_(x, non_blocking=True)
+        assert here.tolist() == [0, 0]
+        do(x)
+        assert here.tolist() == ([3, 4] if waits else [0, 0])
+        emulated.synchronize()
+        assert here.tolist() == [3, 4]
 
-
-@pytest.mark.parametrize("do", NO_WAITS.values(), ids=NO_WAITS)
-def test_a_late_copy_to_the_host_is_not_visible_after(do: Callable[[Tensor], Any]) -> None:
-    x, here = on_device(3, 4), pinned(0, 0)
-    here.copy_(x, non_blocking=True)
-    do(x)
-    assert here.tolist() == [0, 0]
-    emulated.synchronize()
-    assert here.tolist() == [3, 4]
+    check_each(WAITS, lambda do: check(do, waits=True))
+    check_each(NO_WAITS, lambda do: check(do, waits=False))
 
 
 def test_a_query_is_false_while_a_copy_is_in_flight_and_true_soon() -> None:
@@ -135,23 +121,16 @@ def test_to_the_host_without_blocking_is_late_too() -> None:
     assert here.tolist() == [3, 4]
 
 
-LATE_TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
-    "all of it": lambda here: here,
-    "a slice": lambda here: here[1:],
-    "transposed": lambda here: here.t(),
-}
+def test_a_copy_to_a_part_of_pinned_memory_is_late() -> None:
+    for part in (lambda whole: whole, lambda whole: whole[1:], lambda whole: whole.t()):
+        here, x = torch.zeros(3, 3).pin_memory(), part(torch.ones(3, 3, device=DEVICE))
+        part(here).copy_(x, non_blocking=True)
+        assert here.sum() == 0
+        emulated.synchronize()
+        assert here.sum() == x.numel()
 
 
-@pytest.mark.parametrize("part", LATE_TARGETS.values(), ids=LATE_TARGETS)
-def test_a_copy_to_a_part_of_pinned_memory_is_late(part: Callable[[Tensor], Tensor]) -> None:
-    here, x = torch.zeros(3, 3).pin_memory(), part(torch.ones(3, 3, device=DEVICE))
-    part(here).copy_(x, non_blocking=True)
-    assert here.sum() == 0
-    emulated.synchronize()
-    assert here.sum() == x.numel()
-
-
-# Late completion: from pinned memory to the device
+# From pinned memory to the device
 
 
 def test_what_the_host_changes_before_the_device_looks_arrives_changed() -> None:
@@ -170,32 +149,29 @@ def test_to_the_device_without_blocking_is_late_too() -> None:
     assert x.tolist() == [9, 9]
 
 
-def test_a_kernel_on_the_same_stream_sees_the_copy() -> None:
-    x = on_device(0, 0)
-    x.copy_(pinned(1, 2), non_blocking=True)
-    assert (x * 10).tolist() == [10, 20]
+JOINS: dict[str, Callable[[torch.Stream, torch.Event], Any]] = {
+    "wait_stream": lambda stream, event: emulated.current_stream().wait_stream(stream),
+    "wait_event": lambda stream, event: emulated.current_stream().wait_event(event),
+    "event.wait": lambda stream, event: event.wait(),
+    "stream.synchronize": lambda stream, event: stream.synchronize(),
+    "event.synchronize": lambda stream, event: event.synchronize(),
+    "synchronize": lambda stream, event: emulated.synchronize(),
+}
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda stream, event: emulated.current_stream().wait_stream(stream),
-        lambda stream, event: emulated.current_stream().wait_event(event),
-        lambda stream, event: event.wait(),
-        lambda stream, event: stream.synchronize(),
-        lambda stream, event: event.synchronize(),
-        lambda stream, event: emulated.synchronize(),
-    ],
-    ids=["wait_stream", "wait_event", "event.wait", "stream.synchronize", "event.synchronize", "synchronize"],
-)
-def test_a_kernel_on_another_stream_sees_the_copy_if_it_waited(wait: Callable[..., Any]) -> None:
-    x, source, stream = on_device(0, 0), pinned(1, 2), emulated.Stream()
-    with emulated.stream(stream):
-        x.copy_(source, non_blocking=True)
-    event = stream.record_event()
-    assert (x + 0).tolist() == [0, 0]
-    wait(stream, event)
-    assert (x + 0).tolist() == [1, 2]
+def test_a_kernel_sees_a_copy_of_its_own_stream_and_of_another_if_it_waited() -> None:
+    def check(join: Callable[[torch.Stream, torch.Event], Any]) -> None:
+        x, source, stream = on_device(0, 0), pinned(1, 2), emulated.Stream()
+        with emulated.stream(stream):
+            x.copy_(source, non_blocking=True)
+        event = stream.record_event()
+        assert (x + 0).tolist() == [0, 0]
+        join(stream, event)
+        assert (x + 0).tolist() == [1, 2]
+        x.copy_(pinned(3, 4), non_blocking=True)
+        assert (x * 10).tolist() == [30, 40]
+
+    check_each(JOINS, check)
 
 
 def test_an_event_from_before_the_copy_does_not_order_it() -> None:
@@ -260,34 +236,25 @@ def test_two_streams_that_wait_for_each_other_do_not_stand_still() -> None:
 
 # What is never late
 
-PROMPT: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "to pageable memory": lambda here, x: here.copy_(x, non_blocking=True),
-    "blocking to pageable memory": lambda here, x: here.copy_(x),
-}
+
+def test_a_copy_to_or_from_pageable_memory_is_immediate() -> None:
+    for non_blocking in (False, True):
+        here, x = torch.zeros(2), on_device(3, 4)
+        here.copy_(x, non_blocking=non_blocking)
+        assert here.tolist() == [3, 4]
+        x.copy_(here.fill_(1), non_blocking=non_blocking)
+        here.fill_(9)
+        assert x.tolist() == [1, 1]
+        assert emulated.copies_in_flight() == 0
 
 
-@pytest.mark.parametrize("copy", PROMPT.values(), ids=PROMPT)
-def test_a_copy_to_pageable_memory_is_immediate(copy: Callable[[Tensor, Tensor], Any]) -> None:
-    here = torch.zeros(2)
-    copy(here, on_device(3, 4))
-    assert here.tolist() == [3, 4]
-    assert emulated.copies_in_flight() == 0
-
-
-def test_a_copy_from_pageable_memory_takes_the_bytes_of_the_call() -> None:
-    here, x = torch.tensor([1.0, 2.0]), on_device(0, 0)
-    x.copy_(here, non_blocking=True)
+def test_a_blocking_copy_of_pinned_memory_is_immediate() -> None:
+    here, x = pinned(1, 2), on_device(3, 4)
+    x.copy_(here)
     here.fill_(9)
     assert x.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("to_device", [True, False], ids=["to the device", "to the host"])
-def test_a_blocking_copy_of_pinned_memory_is_immediate(to_device: bool) -> None:
-    here, x = pinned(1, 2), on_device(3, 4)
-    x.copy_(here) if to_device else here.copy_(x)
-    here_after, expected = here.tolist(), [1, 2] if to_device else [3, 4]
-    here.fill_(9)
-    assert (here_after, x.tolist()) == (expected, expected)
+    here.copy_(x)
+    assert here.tolist() == [1, 2]
 
 
 def test_without_late_completion_all_is_immediate() -> None:

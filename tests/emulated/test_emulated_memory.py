@@ -1,67 +1,51 @@
-"""The emulated device counts memory, runs out of it, and tells pinned from pageable memory, as CUDA does."""
+"""The emulated device counts memory, runs out of it, and distinguishes pinned from pageable memory, as CUDA does.
+
+On request it reserves memory in segments, poisons freed memory, and reports races between streams.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.emulated_device import DEVICE, OTHER, Used, emulated, on_device
+from program import python_prints
+from support.emulated_device import DEVICE, OTHER, Used, check_each, emulated, on_device, pinned
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("device_as_it_was")
+MIB = 2**20
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "counted"), [(0, 0), (1, 512), (511, 512), (512, 512), (513, 1024), (4096, 4096), (5_000_001, 5_000_192)]
-)
-def test_memory_is_counted_in_multiples_of_512(nbytes: int, counted: int) -> None:
+def test_memory_is_counted_in_multiples_of_512_until_the_last_view_goes() -> None:
     used = Used()
-    tensor = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
-    assert used.now() == counted
-    del tensor
-    assert used.now() == 0
+    sizes = {0: 0, 1: 512, 512: 512, 513: 1024, 5_000_001: 5_000_192}
+    for nbytes, counted in sizes.items():
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+        assert used.now() == counted
+        part = tensor[:1]
+        del tensor
+        assert used.now() == counted
+        del part
+        assert used.now() == 0
 
 
-def test_memory_is_given_back_when_the_last_view_goes() -> None:
-    used = Used()
-    whole = torch.empty(1024, device=DEVICE)
-    part = whole[3:5]
-    del whole
-    assert used.now() == 4096
-    del part
-    assert used.now() == 0
-
-
-NO_MEMORY: dict[str, Callable[[Tensor], Any]] = {
-    "a view": lambda x: x.view(32, 32).t()[1:],
-    "detach": lambda x: x.detach(),
-    "in place": lambda x: x.mul_(2).add_(1),
-    "contiguous of a contiguous": lambda x: x.contiguous(),
-    "to its own dtype": lambda x: x.to(torch.float32),
-    "item": lambda x: x[0].item(),
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "out=": lambda x: torch.add(x, 1, out=x),
-    "foreach in place": lambda x: torch._foreach_mul_([x], 2),
-    "an empty tensor": lambda x: x[:0].clone(),
-    "from the host": lambda x: x.copy_(torch.ones(1024)),
-    "printing": lambda x: repr(x),
-}
-
-
-@pytest.mark.parametrize("use", NO_MEMORY.values(), ids=NO_MEMORY)
-def test_what_makes_no_tensor_of_the_device_takes_no_memory(use: Callable[[Tensor], Any]) -> None:
-    x = on_device(1).expand(1024).contiguous()
-    used = Used()
-    kept = use(x)
-    assert used.now() == 0
-    del kept
-
-
+# What each makes of a tensor of 4 KiB, and how many bytes of the device that takes.
 TAKES: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "a view": (lambda x: x.view(32, 32).t()[1:], 0),
+    "detach": (lambda x: x.detach(), 0),
+    "in place": (lambda x: x.mul_(2).add_(1), 0),
+    "contiguous of a contiguous": (lambda x: x.contiguous(), 0),
+    "tolist": (lambda x: x.tolist(), 0),
+    "cpu": (lambda x: x.cpu(), 0),
+    "out=": (lambda x: torch.add(x, 1, out=x), 0),
+    "foreach in place": (lambda x: torch._foreach_mul_([x], 2), 0),
+    "copy_ from the host": (lambda x: x.copy_(torch.ones(1024)), 0),
+    "printing": (lambda x: repr(x), 0),
     "clone": (lambda x: x.clone(), 4096),
     "a kernel": (lambda x: x + 1, 4096),
     "a cast": (lambda x: x.to(torch.bfloat16), 2048),
@@ -74,14 +58,17 @@ TAKES: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "nbytes"), TAKES.values(), ids=TAKES)
-def test_a_result_takes_its_own_memory_and_no_more(make: Callable[[Tensor], Any], nbytes: int) -> None:
-    x = on_device(1).expand(1024).contiguous()
-    used = Used()
-    kept = make(x)
-    assert used.now() == nbytes
-    del kept
-    assert used.now() == 0
+def test_a_result_takes_its_own_memory_and_no_more() -> None:
+    def check(entry: tuple[Callable[[Tensor], Any], int]) -> None:
+        make, nbytes = entry
+        x = on_device(1).expand(1024).contiguous()
+        used = Used()
+        result = make(x)
+        assert used.now() == nbytes
+        del result
+        assert used.now() == 0
+
+    check_each(TAKES, check)
 
 
 def test_the_peak_is_the_most_since_the_last_reset() -> None:
@@ -122,15 +109,6 @@ def test_memory_of_an_autograd_graph_is_given_back_by_backward() -> None:
     assert used.now() == 512 + 4096
 
 
-def test_storages_that_are_resized_are_counted_as_they_are() -> None:
-    used = Used()
-    x = torch.empty(1024, device=DEVICE)
-    x.untyped_storage().resize_(0)
-    assert used.now() == 0
-    x.untyped_storage().resize_(8192)
-    assert used.now() == 8192
-
-
 def test_the_accelerator_api_counts_the_same() -> None:
     x = torch.empty(1024, device=DEVICE)
     torch.accelerator.reset_peak_memory_stats()
@@ -166,8 +144,16 @@ def test_the_accelerator_is_the_emulated_device() -> None:
     assert torch.ones(1).emulated().device == torch.device("emulated", 0)
 
 
-# Out of memory
+def test_memory_statistics_have_the_names_of_cuda() -> None:
+    held = torch.empty(1000, device=DEVICE)
+    stats = emulated.memory_stats()
+    assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"] == emulated.memory_allocated()
+    assert emulated.memory_stats_as_nested_dict()["active_bytes"]["all"]["peak"] == stats["active_bytes.all.peak"]
+    assert "active_bytes.all.current" in emulated.memory_summary()
+    del held
 
+
+# Out of memory
 
 TOO_MUCH: dict[str, Callable[[Tensor], Any]] = {
     "empty": lambda x: torch.empty(8192, device=DEVICE),
@@ -180,43 +166,51 @@ TOO_MUCH: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("take", TOO_MUCH.values(), ids=TOO_MUCH)
-def test_too_much_memory_raises_and_takes_nothing(take: Callable[[Tensor], Any]) -> None:
-    x = torch.ones(1024, device=DEVICE)
-    used = Used()
-    emulated.set_memory_limit(emulated.memory_allocated() + 8192)
-    with pytest.raises(torch.OutOfMemoryError, match=r"^emulated.* out of memory\. Tried to allocate"):
-        take(x)
-    gc.collect()
-    assert used.now() == 0
-    assert x.untyped_storage().nbytes() == 4096
-    assert x.sum().item() == 1024
+def test_too_much_memory_raises_and_takes_nothing() -> None:
+    def check(take: Callable[[Tensor], Any]) -> None:
+        emulated.set_memory_limit(None)
+        x = torch.ones(1024, device=DEVICE)
+        used = Used()
+        emulated.set_memory_limit(emulated.memory_allocated() + 8192)
+        with pytest.raises(torch.OutOfMemoryError, match=r"^emulated.* out of memory\. Tried to allocate"):
+            take(x)
+        gc.collect()
+        assert used.now() == 0
+        assert x.sum().item() == 1024
+
+    check_each(TOO_MUCH, check)
 
 
-def test_what_fits_exactly_is_not_too_much() -> None:
-    emulated.set_memory_limit(emulated.memory_allocated() + 4096)
-    x = torch.empty(1024, device=DEVICE)
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(1, device=DEVICE)
-    del x
-    assert torch.empty(1024, device=DEVICE).numel() == 1024
-
-
-def test_each_device_has_the_limit_for_itself() -> None:
+def test_a_limit_is_exact_concerns_each_device_and_not_the_host_and_can_be_removed() -> None:
     emulated.set_memory_limit(max(emulated.memory_allocated(0), emulated.memory_allocated(1)) + 4096)
-    one, two = torch.empty(1024, device="emulated:0"), torch.empty(1024, device=OTHER)
-    assert one.device != two.device
-
-
-def test_without_a_limit_again_everything_fits() -> None:
-    emulated.set_memory_limit(512)
+    one, other = torch.empty(1024, device="emulated:0"), torch.empty(1024, device=OTHER)
+    for device in (one.device, other.device):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 20, device=device)
+    assert torch.ones(100_000).pin_memory().sum() == 100_000
     emulated.set_memory_limit(None)
     assert torch.empty(1 << 20, device=DEVICE).numel() == 1 << 20
 
 
-def test_the_limit_does_not_concern_the_host() -> None:
-    emulated.set_memory_limit(emulated.memory_allocated() + 512)
-    assert torch.ones(100_000).pin_memory().sum() == 100_000
+def test_a_fraction_of_the_memory_is_a_limit() -> None:
+    _, total = emulated.mem_get_info()
+    emulated.set_per_process_memory_fraction(0.5)
+    assert emulated.mem_get_info()[1] == total // 2
+    assert emulated.get_per_process_memory_fraction() == pytest.approx(0.5)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(int(0.6 * total), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match="Invalid fraction value: 2"):
+        emulated.set_per_process_memory_fraction(2)
+
+
+def test_memory_that_the_host_does_not_have_is_out_of_memory() -> None:
+    refused = emulated.memory_stats()["num_ooms"]
+    for make in (torch.empty, torch.zeros):
+        with pytest.raises(torch.OutOfMemoryError, match=r"emulated out of memory\. Tried to allocate 37252\.90 GiB"):
+            make(10**13, device=DEVICE)
+    assert emulated.memory_stats()["num_ooms"] == refused + 2
+    emulated.reset_accumulated_memory_stats()
+    assert emulated.memory_stats()["num_ooms"] == 0
 
 
 # Pinned memory
@@ -240,14 +234,12 @@ PINNED: dict[str, tuple[Callable[[], Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "is_pinned"), PINNED.values(), ids=PINNED)
-def test_pinned_memory_is_told_from_pageable(make: Callable[[], Tensor], is_pinned: bool) -> None:
-    assert make().is_pinned() is is_pinned
+def test_pinned_memory_is_distinguished_from_pageable_memory() -> None:
+    def check(entry: tuple[Callable[[], Tensor], bool]) -> None:
+        assert entry[0]().is_pinned() is entry[1]
 
-
-def test_pageable_memory_beside_pinned_is_not_pinned() -> None:
-    blocks = [torch.ones(16).pin_memory() for _ in range(50)]
-    pageable = [torch.ones(16) for _ in range(50)]
+    check_each(PINNED, check)
+    blocks, pageable = [torch.ones(16).pin_memory() for _ in range(50)], [torch.ones(16) for _ in range(50)]
     assert all(block.is_pinned() for block in blocks)
     assert not any(block.is_pinned() for block in pageable)
 
@@ -287,3 +279,181 @@ def test_a_data_loader_pins_its_batches() -> None:
     batches = list(loader)
     assert [batch.is_pinned() for batch in batches] == [True, True]
     assert torch.cat(batches).tolist() == [0, 1, 2, 3]
+
+
+# Modes: segments, poison, races
+
+# In a process of its own: the allocator cannot be changed while there are tensors.
+_CACHING = """
+import torch, fsdp_doctor.emulated
+from torch import emulated
+MIB = 2**20
+emulated.use_caching_allocator()
+def block(mib): return torch.empty(int(mib * MIB), dtype=torch.uint8, device="emulated")
+def say():
+    kinds = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+    print(*(emulated.memory_stats()[f"{kind}.all.current"] / MIB for kind in kinds))
+a = block(0.5); say()
+b, c, d = block(4), block(4), block(4); say()
+del c; say()
+e = block(12); say()
+del e; say(); emulated.empty_cache(); say()
+emulated.set_memory_limit(30 * MIB)
+try: block(11)
+except torch.OutOfMemoryError as error: print(error)
+"""
+
+
+def test_memory_is_reserved_in_segments_that_fragment_as_those_of_cuda() -> None:
+    lines = python_prints(_CACHING).splitlines()
+    assert lines[:-1] == [
+        "0.5 2.0 1.5",
+        "12.5 22.0 9.5",
+        "8.5 22.0 13.5",
+        "20.5 34.0 13.5",
+        "8.5 34.0 13.5",
+        "8.5 22.0 13.5",
+    ]
+    assert "8.50 MiB is allocated by PyTorch, and 13.50 MiB is reserved by PyTorch but unallocated" in lines[-1]
+
+
+def copied_on_a_stream_and_freed(*, record: bool = False, wait: str = "") -> list[float]:
+    """What a copy on another stream delivers of a tensor that is freed while it is in flight.
+
+    ``wait``: whether the stream of the tensor waits for the other one "before" or "after" the tensor is freed.
+    """
+    side, target = emulated.Stream(), pinned(0, 0)
+    source = torch.ones(2, device=DEVICE)
+    side.wait_stream(emulated.current_stream())
+    with emulated.stream(side):
+        target.copy_(source, non_blocking=True)
+        if record:
+            source.record_stream(side)
+    if wait == "before":
+        emulated.current_stream().wait_stream(side)
+    del source
+    if wait == "after":
+        emulated.current_stream().wait_stream(side)
+    torch.empty(2, device=DEVICE)
+    side.synchronize()
+    return target.tolist()
+
+
+def test_memory_that_is_freed_while_another_stream_reads_it_is_poisoned() -> None:
+    assert copied_on_a_stream_and_freed() == [1, 1]
+    emulated.poison_freed_memory()
+    try:
+        assert all(value != value for value in copied_on_a_stream_and_freed())
+        assert copied_on_a_stream_and_freed(record=True) == [1, 1]
+        assert copied_on_a_stream_and_freed(wait="before") == [1, 1]
+    finally:
+        emulated.poison_freed_memory(False)
+
+
+def test_memory_that_is_freed_without_record_stream_is_a_race_when_it_may_be_given_out_again() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"is given out again while copy_ .* reads it.* without record_stream"),
+        emulated.race_detection(),
+    ):
+        copied_on_a_stream_and_freed()
+    with emulated.race_detection():
+        copied_on_a_stream_and_freed(record=True)
+        copied_on_a_stream_and_freed(wait="after")
+
+
+def kernels_on_two_streams(*, wait: bool) -> None:
+    side = emulated.Stream()
+    tensor = torch.ones(4, device=DEVICE)
+    if wait:
+        side.wait_stream(emulated.current_stream())
+    with emulated.stream(side):
+        tensor.mul_(2)
+    emulated.synchronize()
+
+
+def test_two_kernels_on_streams_that_did_not_wait_are_a_race() -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"aten::mul_ on stream \d+ .* writes what .* on stream 0 .* writes"),
+        emulated.race_detection(),
+    ):
+        kernels_on_two_streams(wait=False)
+
+
+def test_kernels_that_something_orders_are_no_race() -> None:
+    with emulated.race_detection():
+        kernels_on_two_streams(wait=True)
+        side, event = emulated.Stream(), emulated.Event()
+        tensor = torch.ones(4, device=DEVICE)
+        event.record()
+        with emulated.stream(side):
+            event.wait()
+            tensor.add(1)
+            tensor[:2].add(1)
+        tensor.sum()
+        side.synchronize()
+        tensor.zero_()
+        gc.collect()
+
+
+def test_halves_of_one_memory_are_no_race() -> None:
+    with emulated.race_detection():
+        tensor, side = torch.empty(8, device=DEVICE), emulated.Stream()
+        tensor[:4].fill_(1)
+        with emulated.stream(side):
+            tensor[4:].fill_(2)
+        emulated.synchronize()
+
+
+# Devices that several processes share
+
+# A process forked before either has used the device; each waits for what the other says.
+_TWO_PROCESSES = """
+import json, os, sys, torch
+import fsdp_doctor.emulated
+
+def used_by(nbytes):
+    device.share_devices({file!r})
+    device.set_memory_limit(64 << 20)
+    return torch.empty(nbytes, dtype=torch.uint8, device="emulated")
+
+device = torch.emulated
+to_child, from_child = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    held = used_by(40 << 20)
+    os.write(from_child[1], b".")
+    os.read(to_child[0], 1)
+    os._exit(0)
+os.read(from_child[0], 1)
+found = {{"with both": None}}
+held = used_by(8 << 20)
+found["with both"] = device.mem_get_info()
+try:
+    torch.empty(20 << 20, dtype=torch.uint8, device="emulated")
+except torch.OutOfMemoryError as error:
+    found["refused"] = str(error)
+found["allocated"] = device.memory_allocated()
+os.write(to_child[1], b".")
+os.waitpid(child, 0)
+found["when the other has ended"] = device.mem_get_info()
+try:
+    device.share_devices({file!r})
+except RuntimeError as error:
+    found["twice"] = str(error).splitlines()[0]
+print(json.dumps(found))
+"""
+
+
+def test_devices_that_processes_share_have_one_memory_and_one_limit(tmp_path: pathlib.Path) -> None:
+    seen = json.loads(python_prints(_TWO_PROCESSES.format(file=str(tmp_path / "shared"))))
+    assert seen["with both"] == [16 * MIB, 64 * MIB]
+    assert seen["allocated"] == 8 * MIB
+    assert "Tried to allocate 20.00 MiB" in seen["refused"]
+    assert "16.00 MiB is free" in seen["refused"]
+    assert seen["when the other has ended"] == [56 * MIB, 64 * MIB]
+    assert seen["twice"] == "this process shares its devices already"
+
+
+def test_a_file_that_cannot_be_made_is_a_value_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="cannot open"):
+        emulated.share_devices(tmp_path / "missing" / "file")

@@ -1,77 +1,85 @@
-"""What users do with tensors of the emulated device: keep, copy, move, print and resize them."""
+"""What users do with tensors of the emulated device: keep, copy, move, print, resize and free them."""
 
 from __future__ import annotations
 
 import copy
 import io
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.emulated_device import DEVICE
-from support.emulated_inputs import (
+from program import run
+from support.emulated_device import (
     BF16,
-    NAN,
+    DEVICE,
     Inputs,
     Op,
-    assert_same,
-    assert_same_tensor,
+    Used,
+    assert_as_on_cpu,
     bits,
-    both,
+    check_each,
+    emulated,
 )
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+# Torch says once that it does not check indices, that it does at a load, and that compressed layouts are new.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
+]
+
+
+def saved(content: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
 
 
 def test_a_saved_tensor_loads_where_it_was_and_where_it_is_mapped() -> None:
     original = Inputs(DEVICE)(4, 6, dtype=BF16)
-    file = io.BytesIO()
-    torch.save({"weight": original, "part": original[1:, ::2]}, file)
-    for location, type_ in ((None, DEVICE), ("cpu", "cpu"), ("emulated:1", DEVICE)):
+    file = saved({"weight": original, "part": original[1:, ::2]})
+    for location, device in ((None, "emulated:0"), ("cpu", "cpu"), ("emulated:1", "emulated:1")):
         file.seek(0)
         loaded = torch.load(file, map_location=location)
-        assert loaded["weight"].device.type == type_
+        assert loaded["weight"].device == torch.device(device)
         assert torch.equal(bits(loaded["weight"]), bits(original))
         assert torch.equal(bits(loaded["part"]), bits(original[1:, ::2]))
         assert loaded["part"].untyped_storage().data_ptr() == loaded["weight"].untyped_storage().data_ptr()
-    assert loaded["weight"].device == torch.device("emulated", 1)
+    assert torch.load(saved(torch.arange(5.0)), map_location=DEVICE).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_tensor_saved_on_the_cpu_is_mapped_to_the_device() -> None:
-    file = io.BytesIO()
-    torch.save(torch.arange(5.0), file)
-    file.seek(0)
-    assert_same_tensor(torch.load(file, map_location=DEVICE), torch.arange(5.0))
-
-
-def test_a_deep_copy_is_apart_and_equal() -> None:
+def test_a_deep_copy_is_separate_and_equal_and_keeps_strides() -> None:
     linear = torch.nn.Linear(4, 3).to(DEVICE)
     other = copy.deepcopy(linear)
     assert torch.equal(bits(other.weight), bits(linear.weight))
     assert other.weight.device == linear.weight.device
     other.weight.data.zero_()
     assert linear.weight.abs().sum().item() > 0
+    assert_as_on_cpu(lambda t: copy.deepcopy(t(4, 6).t()[1:, ::2]))
 
 
-def test_a_deep_copy_of_a_non_contiguous_tensor_keeps_its_strides() -> None:
-    assert_same(*both(lambda t: copy.deepcopy(t(4, 6).t()[1:, ::2])))
-
-
-@pytest.mark.parametrize(("before", "after"), [("cpu", DEVICE), (DEVICE, "cpu"), ("emulated:0", "emulated:1")])
-def test_data_can_be_replaced_by_data_of_another_device(before: str, after: str) -> None:
-    parameter = torch.nn.Parameter(torch.ones(4, device=before))
-    parameter.data = torch.full((6,), 2.0, device=after)
-    assert parameter.device.type == torch.device(after).type
-    assert parameter.shape == (6,)
-    (parameter * 3).sum().backward()
-    assert parameter.grad is not None
-    assert parameter.grad.device == parameter.device
-    assert parameter.grad.tolist() == [3] * 6
+def test_data_can_be_replaced_by_data_of_another_device() -> None:
+    """As FSDP1's offload does."""
+    for before, after in (("cpu", DEVICE), (DEVICE, "cpu"), ("emulated:0", "emulated:1")):
+        parameter = torch.nn.Parameter(torch.ones(4, device=before))
+        parameter.data = torch.full((6,), 2.0, device=after)
+        assert parameter.device.type == torch.device(after).type
+        (parameter * 3).sum().backward()
+        assert parameter.grad is not None
+        assert parameter.grad.device == parameter.device
+        assert parameter.grad.tolist() == [3] * 6
 
 
 def test_data_replaced_across_devices_frees_the_memory_of_the_device() -> None:
-    before = torch.emulated.memory_allocated()
+    used = Used()
     parameter = torch.nn.Parameter(torch.ones(1024, device=DEVICE))
     parameter.data = parameter.data.cpu()
-    assert torch.emulated.memory_allocated() == before
+    assert used.now() == 0
 
 
 def test_a_module_moves_there_and_back_unchanged() -> None:
@@ -82,77 +90,63 @@ def test_a_module_moves_there_and_back_unchanged() -> None:
     assert {parameter.device.type for parameter in linear.cpu().parameters()} == {"cpu"}
     assert [id(parameter) for parameter in linear.parameters()] == identities
     assert all(torch.equal(bits(p), b) for p, b in zip(linear.parameters(), before, strict=True))
-
-
-def test_a_meta_module_is_made_empty_on_the_device() -> None:
     with torch.device("meta"):
         linear = torch.nn.Linear(4, 3)
     assert linear.to_empty(device=DEVICE).weight.device.type == DEVICE
 
 
-PRINTED: dict[str, tuple[Op, str]] = {
-    "floats": (lambda t: t.of([1.5, NAN]), "tensor([1.5000,    nan], device='emulated:0')"),
-    "an integer": (lambda t: t.of(3), "tensor(3, device='emulated:0')"),
-    "bools": (lambda t: t.of([True]), "tensor([True], device='emulated:0')"),
-    "empty": (lambda t: t.empty(0), "tensor([], device='emulated:0')"),
-    "bfloat16": (lambda t: t.of([1.0], BF16), "tensor([1.], device='emulated:0', dtype=torch.bfloat16)"),
-}
-
-
-@pytest.mark.parametrize(("make", "text"), PRINTED.values(), ids=PRINTED)
-def test_a_tensor_is_printed_with_its_device(make: Op, text: str) -> None:
-    assert repr(make(Inputs(DEVICE))) == text
-
-
-def test_a_parameter_is_printed_with_its_device() -> None:
-    text = repr(torch.nn.Parameter(torch.ones(2, device=DEVICE)))
-    assert text == "Parameter containing:\ntensor([1., 1.], device='emulated:0', requires_grad=True)"
-
-
-def test_a_tensor_of_the_device_does_not_become_an_array() -> None:
-    with pytest.raises(TypeError, match=r"can't convert emulated:0 device type tensor to numpy"):
-        torch.ones(2, device=DEVICE).numpy()
-
-
 HOST_VALUES: dict[str, tuple[Op, Any]] = {
-    "item": (lambda t: t.of(2.5).item(), 2.5),
+    "floats": (lambda t: repr(t.of([1.5, float("nan")])), "tensor([1.5000,    nan], device='emulated:0')"),
+    "bfloat16": (lambda t: repr(t.of([1.0], BF16)), "tensor([1.], device='emulated:0', dtype=torch.bfloat16)"),
     "item of bfloat16": (lambda t: t.of([1.0], BF16).item(), 1.0),
-    "item of an integer": (lambda t: t.of(7).item(), 7),
     "tolist": (lambda t: t.of([[1, 2], [3, 4]]).t().tolist(), [[1, 3], [2, 4]]),
-    "tolist of an empty one": (lambda t: t.empty(0, 3).tolist(), []),
-    "float": (lambda t: float(t.of(2)), 2.0),
+    "tolist of an empty one": (lambda t: t.zeros(0, 3).tolist(), []),
     "int": (lambda t: int(t.of(2.9)), 2),
     "bool": (lambda t: bool(t.of(0)), False),
     "index": (lambda t: [5, 6, 7][t.of(1)], 6),
     "equal": (lambda t: torch.equal(t.of([1, 2]), t.of([1, 2])), True),
     "allclose": (lambda t: torch.allclose(t.of([1.0]), t.of([1.1])), False),
     "in": (lambda t: 3 in t.of([1, 3]), True),
-    "len": (lambda t: len(t.of([1, 3])), 2),
     "iteration": (lambda t: [x.item() for x in t.of([1, 3])], [1, 3]),
-    "is_nonzero": (lambda t: t.of([1.0]).is_nonzero(), True),
-    "is_same_size": (lambda t: t.of([1.0]).is_same_size(t.of([1])), True),
     "is_set_to": (lambda t: (lambda x: x.is_set_to(x.view_as(x)))(t.of([1])), True),
 }
 
 
-@pytest.mark.parametrize(("read", "value"), HOST_VALUES.values(), ids=HOST_VALUES)
-def test_a_value_reaches_the_host(read: Op, value: Any) -> None:
-    assert read(Inputs(DEVICE)) == value
+def test_a_value_reaches_the_host_and_no_array_does() -> None:
+    def check(entry: tuple[Op, Any]) -> None:
+        assert entry[0](Inputs(DEVICE)) == entry[1]
+
+    check_each(HOST_VALUES, check)
+    with pytest.raises(TypeError, match=r"can't convert emulated:0 device type tensor to numpy"):
+        torch.ones(2, device=DEVICE).numpy()
+
+
+NEITHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "Mkldnn": lambda x: x.to_mkldnn(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_a_tensor_that_is_neither_dense_nor_sparse_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"has dense and sparse tensors alone, and this one is {name}"):
+        NEITHER[name](torch.ones(3, device=DEVICE))
 
 
 # Storages
 
 
-def test_a_storage_shrunk_to_nothing_and_back_is_that_of_the_same_tensor() -> None:
+def test_a_storage_shrunk_to_nothing_and_back_is_that_of_the_same_tensor_and_its_views() -> None:
+    """As FSDP frees and refills its buffers."""
     x = torch.ones(1024, device=DEVICE)
-    before = torch.emulated.memory_allocated()
+    part, used = x[2:4], Used()
     x.untyped_storage().resize_(0)
     assert (x.untyped_storage().size(), x.shape) == (0, (1024,))
-    assert torch.emulated.memory_allocated() == before - 4096
+    assert used.now() == -4096
     x.untyped_storage().resize_(4096)
-    x.fill_(3)
-    assert torch.emulated.memory_allocated() == before
-    assert x.sum().item() == 3072
+    x.copy_(torch.arange(1024.0))
+    assert used.now() == 0
+    assert part.tolist() == [2, 3]
 
 
 def test_a_resized_storage_keeps_the_bytes_that_fit() -> None:
@@ -160,24 +154,9 @@ def test_a_resized_storage_keeps_the_bytes_that_fit() -> None:
     x.untyped_storage().resize_(32)
     x.untyped_storage().resize_(80)
     assert x[:4].tolist() == [0, 1, 2, 3]
-
-
-def test_a_view_of_a_storage_that_came_back_sees_it() -> None:
-    whole = torch.zeros(8, device=DEVICE)
-    part = whole[2:4]
-    whole.untyped_storage().resize_(0)
-    whole.untyped_storage().resize_(32)
-    whole.copy_(torch.arange(8.0))
-    assert part.tolist() == [2, 3]
-
-
-def test_resize_grows_a_tensor_and_keeps_its_values() -> None:
-    x = torch.arange(4.0, device=DEVICE)
-    address = x.untyped_storage()._cdata
     x.resize_(2, 100)
-    assert x.untyped_storage()._cdata == address
     assert x.view(-1)[:4].tolist() == [0, 1, 2, 3]
-    assert x.untyped_storage().nbytes() == 800
+    assert x.untyped_storage().nbytes() == 1600
 
 
 def test_set_shares_the_storage_of_the_other() -> None:
@@ -185,3 +164,169 @@ def test_set_shares_the_storage_of_the_other() -> None:
     x.set_(y.untyped_storage(), 2, (2, 2), (2, 1))
     y.mul_(2)
     assert x.tolist() == [[4, 6], [8, 10]]
+
+
+# Every one of these reads or writes a tensor whose storage has been freed.
+USES_OF_FREED_MEMORY = (
+    *("x + 1", "x.sum()", "x.clone()", "x.cpu()", "x[0].item()", "x.tolist()", "repr(x)", "x.to(torch.bfloat16)"),
+    *("x.view(2, 4) @ x.view(4, 2)", "torch.cat([x, x])", "x[torch.tensor([1])]", "torch._foreach_add([x], 1)"),
+    "torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 2, 4)] * 3)",
+    *("view + 1", "transposed.contiguous()", "y.copy_(x)", "host.copy_(x)", "pinned.copy_(x, non_blocking=True)"),
+    *("x.to('emulated:1')", "torch._foreach_copy_([y], [x])", "x.zero_()", "x.copy_(y)", "x.copy_(host)"),
+    "x.copy_(pinned, non_blocking=True); torch.emulated.synchronize()",
+    *("torch._foreach_copy_([x], [y])", "transposed.copy_(y.view(4, 2))", "torch.add(y, 1, out=view)"),
+    "torch.split_with_sizes_copy(y, [8], out=[x])",
+)
+# Each statement in a process of its own, forked from one that has imported torch.
+_USE_FREED_MEMORY = """
+import os, sys, torch, fsdp_doctor.emulated
+x, y = (torch.ones(8, device="emulated") for _ in range(2))
+host, pinned = torch.ones(8), torch.ones(8).pin_memory()
+view, transposed = x[:], x.view(2, 4).t()
+x.untyped_storage().resize_(0)
+for statement in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(statement)
+            os._exit(1)
+        except RuntimeError:
+            os._exit(0)
+    end = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print({0: "raised", 1: "nothing was raised"}.get(end, f"died with {end}"), flush=True)
+"""
+
+
+def test_touching_a_tensor_whose_storage_is_gone_raises() -> None:
+    done = run(sys.executable, "-W", "ignore", "-c", _USE_FREED_MEMORY, *USES_OF_FREED_MEMORY)
+    assert done.code == 0, done.stderr
+    ends = dict(zip(USES_OF_FREED_MEMORY, done.stdout.splitlines(), strict=True))
+    assert {use: end for use, end in ends.items() if end != "raised"} == {}
+
+
+# Sparse tensors: PyTorch's tables compare their operations
+
+
+def coo(t: Inputs) -> Tensor:
+    """Not coalesced."""
+    return torch.sparse_coo_tensor(t.of([[0, 1, 1, 0], [2, 0, 2, 2]]), t(4), (2, 4))
+
+
+def parts(tensor: Tensor) -> Any:
+    """A dense tensor as it is; of a sparse one, the dense ones that it consists of."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values(), tensor.shape
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.shape
+    return tensor
+
+
+def assert_same_parts(op: Op) -> None:
+    assert_as_on_cpu(lambda t: tree_map_only(Tensor, parts, op(t)))
+
+
+SPARSE: dict[str, Op] = {
+    "of lists": lambda t: torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], device=t.device),
+    "of a dense one": lambda t: t.ints(3, 4, high=2).to_sparse(),
+    "to_dense": lambda t: coo(t).to_dense(),
+    "coalesce": lambda t: coo(t).coalesce(),
+    "add_ to dense": lambda t: t(2, 4).add_(coo(t), alpha=2),
+    "mm": lambda t: coo(t) @ t(4, 3),
+    "mm of two": lambda t: torch.sparse.mm(coo(t), coo(t).t()),
+    "sum": lambda t: (coo(t).sum(), torch.sparse.sum(coo(t), 0)),
+    "deepcopy": lambda t: copy.deepcopy(coo(t)),
+    "saved": lambda t: torch.load(saved(coo(t))),
+    "to bfloat16": lambda t: coo(t).to(BF16),
+    "copy_ from the host": lambda t: torch.zeros_like(coo(t)).copy_(coo(Inputs("cpu"))),
+    "autocast": lambda t: torch.autocast(t.device, BF16)(lambda: coo(t) @ t(4, 3))(),
+    **{
+        str(layout): lambda t, layout=layout, block=block: (  # type: ignore[misc]
+            (lambda x: [x, x * 2, x.clone(), x.to_dense(), x.sum(), x.clone().to("cpu").to(x.device)])(
+                coo(t).to_dense().to_sparse(layout=layout, **block)
+            )
+        )
+        for layout, block in (
+            *((layout, {}) for layout in (torch.sparse_csr, torch.sparse_csc)),
+            *((layout, {"blocksize": (2, 2)}) for layout in (torch.sparse_bsr, torch.sparse_bsc)),
+        )
+    },
+}
+
+
+def test_a_sparse_tensor_of_any_layout_is_that_of_the_cpu() -> None:
+    check_each(SPARSE, assert_same_parts)
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
+    "SparseAdam": lambda weights: torch.optim.SparseAdam(weights, lr=0.1),
+}
+
+
+def test_an_embedding_with_sparse_gradients_trains_as_on_the_cpu() -> None:
+    def trained(t: Inputs, optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Any:
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(6, 3, sparse=True).to(t.device)
+        stepper = optimizer(list(embedding.parameters()))
+        for _ in range(3):
+            stepper.zero_grad()
+            embedding(t.of([1, 1, 4])).square().sum().backward()
+            stepper.step()
+        assert embedding.weight.grad is not None
+        return embedding.weight, embedding.weight.grad
+
+    check_each(OPTIMIZERS, lambda optimizer: assert_same_parts(lambda t: trained(t, optimizer)))
+
+
+def test_the_memory_of_a_sparse_tensor_is_shared_counted_and_freed() -> None:
+    values = torch.ones(2, device=DEVICE)
+    shared = torch.sparse_coo_tensor(torch.tensor([[0, 1]], device=DEVICE), values, (3,))
+    values.mul_(5)
+    assert shared.to_dense().tolist() == [5, 5, 0]
+    used = Used()
+    sparse = coo(Inputs("cpu")).to(DEVICE)
+    assert used.now() == 2 * 512
+    del sparse
+    assert used.now() == 0
+    shared._values().untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="an illegal memory access was encountered"):
+        shared.to_dense()
+
+
+def test_a_sparse_tensor_stays_on_its_device() -> None:
+    sparse = coo(Inputs("emulated:1"))
+    assert (sparse * 2).coalesce().values().device == torch.device("emulated", 1)
+    assert "device='emulated:1', size=(2, 4), nnz=4, layout=torch.sparse_coo" in str(sparse)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        sparse + coo(Inputs("emulated:0"))
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        sparse.pin_memory()
+
+
+def test_a_sparse_tensor_comes_to_pinned_memory_late_and_its_values_race() -> None:
+    late = coo(Inputs(DEVICE)).to("cpu", non_blocking=True)
+    assert emulated.copies_in_flight() == 2
+    emulated.synchronize()
+    assert torch.equal(late.to_dense(), coo(Inputs("cpu")).to_dense())
+    sparse = coo(Inputs(DEVICE)).coalesce()
+    with emulated.race_detection():
+        sparse.values().mul_(3)
+        with emulated.stream(torch.Stream(DEVICE)):
+            assert (sparse._nnz(), sparse.is_coalesced(), sparse.sparse_dim()) == (3, True, 2)
+            assert emulated.data_races() == []
+            sparse.values().mul_(2)
+        races = emulated.data_races()
+    assert any("aten::mul_ on stream" in race and "neither waits for the other" in race for race in races)
+
+
+def beyond() -> Tensor:
+    return torch.sparse_coo_tensor([[0, 50_000_000], [1, 70_000_000]], [1.0, 1.0], (3, 3), device=DEVICE)
+
+
+def test_an_index_outside_of_a_sparse_tensor_does_not_end_the_process() -> None:
+    for use in (lambda: beyond().to_sparse_csr(), lambda: torch.sparse.mm(beyond(), beyond())):
+        with pytest.raises(torch.AcceleratorError, match=r"index .* is out of bounds in a sparse tensor of size"):
+            use()

@@ -1,19 +1,40 @@
+"""The two tools that compare the device with PyTorch: its tables of operators, and its own tests of FSDP."""
+
 from __future__ import annotations
 
 import os
 import pathlib
+import re
 import sys
+from collections import Counter
 
 import pytest
-from program import Run, run
+from program import run
 from support.emulated_device import emulated  # noqa: F401, without which the file is skipped
 from support.places import ROOT
 
-from tests.emulated import pytorch_expected
-from tests.emulated.pytorch_run import Outcome, Result
+from tests.emulated import pytorch_suite
+from tests.emulated.pytorch_suite import Outcome, Result
 
+# Every so many entries of a table, and one sample of each.
+_SAMPLE = ("--dtypes", "float32,bfloat16,complex64", "--one-in", "13", "--samples", "1")
 _VERSIONS = {"torch": "2.13.0", "tests": "2.12.1"}
 _SUITE = (sys.executable, "-m", "tests.emulated.pytorch_suite")
+
+
+def test_a_sample_of_pytorchs_tables_differs_from_the_cpu_only_where_it_is_known_to() -> None:
+    pytest.importorskip("expecttest", reason="torch's tables need expecttest")
+    done = run(sys.executable, "-m", "tests.emulated.torch_tables", *_SAMPLE, cwd=ROOT)
+    assert done.code == 0, done.stdout + done.stderr
+    equal: Counter[str] = Counter()
+    for table, count in re.findall(r"^(.{15}) .{10} +(\d+)", done.stdout, re.MULTILINE):
+        equal[table.strip()] += int(count)
+    assert equal["forward"] > 20
+    assert equal["sparse"] > 10
+    assert equal["error"] > 40
+    assert equal["module"] > 5
+    assert equal["optimizer"] > 10
+
 
 # A file as PyTorch's are: it names CUDA, and imports what chooses the device and skips.
 TESTS = """
@@ -52,120 +73,71 @@ class TestSharedProcesses(TestCase):
 """
 
 
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The command on a checkout of one file."""
-    checkout = tmp_path_factory.mktemp("checkout")
+def test_each_test_of_a_checkout_gets_the_device_and_its_outcome_is_counted_and_compared(
+    tmp_path: pathlib.Path,
+) -> None:
+    checkout, stub = tmp_path / "checkout", tmp_path / "stub"
     (checkout / "test" / "distributed").mkdir(parents=True)
     (checkout / "test" / "distributed" / "test_device_mesh.py").write_text(TESTS)
-    stub = tmp_path_factory.mktemp("stub")
+    stub.mkdir()
     (stub / "expecttest.py").write_text("from unittest import TestCase\n")
     path = os.pathsep.join([str(stub), str(ROOT)])
-    return run(*_SUITE, "--pytorch", str(checkout), "--ranks", "3", env={"PYTHONPATH": path})
-
-
-def test_the_table_counts_what_became_of_each_test(suite: Run) -> None:
-    assert ["test_device_mesh.py", "3", "2", "3", "1", "0"] in [line.split() for line in suite.stdout.splitlines()]
-
-
-def test_a_test_that_names_cuda_gets_the_emulated_device(suite: Run) -> None:
-    assert "test_a_device" not in suite.stdout, suite.stdout
-
-
-def test_a_test_that_ends_the_process_fails_and_the_rest_of_the_file_runs(suite: Run) -> None:
-    assert (
-        "test_device_mesh.py::TestDevice.test_b_process_ends with 3 ranks: gap: the process ended with exit code 7"
-        in suite.stdout
-    )
-    assert "test_device_mesh.py::TestDevice.test_d_failure with 3 ranks: gap: RuntimeError: in the test" in suite.stdout
-
-
-def test_what_pytorch_skips_after_a_failure_is_run_apart(suite: Run) -> None:
-    assert "TestSharedProcesses.test_a_failure with 3 ranks: gap: AssertionError: first" in suite.stdout
-    assert "test_b_after_it" not in suite.stdout
-
-
-def test_a_failure_that_is_not_expected_is_exit_code_1(suite: Run) -> None:
+    suite = run(*_SUITE, "--pytorch", str(checkout), "--ranks", "3", env={"PYTHONPATH": path})
     assert suite.code == 1, suite.stderr
-
-
-def test_a_file_that_the_checkout_lacks_is_named(suite: Run) -> None:
-    assert "not in this checkout: fsdp/test_wrap.py" in suite.stdout
+    lines = suite.stdout.splitlines()
+    assert ["test_device_mesh.py", "3", "2", "3", "1", "0"] in [line.split() for line in lines]
+    assert [line for line in lines if line.startswith("failed: ")] == [
+        f"failed: test_device_mesh.py::{test} with 3 ranks: gap: {reason}"
+        for test, reason in (
+            ("TestDevice.test_b_process_ends", "the process ended with exit code 7"),
+            ("TestDevice.test_d_failure", "RuntimeError: in the test"),
+            ("TestSharedProcesses.test_a_failure", "AssertionError: first"),
+        )
+    ]
+    assert "not in this checkout: fsdp/test_wrap.py" in lines
 
 
 def _result(test: str, outcome: Outcome, text: str = "") -> Result:
     return Result("test_x.py", 2, test, outcome, text)
 
 
-@pytest.fixture
-def expectation(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def test_a_difference_in_either_direction_is_reported_and_the_rest_of_an_expectation_is_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "expected.toml"
     file.write_text("")
-    monkeypatch.setattr(pytorch_expected, "EXPECTED", file)
+    monkeypatch.setattr(pytorch_suite, "EXPECTED", file)
     failed = _result("T.test_b", "failed", "RuntimeError: NCCL is not here")
-    pytorch_expected.write([_result("T.test_a", "passed"), failed], _VERSIONS)
-    return file
-
-
-@pytest.mark.usefixtures("expectation")
-def test_what_was_written_is_no_surprise() -> None:
-    assert pytorch_expected.surprises([_result("T.test_a", "passed"), _result("T.test_b", "failed")]) == []
-
-
-@pytest.mark.usefixtures("expectation")
-@pytest.mark.parametrize(
-    ("a", "b", "words"),
-    [
+    pytorch_suite.write_expected([_result("T.test_a", "passed"), failed], _VERSIONS)
+    expectations: tuple[tuple[Outcome, Outcome, str], ...] = (
+        ("passed", "failed", ""),
         ("failed", "failed", "failed, and expected to pass: test_x.py::T.test_a with 2 ranks"),
-        ("passed", "passed", "passed, and expected to fail: test_x.py::T.test_b with 2 ranks (cuda)"),
+        ("passed", "passed", "passed, and expected to fail: test_x.py::T.test_b with 2 ranks (gap)"),
         ("skipped", "failed", "test_x.py@2: 1 failed, 1 skipped, and expected: 1 passed, 1 failed"),
-        ("undone", "failed", "test_x.py@2: 1 failed, 1 undone, and expected: 1 passed, 1 failed"),
-    ],
-)
-def test_a_surprise_in_either_direction_is_told(a: Outcome, b: Outcome, words: str) -> None:
-    found = pytorch_expected.surprises([_result("T.test_a", a), _result("T.test_b", b)])
-    assert any(each.startswith(words) for each in found), found
-
-
-def test_a_test_that_races_is_no_surprise(expectation: pathlib.Path) -> None:
-    expectation.write_text(
-        expectation.read_text().replace('class = "cuda"', 'class = "race"').replace("[1, 1,", "[1, 0,")
     )
+    for a, b, words in expectations:
+        sentences = pytorch_suite.differences([_result("T.test_a", a), _result("T.test_b", b)])
+        assert any(each.startswith(words) for each in sentences) if words else sentences == []
+    by_hand = file.read_text().replace("RuntimeError: NCCL is not here", "by hand").replace('"gap"', '"race"')
+    file.write_text(by_hand.replace("[1, 1,", "[1, 0,"))
     for outcome in ("passed", "failed"):
-        assert pytorch_expected.surprises([_result("T.test_a", "passed"), _result("T.test_b", outcome)]) == []
+        assert pytorch_suite.differences([_result("T.test_a", "passed"), _result("T.test_b", outcome)]) == []
+    pytorch_suite.write_expected([Result("test_y.py", 2, "T.test_c", "failed", "ValueError: no")], _VERSIONS)
+    expected = pytorch_suite.read_expected()
+    assert [group["reason"] for group in expected["failures"]] == ["ValueError: no", "by hand"]
+    assert expected["totals"] == {"test_x.py@2": [1, 0, 0, 0], "test_y.py@2": [0, 1, 0, 0]}
 
 
-def test_writing_one_file_keeps_the_others_and_the_reasons(expectation: pathlib.Path) -> None:
-    expectation.write_text(expectation.read_text().replace("RuntimeError: NCCL is not here", "by hand"))
-    pytorch_expected.write([Result("test_y.py", 2, "T.test_c", "failed", "ValueError: no")], _VERSIONS)
-    expected = pytorch_expected.read()
-    assert [group["reason"] for group in expected["failures"]] == ["by hand", "ValueError: no"]
-    assert expected["totals"] == {"test_x.py@2": [1, 1, 0, 0], "test_y.py@2": [0, 1, 0, 0]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_wrong_argument_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, words in (
         (["--pytorch", "no-such-directory"], "--pytorch: no-such-directory has none of the"),
         (["--pytorch", ".", "--ranks", "two"], "--ranks: two is not a list of numbers such as 2,4"),
         (["--pytorch", ".", "--file", "no_such_file"], "--file: no file has no_such_file in its path"),
-    ],
-)
-def test_a_wrong_argument_is_told_in_one_sentence(arguments: list[str], words: str) -> None:
-    done = run(*_SUITE, *arguments)
-    assert done.code == 2
-    assert done.stderr.splitlines()[-1].startswith(f"pytorch_suite.py: error: {words}")
-
-
-def test_a_missing_package_is_named(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "test" / "distributed").mkdir(parents=True)
-    (tmp_path / "test" / "distributed" / "test_device_mesh.py").touch()
-    without = f"""
-import runpy, sys
-sys.modules["expecttest"] = None
-sys.argv[1:] = ["--pytorch", {str(tmp_path)!r}]
-runpy.run_module("tests.emulated.pytorch_suite", run_name="__main__")
-"""
-    done = run(sys.executable, "-c", without)
-    assert done.code == 2
-    assert "PyTorch's tests need expecttest: pip install expecttest" in done.stderr
+    ):
+        monkeypatch.setattr(sys, "argv", ["pytorch_suite.py", *arguments])
+        with pytest.raises(SystemExit) as end:
+            pytorch_suite.main()
+        assert end.value.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"pytorch_suite.py: error: {words}")

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 emulated: Any = pytest.importorskip("fsdp_doctor.emulated.device", exc_type=ImportError)
 
-DEVICE = "emulated"
-OTHER = "emulated:1"
+DEVICE, OTHER = "emulated", "emulated:1"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+_Entry = TypeVar("_Entry")
+
+
+def check_each(table: Mapping[str, _Entry], check: Callable[[_Entry], Any]) -> None:
+    """Runs ``check`` for every entry, and fails with the names of those for which it raised."""
+    failures = {}
+    for name, entry in table.items():
+        try:
+            check(entry)
+        except (Exception, pytest.fail.Exception) as error:
+            failures[name] = f"{type(error).__name__}: {error}"
+    assert not failures, "\n".join(f"{name}: {why}" for name, why in failures.items())
+
+
+# Memory, streams
 
 
 def pinned(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).pin_memory()
+    return torch.tensor(values, dtype=FP32).pin_memory()
 
 
 def on_device(*values: float, device: str = DEVICE) -> Tensor:
-    """Made on the device alone: no copy of it is in flight."""
+    """Filled on the device, so that no copy of it is in flight."""
     made = torch.empty(len(values), device=device)
     for index, value in enumerate(values):
         made[index].fill_(value)
@@ -48,3 +64,71 @@ class Used:
 def in_stream(stream: torch.Stream, do: Callable[[], Any]) -> Any:
     with emulated.stream(stream):
         return do()
+
+
+# The same computation on the device and on the CPU
+
+
+class Inputs:
+    """The same random tensors on either device: made on the CPU, then moved."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype).to(self.device)
+
+    def leaf(self, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
+        return self(*shape, dtype=dtype).requires_grad_()
+
+    def positive(self, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
+        return self(*shape, dtype=dtype).abs_() + 0.1
+
+    def ints(self, *shape: int, high: int = 8) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator).to(self.device)
+
+    def bools(self, *shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=self.generator) < 0.6).to(self.device)
+
+    def list(self, *shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> list[Tensor]:
+        return [self(*shape, dtype=dtype) for shape in shapes]
+
+    def of(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+
+Op = Callable[[Inputs], Any]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def assert_same_tensor(here: Tensor, there: Tensor, where: str = "") -> None:
+    """``here`` is on the device, ``there`` on the CPU."""
+    assert (here.device.type, there.device.type) == (DEVICE, "cpu"), where
+    for what in ("dtype", "shape", "requires_grad"):
+        assert getattr(here, what) == getattr(there, what), f"{what} of {where}"
+    assert (here.stride(), here.storage_offset()) == (there.stride(), there.storage_offset()), where
+    assert torch.equal(bits(here), bits(there)), f"{where}\n{here}\n{there}"
+
+
+def assert_as_on_cpu(op: Op) -> None:
+    """Every tensor of the result has the bits, strides and dtype that it has on the CPU; other values are equal."""
+    here, there = tree_leaves(op(Inputs(DEVICE))), tree_leaves(op(Inputs("cpu")))
+    assert len(here) == len(there)
+    for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+        if isinstance(ours, Tensor):
+            assert_same_tensor(ours, theirs, f"result {index}")
+        else:
+            assert ours == theirs
+
+
+def with_gradients(result: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, result.numel()).reshape(result.shape).to(result.dtype)
+    return result, *torch.autograd.grad(result, leaves, weights.to(result.device))

@@ -1,11 +1,10 @@
-"""Builds the device's library with the machine's C++ compiler, once for each torch and each source."""
+"""Builds the device's library with the machine's C++ compiler, once for each version of torch and of the sources."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import functools
 import hashlib
 import importlib.util
 import os
@@ -26,52 +25,56 @@ from packaging.version import Version
 _Result = TypeVar("_Result")
 
 OLDEST_TORCH = "2.10"
+# The distribution, and the package in it, of a library that is built already.
+PREBUILT = "fsdp_doctor_emulated_prebuilt"
 _SOURCES = pathlib.Path(__file__).parents[1] / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
-_FILE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+_FILE = f"_C{_SUFFIX}"
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
-# Sources that need the same large headers are compiled as one: reading those headers is most of the time. The largest
-# first; a source that is not named here is compiled alone.
-_TOGETHER = (
+# Reading torch's large headers is most of the time, so sources that need the same headers are compiled as one unit, the
+# largest unit first. A source that is not named here is compiled alone.
+_UNITS = (
     ("collectives", "agreement", "gloo", "module"),
     ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback", "sparse"),
 )
 
 
 class EmulationUnavailable(ImportError):
-    """The device cannot be built here; the message is one sentence that says why and what helps."""
+    """The device cannot be built here; the message is one sentence with the reason and what helps."""
 
 
 def library() -> pathlib.Path:
-    """The shared library for this torch: the one that is installed, else built if it is not in the cache yet.
+    """The path of the shared library for this torch: an installed one, else one from the cache, else built now.
 
-    Any number of processes may call it at once: one builds, the others wait for it. Where the cache cannot be written
-    or is full, the library is kept in the directory of temporary files. Raises EmulationUnavailable.
+    Any number of processes may call it at once: one builds, the others wait for it. If the cache cannot be written or
+    is full, the library is kept in the directory for temporary files. Raises EmulationUnavailable.
     """
-    _check_torch()
+    # Only the release is compared, so nightlies and vendors' pre-releases of the oldest version are accepted.
+    if Version(torch.__version__).release < Version(OLDEST_TORCH).release:
+        raise EmulationUnavailable(
+            f"the emulated accelerator needs torch {OLDEST_TORCH} or newer, this is torch {torch.__version__}"
+        )
     if installed := _installed():
         return installed
     compiler = _compiler()
     key = _key(compiler)
     cached = cache_directory() / key / _FILE
+    # Not pathlib's exists, which raises for a directory that cannot be read.
     if os.path.exists(cached):
         return cached
-    with _in_a_place(key, lambda directory: open(directory / "lock", "w")) as lock:
-        # The kernel unlocks it when this process ends, however that is.
+    with _in_writable_directory(key, lambda directory: open(directory / "lock", "w")) as lock:
+        # The kernel releases the lock when this process ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _kept(key) or _build(compiler, key)
-
-
-# The distribution of a library that is built already, and the package in it.
-PREBUILT = "fsdp_doctor_emulated_prebuilt"
+        return _built(key) or _build(compiler, key)
 
 
 def prebuilt_name() -> str:
-    """The file of the library in ``PREBUILT``: other sources, another torch or Python have another name."""
+    """The file name of the library in ``PREBUILT``, which depends on the sources, torch and Python."""
     digest = hashlib.sha256(f"{torch.version.git_version} {torch.compiled_with_cxx11_abi()}".encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    return f"_C_{digest.hexdigest()[:16]}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return f"_C_{digest.hexdigest()[:16]}{_SUFFIX}"
 
 
 def _installed() -> pathlib.Path | None:
@@ -84,14 +87,13 @@ def _installed() -> pathlib.Path | None:
 
 def cache_directory() -> pathlib.Path:
     """``$FSDP_DOCTOR_CACHE``, else ``fsdp-doctor`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    own = os.environ.get("FSDP_DOCTOR_CACHE")
-    if own:
-        return pathlib.Path(own)
+    if configured := os.environ.get("FSDP_DOCTOR_CACHE"):
+        return pathlib.Path(configured)
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fsdp-doctor"
 
 
 def _temporary_directory() -> pathlib.Path:
-    """For a library that the cache has no room for. Raises OSError where another user could put a library there."""
+    """The fallback for the cache. Raises OSError if another user could put a library there."""
     directory = pathlib.Path(tempfile.gettempdir()) / f"fsdp-doctor-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
@@ -100,28 +102,25 @@ def _temporary_directory() -> pathlib.Path:
     return directory
 
 
-_PLACES = (cache_directory, _temporary_directory)
-
-
-def _in_a_place(key: str, act: Callable[[pathlib.Path], _Result]) -> _Result:
-    """What ``act`` returns for the first directory that it can use, of those where the library may be kept."""
+def _in_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) -> _Result:
+    """The result of ``use`` for the cache, or for the temporary directory if it raises OSError for the cache."""
     reasons = []
-    for place in _PLACES:
-        named = "the directory of temporary files"
+    for place in (cache_directory, _temporary_directory):
+        name = "the directory of temporary files"
         try:
             directory = place() / key
-            named = str(directory)
+            name = str(directory)
             directory.mkdir(parents=True, exist_ok=True)
-            return act(directory)
+            return use(directory)
         except OSError as error:
-            reasons.append(f"{named}: {error.strerror or error}")
+            reasons.append(f"{name}: {error.strerror or error}")
     raise EmulationUnavailable(
         f"the emulated accelerator cannot be kept in {', nor in '.join(reasons)}; set FSDP_DOCTOR_CACHE"
     )
 
 
-def _kept(key: str) -> pathlib.Path | None:
-    for place in _PLACES:
+def _built(key: str) -> pathlib.Path | None:
+    for place in (cache_directory, _temporary_directory):
         with contextlib.suppress(OSError):
             file = place() / key / _FILE
             if file.exists():
@@ -129,23 +128,16 @@ def _kept(key: str) -> pathlib.Path | None:
     return None
 
 
-def _check_torch() -> None:
-    # The release alone: a nightly or a vendor's pre-release of 2.10 has what 2.10 has.
-    if Version(torch.__version__).release < Version(OLDEST_TORCH).release:
-        raise EmulationUnavailable(
-            f"the emulated accelerator needs torch {OLDEST_TORCH} or newer, this is torch {torch.__version__}"
-        )
-
-
 def _compiler() -> list[str]:
-    named = os.environ.get("CXX")
-    candidates = [shlex.split(named)] if named else [[name] for name in _COMPILERS]
+    configured = os.environ.get("CXX")
+    candidates = [shlex.split(configured)] if configured else [[name] for name in _COMPILERS]
     for command in candidates:
         if command and shutil.which(command[0]):
             return command
+    missing = f"CXX={configured}" if configured else ", ".join(_COMPILERS)
     raise EmulationUnavailable(
-        f"the emulated accelerator is built with a C++ compiler, and there is none "
-        f"({f'CXX={named}' if named else ', '.join(_COMPILERS)} not found); install one (Debian: apt install g++)"
+        f"the emulated accelerator is built with a C++ compiler, and there is none ({missing} not found); "
+        "install one (Debian: apt install g++)"
     )
 
 
@@ -153,19 +145,14 @@ def _flags() -> list[str]:
     include = pathlib.Path(torch.__file__).parent / "include"
     directories = (include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
     return [
-        "-std=c++20",
-        "-O2",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-w",
-        "-DTORCH_EXTENSION_NAME=_C",
+        *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=_C"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{directory}" for directory in directories),
     ]
 
 
 def _key(compiler: list[str]) -> str:
-    """A name that changes with all that the library depends on."""
+    """A directory name that changes with everything that the library depends on."""
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -179,57 +166,56 @@ def _key(compiler: list[str]) -> str:
 
 
 def _build(compiler: list[str], key: str) -> pathlib.Path:
-    print(  # noqa: T201, half a minute without a word would look like a hang
-        f"building the emulated accelerator for torch {torch.__version__}, once", file=sys.stderr, flush=True
-    )
+    # It takes half a minute, which without a message would look like a hang.
+    _print(f"building the emulated accelerator for torch {torch.__version__}, once")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            file = _in_a_place(key, functools.partial(_keep, _compile(compiler, pathlib.Path(scratch))))
+            linked = _compile(compiler, pathlib.Path(scratch))
+            file = _in_writable_directory(key, lambda directory: _copy(linked, directory))
     except OSError as error:
         reason = error.strerror or error
         raise EmulationUnavailable(
             f"the emulated accelerator could not be built among the temporary files: {reason}; set TMPDIR"
         ) from None
     if cache_directory() not in file.parents:
-        print(  # noqa: T201, with the temporary files it will be gone, and the next build takes as long
+        _print(
             f"{cache_directory()} cannot be written or is full, so the emulated accelerator is kept in {file.parent}; "
-            "set FSDP_DOCTOR_CACHE to another directory",
-            file=sys.stderr,
-            flush=True,
+            "set FSDP_DOCTOR_CACHE to another directory"
         )
     return file
 
 
+def _print(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
 def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
-    """Makes the library in ``scratch``. Raises OSError where there is no room, EmulationUnavailable."""
-    sources = [_source(unit, scratch) for unit in _units()]
-    objects = [source.with_suffix(".o") for source in sources]
-    commands = [
-        [*compiler, *_flags(), "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
-    ]
+    """Make the library in ``scratch``. Raises OSError if the disk is full, EmulationUnavailable."""
+    sources = [_write_unit(unit, scratch) for unit in _units()]
+    objects = [str(source.with_suffix(".o")) for source in sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(_run, commands))
-    libraries = pathlib.Path(torch.__file__).parent / "lib"
+        commands = zip(sources, objects, strict=True)
+        list(pool.map(lambda pair: _run([*compiler, *_flags(), "-c", str(pair[0]), "-o", pair[1]]), commands))
     linked = scratch / _FILE
-    named = [f"-l{name}" for name in _LIBRARIES]
-    _run([*compiler, "-shared", *map(str, objects), "-o", str(linked), f"-L{libraries}", *named])
+    directory = pathlib.Path(torch.__file__).parent / "lib"
+    names = [f"-l{name}" for name in _LIBRARIES]
+    _run([*compiler, "-shared", *objects, "-o", str(linked), f"-L{directory}", *names])
     return linked
 
 
-def _keep(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Copies the library into ``directory``, in which no process ever sees a part of it. Raises OSError."""
+def _copy(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+    """Copy the library into ``directory`` such that no process sees an incomplete file. Raises OSError."""
     with tempfile.TemporaryDirectory(dir=directory) as beside:
         return pathlib.Path(shutil.copy(linked, beside)).rename(directory / _FILE)
 
 
 def _units() -> list[tuple[str, ...]]:
-    """The names of the sources that one run of the compiler takes, each."""
-    together = {name for unit in _TOGETHER for name in unit}
-    return [*_TOGETHER, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in together)]
+    """For each run of the compiler the names of the sources that it compiles."""
+    grouped = {name for unit in _UNITS for name in unit}
+    return [*_UNITS, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in grouped)]
 
 
-def _source(unit: tuple[str, ...], directory: pathlib.Path) -> pathlib.Path:
+def _write_unit(unit: tuple[str, ...], directory: pathlib.Path) -> pathlib.Path:
     """A file in ``directory`` that includes the sources of ``unit``."""
     path = directory / f"{unit[0]}.cpp"
     path.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
