@@ -1,4 +1,4 @@
-"""What the caller gives to load from, of whichever kind it is."""
+"""The source of a load: a mapping, an iterable or safetensors files, as the caller gives it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_SAMPLES = 128
 
 
 @dataclass(kw_only=True)
-class Source:
+class LoadSource:
     """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are."""
 
     kind: SourceKind | None
@@ -82,19 +82,19 @@ class Source:
             file.close()
 
 
-def open_source(source: TensorSource, *, is_first: bool) -> Source:
+def open_source(source: TensorSource, *, is_first: bool) -> LoadSource:
     """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none."""
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
-        return Source(kind=None)
+        return LoadSource(kind=None)
     if isinstance(source, Mapping):
         for name, value in source.items():
             check_value(name, value)
-        return Source(kind="mapping", tensors=source)
+        return LoadSource(kind="mapping", tensors=source)
     if isinstance(source, str | os.PathLike):
         files, tensors = open_files(pathlib.Path(source))
-        return Source(kind="files", tensors=tensors, files=files)
+        return LoadSource(kind="files", tensors=tensors, files=files)
     if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):
-        return Source(kind="iterator", items=iter(source))
+        return LoadSource(kind="iterator", items=iter(source))
     raise TypeError(
         "the source must be a mapping, an iterable of (name, tensor), a safetensors file, or a directory of them, "
         f"not {type(source).__name__}"
