@@ -6,7 +6,6 @@ Only attributes are read: nothing is changed or communicated, no value is looked
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -204,14 +203,14 @@ def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding
             names=unsynchronized,
             remedy="set_requires_gradient_sync(True) before an accumulation's last backward; FSDP1: end no_sync().",
         )
-    unreplicated = [names for names, switches in reduced if switches.synchronizes and not switches.all_reduces]
-    if names := tuple(itertools.chain(*unreplicated)):
+    synchronized = [(names, switches) for names, switches in reduced if switches.synchronizes]
+    if unreplicated := tuple(name for names, switches in synchronized if not switches.all_reduces for name in names):
         yield Finding(
             kind="gradients-unreplicated",
             severity="hazard",
-            sentence=f"With the all-reduce over the replicas off: {few(names)}; the next backward "
+            sentence=f"With the all-reduce over the replicas off: {few(unreplicated)}; the next backward "
             "reduces their gradients within a shard group alone.",
-            names=names,
+            names=unreplicated,
             remedy="set_requires_all_reduce(True) before the last backward of an accumulation.",
         )
     if open_ended := tuple(name for names, switches in reduced if not switches.ends for name in names):
@@ -239,7 +238,7 @@ def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding
             severity="note",
             sentence=f"With gradients divided by {divisor}, and not by the number of ranks: {few(names)}; "
             "set_gradient_divide_factor was called, and it stays until it is called again.",
-            names=names,
+            names=tuple(names),
         )
 
 

@@ -109,11 +109,22 @@ def check_value(name: Any, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if isinstance(value, DTensor):
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
-    # The values of a wrapper, such as a fake tensor or the result of a collective under way, are somewhere else.
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise LoadError(f"{name} is a {type(value).__name__} in the source: only ordinary tensors can be loaded")
-    if value.layout != torch.strided or value.is_quantized:
-        form = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
-        raise LoadError(f"{name} is {form} in the source: only dense tensors can be loaded")
-    if value.is_meta:
-        raise LoadError(f"{name} is on the meta device in the source")
+    if form := describe_unless_dense(value):
+        raise LoadError(f"{name} is {form} in the source: only dense tensors that are in memory can be loaded")
+
+
+def describe_unless_dense(tensor: torch.Tensor) -> str:
+    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one.
+
+    That is: sparse, nested and quantized tensors, those on the meta device, and subclasses that wrap other tensors
+    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "on the meta device"
+    return "nested" if tensor.is_nested else ""

@@ -75,7 +75,7 @@ def _fake() -> Tensors:
 REFUSED: dict[str, Call] = {
     "the model is not sharded": lambda model: load_full_tensors(new_net(), on_first(other_tensors())),
     "is a DTensor, not a full tensor": lambda model: load_full_tensors(model, model.state_dict()),
-    "is sparse_coo in the source": _load(lambda: _with(torch.ones(14).to_sparse())),
+    "in the layout sparse_coo": _load(lambda: _with(torch.ones(14).to_sparse())),
     "is a FakeTensor in the source": _load(_fake),
     "lacks 16 of the model's tensors": _load(lambda: on_first(iter(()))),
     "no rank has a source": _load(lambda: None),
