@@ -1,6 +1,8 @@
 """``examine``: where everything of a live model lies on one rank, and what of it breaks training or extraction.
 
-facts       what can be read; findings: what it means; display: both for a terminal
+facts             where each tensor lies
+findings          what that means; model_findings: what a load, switches or an offload have left
+display           both for a terminal
 """
 
 from __future__ import annotations
@@ -15,25 +17,22 @@ from fsdp_doctor.examination.display import plain_text, render
 from fsdp_doctor.examination.facts import (
     Facts,
     FsdpUnit,
-    GradientFacts,
-    LoadFacts,
-    MemoryFacts,
     Mesh,
     OptimizerFacts,
     TensorFacts,
     TensorState,
-    read,
+    read_facts,
 )
-from fsdp_doctor.examination.findings import Finding, find
+from fsdp_doctor.examination.findings import Finding, find_in_places
+from fsdp_doctor.examination.model_findings import find_after_load, find_in_gradients, find_in_memory
+from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
 
 __all__ = [
     "Examination",
     "Facts",
     "Finding",
     "FsdpUnit",
-    "GradientFacts",
-    "LoadFacts",
-    "MemoryFacts",
     "Mesh",
     "ModelIsBad",
     "OptimizerFacts",
@@ -110,8 +109,20 @@ def examine(
     is offloaded by hand is ``bad``: every unshard asserts (verl PR 4726). A ``hazard`` depends on what comes next, or
     on something unknown: whether a copy is under way is known for this thread's current stream alone.
     """
-    facts = read(model, optimizer)
-    examination = Examination(facts, find(facts))
+    examination = _examine(model, optimizer)
     if raise_on_bad and examination.bad:
         raise ModelIsBad(examination)
     return examination
+
+
+@without_garbage_collection
+def _examine(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Examination:
+    contents = reader.read(model)
+    facts = read_facts(model, contents, optimizer)
+    findings = [
+        *find_after_load(model, contents, facts, optimizer),
+        *find_in_places(facts),
+        *find_in_gradients(model, contents),
+        *find_in_memory(contents, facts),
+    ]
+    return Examination(facts, tuple(sorted(findings, key=lambda one: ("bad", "hazard", "note").index(one.severity))))

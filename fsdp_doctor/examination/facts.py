@@ -1,13 +1,8 @@
-"""The facts of a live model on one rank: where each tensor lies, and what a load, an offload or a switch has left.
-
-Only attributes are read: nothing is changed or communicated, no value is looked at, no device is waited for.
-"""
+"""The facts of a live model on one rank: where each parameter, buffer and tensor of the optimizer's state lies."""
 
 from __future__ import annotations
 
-import gc
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -18,13 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
-from fsdp_doctor.fsdp.names import unwrapped
+from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, HeldModel, HeldTensor
-from fsdp_doctor.memory.snapshot import device_bytes, storages
 
 CPU = torch.device("cpu")
 TensorKind: TypeAlias = Literal["fsdp2", "fsdp1", "dtensor", "plain", "buffer"]
@@ -125,70 +116,6 @@ ByState: TypeAlias = dict[TensorState, list[TensorFacts]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadFacts:
-    """What a load may have left behind.
-
-    held, unheld: the names of the parameters that train, by whether the optimizer has them; empty without an optimizer.
-    holds_masters: whether it has parameters in their stead that are in a dtype of more bits, as masters are.
-    rounded: the names of parameters with a state in a floating dtype of fewer bits; rounded_entries: the state's keys.
-    untied: pairs of names that the model's configuration ties, and that are two tensors.
-    replaced: names under which modules have other parameters, or other memory, than FSDP2 gathers.
-    recast: the names of parameters of another dtype than FSDP2 expects.
-    second_memories: the FSDP1 units whose local shard is other memory than their flat parameter.
-    stray_pieces: the names of parameters that are pieces of another FSDP1 unit's flat parameter.
-    """
-
-    held: tuple[str, ...] = ()
-    unheld: tuple[str, ...] = ()
-    holds_masters: bool = False
-    rounded: tuple[str, ...] = ()
-    rounded_entries: tuple[str, ...] = ()
-    untied: tuple[tuple[str, str], ...] = ()
-    replaced: tuple[str, ...] = ()
-    recast: tuple[str, ...] = ()
-    second_memories: tuple[str, ...] = ()
-    stray_pieces: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientFacts:
-    """How the gradients of the next backward are reduced: names of parameters, of FSDP1 those of flat parameters.
-
-    unsynchronized: whose gradients stay on their rank. unreplicated: whose gradients are not reduced over the replicas.
-    open_ended: whose next backward is declared not to be the last before the optimizer's step. divided: by each divisor
-    that was set in place of the number of ranks. unmanaged: that train without being sharded, beside what FSDP shards
-    over several ranks. mixed: of several dtypes, which train in one unit of FSDP2 before its first forward.
-    """
-
-    unsynchronized: tuple[str, ...] = ()
-    unreplicated: tuple[str, ...] = ()
-    open_ended: tuple[str, ...] = ()
-    divided: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    unmanaged: tuple[str, ...] = ()
-    mixed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryFacts:
-    """Memory that is kept beside the shards: names of tensors, and bytes.
-
-    unsharded: parameters that stand unsharded beside their shards; all_unsharded: whether all do. gradients: on the
-    device, of shards that were offloaded by hand. former: flat parameters whose former memory the modules' parameters
-    keep after such an offload. copies: (number of tensors, bytes) of each dictionary with most of the model's names and
-    with device memory that is not the model's.
-    """
-
-    unsharded: tuple[str, ...] = ()
-    unsharded_bytes: int = 0
-    all_unsharded: bool = False
-    gradients: tuple[str, ...] = ()
-    gradient_bytes: int = 0
-    former: tuple[str, ...] = ()
-    former_bytes: int = 0
-    copies: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """A model as this rank sees it.
 
@@ -204,18 +131,12 @@ class Facts:
     optimizer: tuple[OptimizerFacts, ...] = field(repr=False)
     by_state: ByState = field(repr=False)
     buffers_by_state: ByState = field(repr=False)
-    load: LoadFacts = field(repr=False)
-    memory: MemoryFacts = field(repr=False)
-    gradients: GradientFacts = field(repr=False)
     units: tuple[FsdpUnit, ...]
     compute_device: torch.device | None
     stream_idle: bool | None
 
 
-@without_garbage_collection
-def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Facts:
-    """One rank alone may call it, in any state of the model, before the first forward too."""
-    contents = reader.read(model)
+def read_facts(model: nn.Module, contents: HeldModel, optimizer: torch.optim.Optimizer | None) -> Facts:
     units = [*map(_unit_facts, contents.fsdp1_units), *map(_unit_facts, contents.fsdp2_units)]
     parameters, buffers = _Rows(), _Rows()
     of_units = [parameters.add_flat(_flat_facts(unit), unit) for unit in contents.fsdp1_units]
@@ -236,9 +157,6 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Fa
         optimizer=optimizer_facts,
         by_state=parameters.by_state,
         buffers_by_state=buffers.by_state,
-        load=_load_facts(model, contents, optimizer),
-        memory=_memory_facts(contents),
-        gradients=_gradient_facts(model, contents),
         units=tuple(dict.fromkeys(units)),
         compute_device=compute_device,
         stream_idle=_is_stream_idle(compute_device) if num_copied else None,
@@ -283,24 +201,24 @@ class _Rows:
     def add(self, tensors: Iterable[HeldTensor], kind: Literal["plain", "buffer"]) -> list[TensorFacts]:
         """Adds a row for every name, and returns those of the first names."""
         added: list[TensorFacts] = []
-        for held in tensors:
-            tensor, unit = held.tensor, held.unit
+        for entry in tensors:
+            tensor, unit = entry.tensor, entry.unit
             local = private.local_tensor(tensor)
             layout = (id(tensor.device_mesh), tensor.placements, id(unit)) if isinstance(tensor, DTensor) else None
             pinned = local.is_cpu and local.is_pinned()
             key = (tensor.device, local.device, pinned, tensor.dtype, tensor.shape, local.shape, layout)
             if (alike := self._known.get(key)) is None:
                 state = self._state(tensor, local, kind, unit)
-                facts = TensorFacts(held.names[0], "", tensor.shape, local.shape, state)
+                facts = TensorFacts(entry.names[0], "", tensor.shape, local.shape, state)
                 alike = self._known[key] = facts, self.by_state.setdefault(state, [])
             like, rows = alike
             # Shapes are shared too: to make two for each of a hundred thousand rows takes Python long.
-            facts = TensorFacts(held.names[0], "", like.shape, like.local_shape, like.state)
+            facts = TensorFacts(entry.names[0], "", like.shape, like.local_shape, like.state)
             added.append(facts)
             self.rows.append(facts)
             rows.append(facts)
-            if len(held.names) > 1:
-                self._add_tied(facts, held.names)
+            if len(entry.names) > 1:
+                self._add_tied(facts, entry.names)
         return added
 
     def add_flat(self, facts: TensorFacts, unit: Fsdp1Unit) -> TensorFacts:
@@ -414,218 +332,3 @@ def _is_stream_idle(device: torch.device | None) -> bool | None:
     if device is None or device.type in ("cpu", "meta"):
         return None
     return bool(torch.get_device_module(device.type).current_stream(device).query())
-
-
-def _load_facts(model: nn.Module, contents: HeldModel, optimizer: torch.optim.Optimizer | None) -> LoadFacts:
-    facts = LoadFacts(
-        untied=tuple(_untied(model, contents)),
-        replaced=tuple(_replaced(model, contents)),
-        recast=_names(contents, [parameter for unit in contents.fsdp2_units for parameter in unit.recast]),
-        second_memories=tuple(_second_memories(contents)),
-        stray_pieces=contents.stray_pieces,
-    )
-    if optimizer is None:
-        return facts
-    names = {id(parameter): name for name, parameter in _parameters(contents)}
-    in_groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    trained = [(name, id(p) in in_groups) for name, p in _parameters(contents) if p.requires_grad]
-    bits = max((_bits(parameter) for _, parameter in _parameters(contents)), default=0)
-    others = [parameter for key, parameter in in_groups.items() if key not in names]
-    rounded = list(_rounded(optimizer, names))
-    return replace(
-        facts,
-        held=tuple(name for name, is_held in trained if is_held),
-        unheld=tuple(name for name, is_held in trained if not is_held),
-        holds_masters=bool(others) and min(map(_bits, others)) > bits,
-        rounded=tuple(dict.fromkeys(name for name, _ in rounded)),
-        rounded_entries=tuple(dict.fromkeys(entry for _, entry in rounded)),
-    )
-
-
-def _replaced(model: nn.Module, contents: HeldModel) -> Iterator[str]:
-    if places := [place for unit in contents.fsdp2_units for place in unit.replaced]:
-        prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-        yield from (unwrapped(prefixes[id(module)] + name) for module, name in places)
-    yield from _names(contents, [parameter for unit in contents.fsdp2_units for parameter, _ in unit.moved])
-
-
-def _second_memories(contents: HeldModel) -> Iterator[str]:
-    """Units with two memories on one device; on two devices the unit is half-moved, which is another finding."""
-    for unit in contents.fsdp1_units:
-        memories = unit.memories
-        if len(memories) > 1 and memories[0].device == memories[1].device:
-            yield unit.flat_name
-
-
-def _names(contents: HeldModel, parameters: list[nn.Parameter]) -> tuple[str, ...]:
-    wanted = set(map(id, parameters))
-    return tuple(tensor.names[0] for tensor in contents.parameters if id(tensor.tensor) in wanted)
-
-
-def _parameters(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, parameter) of all that an optimizer made now would have."""
-    yield from ((tensor.names[0], tensor.tensor) for tensor in contents.parameters)
-    for unit in contents.fsdp1_units:
-        if unit.keeps_originals:
-            yield from ((names[0], tensor) for names, tensor in zip(unit.names, unit.originals, strict=True))
-        else:
-            yield f"{unit.prefix}flat_param", unit.flat_parameter
-
-
-def _rounded(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    for parameter, entries in optimizer.state.items():
-        if id(parameter) not in names:
-            continue
-        for entry, value in entries.items():
-            is_moment = isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
-            if is_moment and _bits(value) < _bits(parameter):
-                yield names[id(parameter)], entry
-
-
-def _bits(tensor: torch.Tensor) -> int:
-    """The bits of a floating dtype; 0 for another."""
-    return torch.finfo(tensor.dtype).bits if tensor.is_floating_point() else 0
-
-
-def _untied(model: nn.Module, contents: HeldModel) -> Iterator[tuple[str, str]]:
-    first_name = {name: names[0] for names in contents.all_names() for name in names}
-    for prefix, module in model.named_modules():
-        root = unwrapped(f"{prefix}." if prefix else "")
-        for one, other in ((root + one, root + other) for one, other in _tied_by_configuration(module).items()):
-            if {one, other} <= first_name.keys() and first_name[one] != first_name[other]:
-                yield one, other
-
-
-def _tied_by_configuration(module: nn.Module) -> Mapping[str, str]:
-    """Maps the name of a weight to that of the one to which a model of transformers ties it.
-
-    Before transformers 5 that is always the embedding's.
-    """
-    # The class's attribute, because FullyShardedDataParallel returns the attributes of the module that it wraps.
-    tied = getattr(type(module), "_tied_weights_keys", None) or {}
-    if not tied or not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
-        return {}
-    if isinstance(tied, Mapping):
-        return tied
-    get_embedding: Any = getattr(module, "get_input_embeddings", None)
-    embedding = get_embedding() if get_embedding is not None else None
-    names = [name for name, child in module.named_modules() if child is embedding]
-    return {name: f"{unwrapped(names[0])}.weight" for name in tied} if names else {}
-
-
-def _gradient_facts(model: nn.Module, contents: HeldModel) -> GradientFacts:
-    names_of: dict[int, list[str]] = {}
-    for parameter in contents.parameters:
-        if parameter.unit is not None and isinstance(parameter.tensor, DTensor):
-            names_of.setdefault(id(parameter.unit), []).append(parameter.names[0])
-    reduced = [(names_of.get(id(unit), []), unit.switches) for unit in contents.fsdp2_units]
-    reduced += [([f"{unit.prefix}flat_param"], unit.switches) for unit in contents.fsdp1_units]
-    divided: dict[str, list[str]] = {}
-    # The gradients of experts on some ranks come from the tokens of all ranks of the largest unit.
-    num_ranks = max((switches.num_ranks for _, switches in reduced), default=1)
-    for names, switches in reduced:
-        if switches.divided_by not in (None, str(switches.num_ranks), str(num_ranks)):
-            divided.setdefault(switches.divided_by, []).extend(names)
-    return GradientFacts(
-        unsynchronized=tuple(name for names, switches in reduced if not switches.synchronizes for name in names),
-        unreplicated=tuple(
-            name for names, switches in reduced if switches.synchronizes and not switches.all_reduces for name in names
-        ),
-        open_ended=tuple(name for names, switches in reduced if not switches.ends for name in names),
-        divided=tuple((divisor, tuple(names)) for divisor, names in divided.items()),
-        unmanaged=tuple(_unmanaged(model, contents)),
-        mixed=tuple(_mixed(contents)),
-    )
-
-
-def _unmanaged(model: nn.Module, contents: HeldModel) -> Iterator[str]:
-    is_over_several_ranks = any(unit.group.size() > 1 for unit in contents.fsdp1_units) or any(
-        p.unit is not None and isinstance(p.tensor, DTensor) and p.tensor.device_mesh.size() > 1
-        for p in contents.parameters
-    )
-    # DDP around the model reduces their gradients.
-    if is_over_several_ranks and not isinstance(model, DistributedDataParallel):
-        for parameter in contents.parameters:
-            if parameter.tensor.requires_grad and not isinstance(parameter.tensor, DTensor):
-                yield parameter.names[0]
-
-
-def _mixed(contents: HeldModel) -> Iterator[str]:
-    names = {id(parameter.tensor): parameter.names[0] for parameter in contents.parameters}
-    for unit in contents.fsdp2_units:
-        for parameters in [] if unit.is_initialized else unit.trained_together:
-            if len({parameter.dtype for parameter in parameters}) > 1:
-                yield from (names[id(parameter)] for parameter in parameters if id(parameter) in names)
-
-
-def _memory_facts(contents: HeldModel) -> MemoryFacts:
-    unsharded = [(name, tensor) for name, tensor in _unsharded(contents) if _device_bytes([tensor])]
-    gradients = list(_gradients_left(contents))
-    former = [(name, tensor) for name, tensor in _views_of_former_memory(contents) if _device_bytes([tensor])]
-    sharded = [*(tensor for tensor in contents.parameters if tensor.unit is not None), *contents.fsdp1_units]
-    return MemoryFacts(
-        unsharded=tuple(name for name, _ in unsharded),
-        unsharded_bytes=_device_bytes(tensor for _, tensor in unsharded),
-        all_unsharded=bool(sharded) and len(unsharded) == len(sharded),
-        gradients=tuple(name for name, _ in gradients),
-        gradient_bytes=_device_bytes(gradient for _, gradient in gradients),
-        former=tuple(dict.fromkeys(name for name, _ in former)),
-        former_bytes=_device_bytes(view for _, view in former),
-        copies=tuple(_copies(contents)),
-    )
-
-
-def _unsharded(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((p.names[0], p.shown) for p in contents.parameters if p.shown is not p.tensor)
-    for unit in contents.fsdp1_units:
-        flat = unit.flat_parameter.detach()
-        if unit.is_sharded and flat.shape != unit.memories[0].shape:
-            yield unit.flat_name, flat
-
-
-def _gradients_left(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients of shards that were offloaded by hand."""
-    for parameter in contents.parameters:
-        by_hand = parameter.unit is not None and not parameter.unit.offloads
-        if by_hand and parameter.tensor.grad is not None and private.local_tensor(parameter.tensor).is_cpu:
-            yield parameter.names[0], parameter.tensor.grad
-    for unit in contents.fsdp1_units:
-        if not unit.offloads and unit.memories[0].is_cpu:
-            yield from ((unit.flat_name, owner.grad) for owner in unit.optimized if owner.grad is not None)
-
-
-def _views_of_former_memory(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """In a unit that is not sharded the modules have views of the flat parameter, which do not move with it."""
-    for unit in contents.fsdp1_units:
-        if not unit.is_sharded and not unit.offloads:
-            present = {id(storage) for storage in storages(unit.flat_parameter.detach())}
-            for view in unit.views:
-                if present.isdisjoint(map(id, storages(view))):
-                    yield unit.flat_name, view
-
-
-def _copies(contents: HeldModel) -> Iterator[tuple[int, int]]:
-    """Recognizes a state dict by its keys: they have dots, unlike those of the dictionaries of modules."""
-    names = [names[0] for names in contents.all_names() if "." in names[0]]
-    known = {id(storage) for tensor in _tensors_of(contents) for storage in storages(tensor)}
-    for dictionary in gc.get_objects():
-        if type(dictionary) not in (dict, OrderedDict) or len(dictionary) <= 1:
-            continue
-        if names and names[0] in dictionary and 2 * sum(name in dictionary for name in names) > len(names):
-            tensors = [value for value in dictionary.values() if isinstance(value, torch.Tensor)]
-            others = [tensor for tensor in tensors if known.isdisjoint(map(id, storages(tensor)))]
-            if nbytes := _device_bytes(others):
-                yield len(others), nbytes
-
-
-def _tensors_of(contents: HeldModel) -> Iterator[torch.Tensor]:
-    for tensor in (*contents.parameters, *contents.buffers, *contents.transient_buffers):
-        yield from (tensor.tensor, tensor.shown)
-    for unit in contents.fsdp1_units:
-        yield from (*unit.memories, unit.flat_parameter.detach(), *unit.shown.values())
-
-
-def _device_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Device memory of the tensors, each storage once."""
-    unique = {id(storage): storage for tensor in tensors for storage in storages(tensor)}
-    return sum(device_bytes(storage) for storage in unique.values() if storage.device.type != "cpu")

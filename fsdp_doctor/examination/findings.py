@@ -1,4 +1,4 @@
-"""Findings: what the facts of a model mean, one function for each subject.
+"""Findings: what the places of a model's tensors mean; ``model_findings`` has what the model itself tells.
 
 ``bad``      torch fails, or gives other values, when it next uses the model: in a training step or an extraction
 ``hazard``   it depends on what is called next, or on something that no single rank can see without waiting
@@ -10,7 +10,6 @@ under FSDP1, on which every call but the framework's own load fails. A remedy is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,15 +17,12 @@ from typing import Literal
 import torch
 
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, count_left_by_copy, same_device
-from fsdp_doctor.ledgers.ledger import power_of_two
-from fsdp_doctor.report.layout import bytes_text, counted
+from fsdp_doctor.report.layout import counted
 
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
 _FLAT = "flat parameter"
 _UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module as it is.'
-# Memory that is too small to be mentioned.
-_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,131 +44,20 @@ class Finding:
         return self.severity == "bad"
 
 
-def find(facts: Facts) -> tuple[Finding, ...]:
-    """All findings, the bad ones first."""
-    findings = [finding for function in _ALL for finding in function(facts)]
-    return tuple(sorted(findings, key=lambda finding: ("bad", "hazard", "note").index(finding.severity)))
+def few(names: Sequence[str], noun: str = "parameter") -> str:
+    shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+    return f"{counted(len(names), noun)} ({shown})"
+
+
+def find_in_places(facts: Facts) -> Iterator[Finding]:
+    for function in _ALL:
+        yield from function(facts)
 
 
 def not_fsdp(facts: Facts) -> Iterator[Finding]:
     if not facts.units:
         what = "no module of it was given to fully_shard or FullyShardedDataParallel"
         yield Finding(kind="not-fsdp", severity="note", sentence=f"The {facts.wrapper} is not an FSDP model: {what}.")
-
-
-def on_meta(facts: Facts) -> Iterator[Finding]:
-    """A load that copies in place writes nothing to meta, and no load brings a buffer that no state dict has."""
-    parameters = tuple(row.name for row in facts.parameters if row.state.device.type == "meta" and not row.tied_to)
-    buffers = tuple(row.name for row in facts.buffers if row.state.device.type == "meta" and not row.tied_to)
-    if parameters:
-        also = f", and {_few(buffers, 'buffer')}" if buffers else ""
-        yield Finding(
-            kind="meta",
-            severity="bad",
-            sentence=f"On the meta device, without values: {_few(parameters)}{also}.",
-            names=parameters + buffers,
-            entry="in-place-load-into-meta",
-            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights.",
-        )
-    elif buffers:
-        yield Finding(
-            kind="meta",
-            severity="bad",
-            sentence=f"On the meta device, without values, unlike the parameters: {_few(buffers, 'buffer')}.",
-            names=buffers,
-            entry="meta-buffers-stay-on-meta",
-            remedy="compute them again on the device; a load brings no buffer that no state dict has.",
-        )
-
-
-def not_in_the_optimizer(facts: Facts) -> Iterator[Finding]:
-    """Several optimizers may share a model's parameters, and one may hold masters that a framework copies back."""
-    held, unheld = facts.load.held, facts.load.unheld
-    if unheld and not held and not facts.load.holds_masters:
-        yield Finding(
-            kind="optimizer-holds-none",
-            severity="bad",
-            sentence=f"The optimizer holds none of the parameters that train, {_few(unheld)}, so its steps change "
-            "nothing: it was made before the parameters that the model has now.",
-            names=unheld,
-            entry="assign-leaves-the-optimizer-behind",
-            remedy="make the optimizer after the load, or load in place.",
-        )
-    elif unheld and held:
-        yield Finding(
-            kind="optimizer-holds-some",
-            severity="hazard",
-            sentence=f"The optimizer holds {len(held)} of {len(held) + len(unheld)} parameters that train, and not "
-            f"{_few(unheld)}: unless another optimizer does, nothing trains them.",
-            names=unheld,
-            entry="assign-leaves-the-optimizer-behind",
-            remedy="make the optimizer after the load, or load in place.",
-        )
-
-
-def changed_by_a_load(facts: Facts) -> Iterator[Finding]:
-    load = facts.load
-    if load.rounded:
-        yield Finding(
-            kind="moments-rounded",
-            severity="hazard",
-            sentence=f"Optimizer state ({', '.join(load.rounded_entries)}) in a dtype of fewer bits than its "
-            f"parameter's: {_few(load.rounded)}; unless the optimizer keeps it so, a load has rounded it.",
-            names=load.rounded,
-            entry="moments-take-the-parameters-dtype",
-            remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
-        )
-    if load.untied:
-        # transformers does not tie where a checkpoint has two tensors, whatever the configuration says.
-        yield Finding(
-            kind="untied",
-            severity="hazard",
-            sentence=f"Tied by the configuration (tie_word_embeddings), and two tensors: "
-            f"{'; '.join(' and '.join(pair) for pair in load.untied)}; they train apart from here on.",
-            names=tuple(name for pair in load.untied for name in pair),
-            entry="load-from-meta-unties",
-            remedy="model.tie_weights() after the load, before the optimizer is made.",
-        )
-    if load.replaced:
-        yield Finding(
-            kind="replaced",
-            severity="bad",
-            sentence="Assigned or swapped after the first forward, while FSDP2 continues to gather the former ones: "
-            f"{_few(load.replaced)}; the next forward does not use what the module has now.",
-            names=load.replaced,
-            remedy="copy the values into the parameter that FSDP2 has, or tie and assign before fully_shard.",
-        )
-    if load.recast:
-        yield Finding(
-            kind="recast",
-            severity="bad",
-            sentence=f"Cast after the first forward, while FSDP2 expects the former dtype: {_few(load.recast)}; the "
-            "next forward or backward fails because of the dtype.",
-            names=load.recast,
-            remedy="cast back, and cast before the first forward or compute in another dtype by MixedPrecisionPolicy.",
-        )
-    if load.second_memories:
-        # torch gathers ``FlatParameter.data`` in full precision, casts ``_local_shard`` under mixed precision, and
-        # returns to ``_local_shard`` at each reshard.
-        yield Finding(
-            kind="second-memory",
-            severity="hazard",
-            sentence="With a local shard in other memory than the flat parameter, as model.cpu() and model.to(device), "
-            f"or lazy initialization under CPUOffload leave it: {_few(load.second_memories, 'unit')}. A state dict "
-            "reads the flat parameter, a forward under mixed precision the local shard, and each forward ends with the "
-            "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
-            names=load.second_memories,
-            remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
-        )
-    if load.stray_pieces:
-        yield Finding(
-            kind="stray-piece",
-            severity="bad",
-            sentence=f"Tied to a parameter of another FSDP1 unit before it was wrapped: {_few(load.stray_pieces)}; "
-            "that unit alone gathers it, and the module has this rank's piece of it.",
-            names=load.stray_pieces,
-            remedy="put the modules that share the parameter into one FSDP1 unit.",
-        )
 
 
 def half_moved(facts: Facts) -> Iterator[Finding]:
@@ -182,7 +67,7 @@ def half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {_few(names)}; "
+            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {few(names)}; "
             "the module was moved under CPUOffloadPolicy, which moved the DTensors and not their shards.",
             names=names,
             entry="fsdp2-pinned-policy-half-moved",
@@ -193,7 +78,7 @@ def half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {_few(names, _FLAT)}; "
+            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {few(names, _FLAT)}; "
             "the module was moved, which did not move the local shards that FSDP1 keeps beside flat parameters.",
             names=names,
             entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
@@ -215,7 +100,7 @@ def policy_shards_off_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="policy-shards-off-cpu",
             severity="bad",
-            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {_few(names)}.",
+            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {few(names)}.",
             names=names,
             entry=entry,
             remedy=_UNDO_MOVE,
@@ -229,7 +114,7 @@ def fsdp1_away(facts: Facts) -> Iterator[Finding]:
             kind="fsdp1-away",
             severity="bad",
             sentence=f"On {state.device}, where every unshard onto {state.unit.compute_device} asserts (forward, "
-            f"state_dict): {_few(names, _FLAT)}.",
+            f"state_dict): {few(names, _FLAT)}.",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
             remedy="load the model with what offloaded it before it is used; full_tensors() reads it as it is.",
@@ -244,7 +129,7 @@ def fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="partly-moved",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {_few(names)}.",
+            sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {few(names)}.",
             names=names,
             remedy="move the whole model, or what was left behind.",
         )
@@ -252,17 +137,17 @@ def fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="elsewhere",
             severity="bad",
-            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {_few(names)}.",
+            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {few(names)}.",
             names=names,
             remedy=f"model.to({str(facts.compute_device)!r}).",
         )
     elif names:
         buffers = [row.name for row in _buffers_away(facts)]
-        also = f", and {_few(buffers, 'buffer')}" if buffers else ""
+        also = f", and {few(buffers, 'buffer')}" if buffers else ""
         yield Finding(
             kind="offloaded",
             severity="note",
-            sentence=f"Offloaded by hand, off {facts.compute_device}: {_few(names)}{also}.",
+            sentence=f"Offloaded by hand, off {facts.compute_device}: {few(names)}{also}.",
             names=names,
             remedy=f"model.to({str(facts.compute_device)!r}) before the next training step.",
         )
@@ -274,7 +159,7 @@ def plain_parameters_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="ignored-away",
             severity="hazard",
-            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {_few(names)}.",
+            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {few(names)}.",
             names=names,
             remedy="move them there, unless their module is meant to compute where they are.",
         )
@@ -291,7 +176,7 @@ def buffers_left_behind(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="buffers-left-behind",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where the model computes: {_few(names, 'buffer')}.",
+            sentence=f"Not on {facts.compute_device}, where the model computes: {few(names, 'buffer')}.",
             names=names,
             entry="fsdp2-buffers-left-on-cpu" if facts.units[0].strategy == "fsdp2" else "",
             remedy="for buffer in model.buffers(): buffer.data = buffer.data.to(device)",
@@ -308,7 +193,7 @@ def optimizer_elsewhere(facts: Facts) -> Iterator[Finding]:
             kind="optimizer-elsewhere",
             severity="bad",
             sentence=f"Optimizer state ({entries}) on {apart[0].device}, and on {apart[0].home} this rank's part of "
-            f"{_few(names)}: the next optimizer step fails.",
+            f"{few(names)}: the next optimizer step fails.",
             names=names,
             entry="optim-on-wrong-device-after-offload",
             remedy="move the state to where its parameter lies before optimizer.step().",
@@ -330,7 +215,7 @@ def uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="uneven-nonblocking",
             severity="hazard",
-            sentence=f"Sharded unevenly, and offloaded to pinned memory as a non-blocking copy does: {_few(names)}; "
+            sentence=f"Sharded unevenly, and offloaded to pinned memory as a non-blocking copy does: {few(names)}; "
             "a rank with a shorter shard has padded it on the host at once, perhaps before it arrived.",
             names=names,
             entry="nonblocking-offload-uneven-shards",
@@ -368,7 +253,7 @@ def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="no-backend-for-cpu",
             severity="hazard",
-            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {_few(names)}; whatever "
+            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {few(names)}; whatever "
             "communicates them where they lie fails (full_tensor, a full state dict, the norm of the gradients).",
             names=names,
             entry="full-tensor-cpu-shard-nccl-only",
@@ -376,135 +261,8 @@ def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def gradients(facts: Facts) -> Iterator[Finding]:
-    """No attribute says whether the next backward is the last of an accumulation, for which these switches are wrong.
-
-    A loss that is a sum over tokens has its gradients summed, and not averaged, on purpose.
-    """
-    gradients = facts.gradients
-    if gradients.mixed:
-        yield Finding(
-            kind="mixed-dtypes",
-            severity="bad",
-            sentence=f"Of several dtypes and trained in one unit of FSDP2, which takes one: {_few(gradients.mixed)}; "
-            "the first forward fails (FSDP expects uniform original parameter dtype).",
-            names=gradients.mixed,
-            entry="fsdp2-unit-of-several-dtypes",
-            remedy="cast them to one dtype, or give the module with the other dtype to fully_shard by itself.",
-        )
-    if gradients.unsynchronized:
-        yield Finding(
-            kind="gradients-unsynchronized",
-            severity="hazard",
-            sentence=f"With gradient synchronization off: {_few(gradients.unsynchronized)}; the next backward leaves "
-            "their gradients on their rank, and an optimizer step after it does not train them, or trains each rank "
-            "apart.",
-            names=gradients.unsynchronized,
-            remedy="set_requires_gradient_sync(True) before an accumulation's last backward; FSDP1: end no_sync().",
-        )
-    if gradients.unreplicated:
-        yield Finding(
-            kind="gradients-unreplicated",
-            severity="hazard",
-            sentence=f"With the all-reduce over the replicas off: {_few(gradients.unreplicated)}; the next backward "
-            "reduces their gradients within a shard group alone.",
-            names=gradients.unreplicated,
-            remedy="set_requires_all_reduce(True) before the last backward of an accumulation.",
-        )
-    if gradients.open_ended:
-        yield Finding(
-            kind="backward-open-ended",
-            severity="hazard",
-            sentence=f"With the next backward declared not to be the last: {_few(gradients.open_ended)}; it does not "
-            "wait for the reduced gradients, which an optimizer step after it would use.",
-            names=gradients.open_ended,
-            remedy="set_is_last_backward(True) before the last backward of an accumulation.",
-        )
-    if unmanaged := tuple(name for name in gradients.unmanaged if name not in facts.load.replaced):
-        yield Finding(
-            kind="gradients-unmanaged",
-            severity="hazard",
-            sentence=f"Trained, and not sharded by FSDP, which reduces the gradients of sharded ones: "
-            f"{_few(unmanaged)}; unless the job reduces these itself, each rank trains another copy.",
-            names=unmanaged,
-            remedy="give the module that owns them to fully_shard, too, or all-reduce their gradients.",
-        )
-    for divisor, names in gradients.divided:
-        yield Finding(
-            kind="gradients-divided",
-            severity="note",
-            sentence=f"With gradients divided by {divisor}, and not by the number of ranks: {_few(names)}; "
-            "set_gradient_divide_factor was called, and it stays until it is called again.",
-            names=names,
-        )
-
-
-def kept_memory(facts: Facts) -> Iterator[Finding]:
-    memory = facts.memory
-    if memory.gradient_bytes:
-        yield Finding(
-            kind="gradients-kept",
-            severity="hazard",
-            sentence=f"With gradients on the device ({bytes_text(memory.gradient_bytes)}) and shards that were "
-            f"offloaded by hand: {_few(memory.gradients)}.",
-            names=memory.gradients,
-            remedy="optimizer.zero_grad() before the offload, or offload the gradients too.",
-        )
-    if memory.former:
-        yield Finding(
-            kind="offload-frees-nothing",
-            severity="hazard",
-            sentence=f"Moved, while their former memory ({bytes_text(memory.former_bytes)} of the device) stays until "
-            f"the next forward, because the modules' parameters are views of it: {_few(memory.former)}; they are "
-            "not sharded, and have the dtype of the computation.",
-            names=memory.former,
-            entry="fsdp1-no-shard-offload-frees-nothing",
-            remedy="use_orig_params=True, shards over at least two ranks, or float32 parameters with mixed precision.",
-        )
-    if memory.all_unsharded:
-        yield Finding(
-            kind="unsharded-copy",
-            severity="note",
-            sentence=f"Unsharded on the device beside the shards, {bytes_text(memory.unsharded_bytes)} in all: "
-            f"{_few(memory.unsharded)}; a forward without a backward leaves them, or reshard_after_forward=False.",
-            names=memory.unsharded,
-            remedy="module.reshard() of each FSDP module; it is undone in the next forward.",
-        )
-    for number, nbytes in memory.copies:
-        yield Finding(
-            kind="state-dict-held",
-            severity="note",
-            sentence=f"In a dictionary with the model's names, beside the model: {counted(number, 'tensor')} with "
-            f"{bytes_text(nbytes)} of device memory; it lives as long as something refers to it.",
-            remedy="del it when it has been read, or read full_tensors(), which holds one tensor at a time.",
-        )
-
-
-def pinned_twice(facts: Facts) -> Iterator[Finding]:
-    """CUDA's allocator of pinned memory takes a power of two for each tensor."""
-    sizes = [
-        math.prod(row.local_shape) * state.dtype.itemsize
-        for state, rows in facts.by_state.items()
-        for row in rows
-        if state.pinned and not row.tied_to
-    ]
-    pinned, taken = sum(sizes), sum(map(power_of_two, sizes))
-    if taken - pinned >= max(_LEAST_BYTES, pinned // 2):
-        yield Finding(
-            kind="pinned-twice",
-            severity="note",
-            sentence=f"Pinned on the host: {bytes_text(pinned)} of shards, for which the allocator of pinned memory "
-            f"takes {bytes_text(taken)}, the next power of two for each, and does not give it back.",
-            entry="pinned-host-memory-doubles",
-            remedy="CPUOffloadPolicy(pin_memory=False), where host memory is short.",
-        )
-
-
 _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     not_fsdp,
-    on_meta,
-    not_in_the_optimizer,
-    changed_by_a_load,
     half_moved,
     policy_shards_off_cpu,
     fsdp1_away,
@@ -515,15 +273,7 @@ _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     uneven_after_nonblocking,
     copy_outstanding,
     no_backend_for_cpu,
-    gradients,
-    kept_memory,
-    pinned_twice,
 )
-
-
-def _few(names: Sequence[str], noun: str = "parameter") -> str:
-    shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-    return f"{counted(len(names), noun)} ({shown})"
 
 
 def _is_half_moved(state: TensorState) -> bool:

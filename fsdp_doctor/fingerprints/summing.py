@@ -19,6 +19,7 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
 )
 from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, add_sums, grid_block, range_block
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.load.source import describe_unless_dense
 
 # Of copies that are kept until they are summed.
 _MOST_KEPT_BYTES = 64 << 20
@@ -171,24 +172,9 @@ def _with_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequen
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises FingerprintError for a tensor whose elements do not lie in memory one by one.
-
-    That is: sparse, nested and quantized tensors, those on the meta device, and subclasses that wrap other tensors
-    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
-    """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        form = f"a {type(tensor).__name__}"
-    elif tensor.layout != torch.strided:
-        form = f"in the layout {str(tensor.layout).removeprefix('torch.')}"
-    elif tensor.is_quantized:
-        form = "quantized"
-    elif tensor.is_meta:
-        form = "on the meta device"
-    elif tensor.is_nested:
-        form = "nested"
-    else:
-        return
-    raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
+    """Raises FingerprintError for a tensor whose elements do not lie in memory one by one."""
+    if form := describe_unless_dense(tensor):
+        raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
 
 
 def unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:

@@ -15,7 +15,7 @@ from fsdp_doctor.extract.agreement import Agreement, ComparedPlan, PlanMismatch,
 from fsdp_doctor.extract.rank_groups import Comparison, Conflict
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.source import Source, SourceKind
+from fsdp_doctor.load.source import LoadSource, SourceKind
 from fsdp_doctor.load.targets import ranks_of
 
 Holders = Literal["first", "all"]
@@ -34,7 +34,7 @@ class LoadAgreement:
         self.num_written = 0
         self.conflicts: Mapping[str, Conflict] = {}
 
-    def begin(self, source: Source, plan: Callable[[], Sequence[str]], comparison: Comparison) -> Holders:
+    def begin(self, source: LoadSource, plan: Callable[[], Sequence[str]], comparison: Comparison) -> Holders:
         """Compares the ranks' plans and returns who has the source: rank 0 alone, or every rank.
 
         Raises LoadError if it is neither, or if the files of the ranks differ.
@@ -63,7 +63,7 @@ class LoadAgreement:
             "kind"
         )
 
-    def _compare_files(self, source: Source) -> None:
+    def _compare_files(self, source: LoadSource) -> None:
         """Raises LoadError on a rank whose files differ from rank 0's; the others learn of it when they next agree."""
         digests = source.digest_files()
         first_digests = tuple(self.agree(" ".join(digests)).split())

@@ -170,14 +170,13 @@ class FromFirstRank:
         is_sent = any(self._rank in layout.owners and self._is_sent(layout) for layout in layouts)
         # At most a lane from each group of owners that passes on to this rank.
         num_passed = len({layout.owners for layout in layouts if self._rank not in layout.owners})
-        lanes = len(self._receivers)
+        num_lanes = len(self._receivers)
+        lanes = self._empty(self._lane_bytes * num_lanes).split(self._lane_bytes)
         return _Memory(
             received=self._empty(self._lane_bytes * is_sent),
             passed=self._empty(self._lane_bytes * num_passed),
-            lanes=dict(zip(self._receivers, self._empty(self._lane_bytes * lanes).view(lanes, -1), strict=True))
-            if lanes
-            else {},
-            joined=self._empty(self._lane_bytes * lanes * (lanes > 1)),
+            lanes=dict(zip(self._receivers, lanes, strict=False)),
+            joined=self._empty(self._lane_bytes * num_lanes * (num_lanes > 1)),
         )
 
     def _new_bucket(self) -> _Bucket:

@@ -23,7 +23,7 @@ from fsdp_doctor.load.from_first_rank import FromFirstRank
 from fsdp_doctor.load.matching import DtypeRule, Matching
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.portions import OwnParts
-from fsdp_doctor.load.source import Source, TensorSource, Value, open_source
+from fsdp_doctor.load.source import LoadSource, TensorSource, Value, open_source
 from fsdp_doctor.load.targets import (
     ModelPlace,
     Target,
@@ -173,7 +173,7 @@ def settle(model: nn.Module, contents: HeldModel, device: torch.device) -> None:
 def fill_targets(
     place: ModelPlace,
     targets: Sequence[Target],
-    source: Source,
+    source: LoadSource,
     holders: Holders,
     matching: Matching,
     agreement: LoadAgreement,
@@ -225,7 +225,7 @@ def fill_targets(
 
 
 def _values(
-    source: Source, matching: Matching, agreement: LoadAgreement, copies: HostCopies
+    source: LoadSource, matching: Matching, agreement: LoadAgreement, copies: HostCopies
 ) -> Iterator[tuple[int, Value]]:
     """(index of a target, full tensor), each target once."""
     if source.kind == "iterator":

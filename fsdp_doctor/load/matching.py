@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from typing_extensions import assert_never
 
 from fsdp_doctor.errors import some
 from fsdp_doctor.extract.rank_groups import Conflict, refusal
@@ -108,10 +109,14 @@ class Matching:
         if value.dtype == target.dtype:
             return ""
         difference = f"{name} is {value.dtype} in the source and {target.dtype} in the model"
-        if self._dtype == "keep":
-            return f'{difference} (dtype="cast" casts it)'
-        may_cast = value.dtype.is_floating_point and target.dtype.is_floating_point
-        return "" if may_cast else f"{difference}, and only floating-point tensors are cast"
+        match self._dtype:
+            case "keep":
+                return f'{difference} (dtype="cast" casts it)'
+            case "cast":
+                may_cast = value.dtype.is_floating_point and target.dtype.is_floating_point
+                return "" if may_cast else f"{difference}, and only floating-point tensors are cast"
+            case _:
+                assert_never(self._dtype)
 
     def _check_tie(self, index: int, name: str, value: Value) -> None:
         """Raises LoadError if a tied target came before with other values.

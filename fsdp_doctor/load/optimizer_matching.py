@@ -332,7 +332,7 @@ class StateMatching:
                 assert_never(self._dtype)
 
     def _name_in_source(self, part: ParameterPart) -> str:
-        """The name with entries, else the one in a param group; empty if there is none."""
+        """The name with entries, else a name in a param group; empty if there is neither."""
         with_entries = (name for name in part.names if name in self._outline.entries)
         listed = (name for name in part.names if name in self._group_of)
         return next(with_entries, next(listed, ""))
@@ -379,7 +379,7 @@ class StateMatching:
 
 
 def _kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:
-    """As ``_kind_of_value`` says of the value."""
+    """The kind of an entry, in the words of ``_kind_of_value``."""
     if isinstance(entry, TensorEntry) or (entry.dtype is not None and not parameter.parameter.ndim):
         return "a tensor"
     return "a number" if isinstance(entry.value, numbers.Number) else type(entry.value).__name__

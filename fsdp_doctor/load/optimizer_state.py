@@ -31,7 +31,7 @@ from fsdp_doctor.load.optimizer_matching import (
     read_outline,
 )
 from fsdp_doctor.load.outcome import LoadError, LoadReport
-from fsdp_doctor.load.source import Source
+from fsdp_doctor.load.source import LoadSource
 from fsdp_doctor.load.targets import Target, compare_groups, place_of
 
 
@@ -93,7 +93,7 @@ def load_optimizer_state(
         settle(model, contents, place.device)
         parameters = parameters_of(contents, place, optimizer)
         outline, tensors = read_outline(source) if source else (StateOutline(), {})
-        opened = Source(kind="mapping" if source else None, tensors=tensors)
+        opened = LoadSource(kind="mapping" if source else None, tensors=tensors)
         lines = [f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"] + [
             f"{' = '.join(part.names)}: {list(part.shape)} {part.layout} in group {parameter.group}"
             for parameter in parameters

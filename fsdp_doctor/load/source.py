@@ -1,4 +1,4 @@
-"""What the caller gives to load from, of whichever kind it is."""
+"""The source of a load: a mapping, an iterable or safetensors files, as the caller gives it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_SAMPLES = 128
 
 
 @dataclass(kw_only=True)
-class Source:
+class LoadSource:
     """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are."""
 
     kind: SourceKind | None
@@ -82,19 +82,19 @@ class Source:
             file.close()
 
 
-def open_source(source: TensorSource, *, is_first: bool) -> Source:
+def open_source(source: TensorSource, *, is_first: bool) -> LoadSource:
     """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none."""
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
-        return Source(kind=None)
+        return LoadSource(kind=None)
     if isinstance(source, Mapping):
         for name, value in source.items():
             check_value(name, value)
-        return Source(kind="mapping", tensors=source)
+        return LoadSource(kind="mapping", tensors=source)
     if isinstance(source, str | os.PathLike):
         files, tensors = open_files(pathlib.Path(source))
-        return Source(kind="files", tensors=tensors, files=files)
+        return LoadSource(kind="files", tensors=tensors, files=files)
     if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):
-        return Source(kind="iterator", items=iter(source))
+        return LoadSource(kind="iterator", items=iter(source))
     raise TypeError(
         "the source must be a mapping, an iterable of (name, tensor), a safetensors file, or a directory of them, "
         f"not {type(source).__name__}"
@@ -109,11 +109,22 @@ def check_value(name: Any, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if isinstance(value, DTensor):
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
-    # The values of a wrapper, such as a fake tensor or the result of a collective under way, are somewhere else.
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise LoadError(f"{name} is a {type(value).__name__} in the source: only ordinary tensors can be loaded")
-    if value.layout != torch.strided or value.is_quantized:
-        form = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
-        raise LoadError(f"{name} is {form} in the source: only dense tensors can be loaded")
-    if value.is_meta:
-        raise LoadError(f"{name} is on the meta device in the source")
+    if form := describe_unless_dense(value):
+        raise LoadError(f"{name} is {form} in the source: only dense tensors that are in memory can be loaded")
+
+
+def describe_unless_dense(tensor: torch.Tensor) -> str:
+    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one.
+
+    That is: sparse, nested and quantized tensors, those on the meta device, and subclasses that wrap other tensors
+    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "on the meta device"
+    return "nested" if tensor.is_nested else ""

@@ -36,11 +36,11 @@ class Layer(nn.Module):
         self.up = nn.Linear(6, 10, bias=False)
         self.gate_up = nn.Parameter(torch.randn(20, 6))
         self.experts = nn.Parameter(torch.randn(3, 4, 6))
-        self.deep = nn.Parameter(torch.randn(3, 4, 5))
         self.square = nn.Linear(8, 8)
         self.norm = nn.Parameter(torch.randn(7))
         self.head = nn.Linear(6, 20, bias=False)
         self.head.weight = self.embed.weight
+        self.deep = nn.Parameter(torch.randn(3, 4, 5))
 
 
 @pytest.fixture

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from support.extraction import Tensors, assert_same, extracted, fsdp2, mesh_over, new_net, raises_soon, tensors_of
 from support.loading import BUCKET_BYTES, everywhere, items_of, on_first, on_four, other_tensors
-from support.ranks import this_rank, together, world_size
+from support.ranks import Setting, of_all_ranks, on_ranks, this_rank, together, world_size
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,7 +75,7 @@ def _fake() -> Tensors:
 REFUSED: dict[str, Call] = {
     "the model is not sharded": lambda model: load_full_tensors(new_net(), on_first(other_tensors())),
     "is a DTensor, not a full tensor": lambda model: load_full_tensors(model, model.state_dict()),
-    "is sparse_coo in the source": _load(lambda: _with(torch.ones(14).to_sparse())),
+    "in the layout sparse_coo": _load(lambda: _with(torch.ones(14).to_sparse())),
     "is a FakeTensor in the source": _load(_fake),
     "lacks 16 of the model's tensors": _load(lambda: on_first(iter(()))),
     "no rank has a source": _load(lambda: None),
@@ -124,7 +126,7 @@ def test_what_makes_no_sense_on_any_rank_is_an_error_on_every_rank_and_nothing_i
     assert_same(extracted(model), before)
 
 
-@everywhere
+@on_ranks(Setting("cpu", 2))
 def test_an_expanded_buffer_is_refused_before_anything_is_written() -> None:
     model: Any = fsdp2(new_net())
     before = extracted(model)
@@ -288,3 +290,80 @@ def test_the_callers_mapping_stays_as_it_was() -> None:
         load_full_tensors(fsdp2(new_net()), source(tensors))
         assert list(tensors) == list(before)
         assert all(id(t) == before[name][0] and torch.equal(t, before[name][1]) for name, t in tensors.items())
+
+
+# Memory that runs out on one rank
+
+_ALLOCATIONS = ("empty", "empty_like", "cat")
+
+
+class _Exhausted(RuntimeError):
+    pass
+
+
+@contextlib.contextmanager
+def _memory_ends(after: int | None) -> Iterator[list[str]]:
+    """At the allocation after so many; inside, the list is of those that there were."""
+    seen: list[str] = []
+
+    def limited(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate(*arguments: Any, **options: Any) -> Any:
+            if not options.get("pin_memory"):
+                seen.append(name)
+                if after is not None and len(seen) == after + 1:
+                    raise _Exhausted("out of memory")
+            return original(*arguments, **options)
+
+        return allocate
+
+    with contextlib.ExitStack() as stack:
+        for name in _ALLOCATIONS:
+            stack.enter_context(mock.patch.object(torch, name, limited(name, getattr(torch, name))))
+        yield seen
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        net = new_net()
+    return fully_shard(net, mesh=mesh_over())
+
+
+def _load_all(model: nn.Module, source: Any) -> None:
+    load_full_tensors(model, source, buffers={"scratch": torch.ones(2)}, bucket_bytes=BUCKET_BYTES)
+
+
+@everywhere
+def test_memory_that_ends_on_one_rank_is_an_error_on_every_rank_wherever_it_ends() -> None:
+    expected = other_tensors()
+    for make, exhausted in itertools.product((lambda: fsdp2(new_net()), _on_meta), (0, 1)):
+        model = make()
+        with _memory_ends(None) as seen:
+            _load_all(model, on_first(expected))
+        num_allocations = of_all_ranks(len(seen))[exhausted]
+        assert num_allocations > 2
+        for after in range(0, num_allocations, max(num_allocations // 6, 1)):
+            model = make()
+            here = this_rank() == exhausted
+            kind, words = (_Exhausted, "out of memory") if here else (LoadError, f"rank {exhausted} failed")
+            with raises_soon(kind, words), _memory_ends(after if here else None):
+                _load_all(model, on_first(expected))
+        # The ranks still understand one another.
+        model = make()
+        _load_all(model, on_first(expected))
+        assert_same(extracted(model), expected)
+
+
+@everywhere
+def test_memory_for_the_buckets_is_taken_before_anything_is_written() -> None:
+    expected = other_tensors()
+    model = fsdp2(new_net())
+    before = extracted(model)
+    here = this_rank() == 1
+    with (
+        raises_soon(
+            *((_Exhausted, "out of memory") if here else (LoadError, "written nothing; this rank had written nothing"))
+        ),
+        _memory_ends(0 if here else None),
+    ):
+        load_full_tensors(model, on_first(expected), bucket_bytes=BUCKET_BYTES)
+    assert_same(extracted(model), before)
