@@ -35,7 +35,7 @@ def _complaint(stderr: str) -> str:
         (["--host-memory", "much"], "'--host-memory': 'much' is not a size"),
         (["--device-memory", "much"], "'--device-memory': 'much' is not a size"),
         (["--device", "tpu"], "'--device': 'tpu' is not one of auto, cuda, xpu, cpu"),
-        (["--format", "pdf"], "'pdf' is not one of table, lines, json"),
+        (["--format", "pdf"], "'pdf' is not one of auto, table, lines, json"),
         (["--resume"], "give --json FILE"),
         (["--json", "no/such/directory/report.json"], "cannot write no/such/directory/report.json: No such file"),
         (["--markdown", "/proc/nothing"], "cannot write /proc/nothing"),

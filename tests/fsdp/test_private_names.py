@@ -45,7 +45,7 @@ _DOCUMENTED = {
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name != "_value_"  # of enum, which documents it
 
 
 def private_uses(tree: ast.Module) -> Iterator[str]:

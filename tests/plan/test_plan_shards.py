@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_doctor.ledgers.ledger import power_of_two, rounded
+from fsdp_doctor.matrix.axes import Strategy
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 from fsdp_doctor.plan.training_step import Timeline, shard_units
 
@@ -21,25 +22,25 @@ SHAPE = ModelShape(
 def test_fsdp2_cuts_each_parameter_into_chunks_of_rows_as_torch_does() -> None:
     for ranks in (1, 2, 3, 4, 8):
         for rank in range(ranks):
-            (layer,) = shard_units(SHAPE, "fsdp2", rank=rank, ranks=ranks).layers
+            (layer,) = shard_units(SHAPE, Strategy.FSDP2, rank=rank, ranks=ranks).layers
             chunks = [tensor.chunk(ranks) for tensor in (torch.empty(5, 4), torch.empty(3))]
             assert layer.local == tuple(one[rank].numel() if rank < len(one) else 0 for one in chunks)
             assert layer.padded == tuple(one[0].numel() for one in chunks)
 
 
 def test_fsdp1_has_one_flat_parameter_of_each_unit_and_the_embedding_in_the_root() -> None:
-    shards = shard_units(SHAPE, "fsdp1", rank=1, ranks=2)
+    shards = shard_units(SHAPE, Strategy.FSDP1, rank=1, ranks=2)
     assert shards.embedding is None
     assert (shards.root.padded, shards.layers[0].padded) == ((16,), (12,))
 
 
 def test_the_parts_of_the_original_parameters_add_up_over_the_ranks_of_fsdp1() -> None:
-    parts = [shard_units(SHAPE, "fsdp1-orig", rank=rank, ranks=3).layers[0].local for rank in range(3)]
+    parts = [shard_units(SHAPE, Strategy.FSDP1_ORIG, rank=rank, ranks=3).layers[0].local for rank in range(3)]
     assert [sum(column) for column in zip(*parts, strict=True)] == [20, 3]
 
 
 def test_more_ranks_than_rows_multiply_what_a_gather_fills() -> None:
-    (layer,) = shard_units(SHAPE, "fsdp2", rank=0, ranks=64).layers
+    (layer,) = shard_units(SHAPE, Strategy.FSDP2, rank=0, ranks=64).layers
     assert layer.full == (64 * 4, 64)
 
 
