@@ -54,9 +54,10 @@ class Loading:
         trainer = self._saved.start(self._scenario, start_of(self._scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
+            # Rounded on the host, and then copied: a GPU makes another NaN of a NaN than a CPU.
             pieces = held_pieces.of_model(trainer.model, self._right)
-            held_pieces.write(pieces)
             self._right = {name: self._right[name].to(piece.held.dtype) for piece in pieces for name in piece.names}
+            held_pieces.write(held_pieces.of_model(trainer.model, self._right))
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
             held_pieces.write(held_pieces.of_model(trainer.model, base))
