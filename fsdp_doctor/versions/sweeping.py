@@ -267,7 +267,9 @@ def exact_versions(requirements: Sequence[str]) -> dict[str, str]:
     for text in requirements:
         with contextlib.suppress(InvalidRequirement):
             requirement = Requirement(text)
-            versions |= {requirement.name: each.version for each in requirement.specifier if each.operator == "=="}
+            exact = [each.version for each in requirement.specifier if each.operator == "=="]
+            if exact:
+                versions[requirement.name] = exact[0]
     return versions
 
 
