@@ -1,10 +1,15 @@
-"""What mkdocs.yml cannot say: the address of the site, the pages of a folder, links to files outside of docs/."""
+"""What mkdocs.yml cannot say: addresses, the pages of a folder, links out of docs/, the page of the merged report."""
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
 from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from fsdp_doctor.page import compat_page
+from fsdp_doctor.versions.merged import read_merged
 
 _DOCS = pathlib.Path(__file__).resolve().parent
 _spec = importlib.util.spec_from_file_location("setup", _DOCS.parent / "setup.py")
@@ -19,6 +24,13 @@ def on_config(config: Any) -> Any:
     config.repo_url = _setup.project_urls()["Source"]
     config.nav = _expanded(config.nav)
     return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the page of the merged report, which is not committed."""
+    page = compat_page(read_merged(_DOCS / "compat" / "merged.json.gz"))
+    files.append(File.generated(config, "compat/index.html", content=page))
+    return files
 
 
 def _expanded(entry: Any) -> Any:

@@ -21,7 +21,7 @@ from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.explain import Explanation
 from fsdp_doctor.explain.text import telling_frames
 from fsdp_doctor.report.document import Report, report_from_dict, report_to_dict
-from fsdp_doctor.report.whole_file import replace_file
+from fsdp_doctor.report.journal import replace_file
 
 _VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
 _LONGEST_LINE = 300

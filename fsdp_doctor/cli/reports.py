@@ -135,8 +135,14 @@ def merge(
     environment, and for each case that changed.
     """
     from fsdp_doctor.page import write_page
-    from fsdp_doctor.versions.merged import read_either, write_merged
-    from fsdp_doctor.versions.merged_text import case_lines, environment_lines, incomplete_lines, merged_summary
+    from fsdp_doctor.versions.merged import (
+        case_lines,
+        environment_lines,
+        incomplete_lines,
+        merged_summary,
+        read_either,
+        write_merged,
+    )
     from fsdp_doctor.versions.merging import merge, names_beside
 
     names = names_beside(reports, json_file)

@@ -8,8 +8,8 @@ from typing import Any
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.clues import CLUES
 
-# The page of the committed runs over versions.
-_PAGE = "docs/compat/index.html"
+# The page of the runs over versions, in the documentation that pyproject.toml names.
+_PAGE = "https://fsdp-doctor.github.io/fsdp-doctor/compat/index.html"
 
 
 def entry_lines(entry: KnownFailure, width: int) -> list[str]:

@@ -1,8 +1,4 @@
-"""A merged report as one HTML file that needs nothing else: which cases work with which versions. No torch.
-
-``page_data`` packs the report, ``page.html.jinja`` is the document, and the style and the scripts beside it go into it
-as they are.
-"""
+"""A merged report as one HTML file that needs nothing else: which cases work with which versions. No torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 "use strict";
-// The data of the page, unpacked; page_data.py says what its rows and numbers are.
+// The data of the page, unpacked; compat_page.py says what its rows and numbers are.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const AXES = ["strategy", "offload", "staging", "direction"];

@@ -1,20 +1,30 @@
-"""Fills in the template of the page, and writes the file."""
+"""A merged report as one HTML file: the template filled in with the data, the style and the scripts beside it.
+
+The data hold every text once and everything else as numbers, as ``cases.js`` reads them: ``environments``, the columns;
+``axes`` and ``paths``, the words that cases are made of; ``outcomes``, rows of (verdict, reason, message, also, entry);
+and ``cases``, rows of (strategy, offload, staging, other axes, direction, path, outcome of each environment or -1,
+statements, whether it changed). A number in a row is a place in the list of such words, or in ``texts``.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import pathlib
+import re
+from typing import Any, get_args
 
 import jinja2
 from markupsafe import Markup
 
-from fsdp_doctor.errors import DoctorFault, UsageError
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import known_failures
-from fsdp_doctor.page.page_data import columns, page_data
-from fsdp_doctor.report.whole_file import replace_file
-from fsdp_doctor.verdict.classification import MEANING
-from fsdp_doctor.versions.merged import MergedReport
+from fsdp_doctor.known.signatures import DEVICE
+from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.report.journal import replace_file, writing
+from fsdp_doctor.verdict.classification import GOOD, MEANING, NOT_RUN, VerdictKind
+from fsdp_doctor.versions.merged import NOWHERE, SHORTENED, Environment, MergedCase, MergedReport, Outcome
 
 # In this order they are one script.
 _SCRIPTS = ("cases.js", "choice.js", "matrix.js", "cell.js", "search.js", "start.js")
@@ -28,18 +38,28 @@ _TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+_NO_RESULT = -1
+_KINDS = get_args(VerdictKind)
+_DIRECTIONS = get_args(Direction)
+_AXES = ("strategy", "offload", "staging")
+
+
+def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
+    """Raises UsageError if there is no result to show, DoctorFault if the disk does not take the page."""
+    text = compat_page(merged, picture)
+    with writing(path):
+        replace_file(path, text.encode(errors="replace"))
 
 
 def compat_page(merged: MergedReport, picture: str = "") -> str:
-    """Renders the page. Raises UsageError where there is no result to show.
+    """Renders the page. Raises UsageError if there is no result to show.
 
     picture: of ledgers, as SVG; empty without ledgers.
     """
     if not merged.cases:
         raise UsageError("the reports have no results, so there is nothing to show on a page")
-    style, script = _text("page.css"), "\n".join(map(_text, _SCRIPTS))
+    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
     return _TEMPLATES.get_template("page.html.jinja").render(
-        columns=columns(merged),
         environments=merged.environments,
         num_cases=len(merged.cases),
         data=page_data(merged),
@@ -54,19 +74,93 @@ def compat_page(merged: MergedReport, picture: str = "") -> str:
     )
 
 
-def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
-    """Raises UsageError where there is no result to show, DoctorFault where the disk does not take the page."""
-    text = compat_page(merged, picture)
-    try:
-        replace_file(path, text.encode(errors="replace"))
-    except OSError as error:
-        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _text(name: str) -> str:
+def _read(name: str) -> str:
     return (_ROOM / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
     """The hash by which a content security policy allows an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+class _Numbers:
+    """A list of distinct texts, each with its number."""
+
+    def __init__(self, *first: str) -> None:
+        self._number = {text: number for number, text in enumerate(first)}
+
+    def number_of(self, text: str) -> int:
+        return self._number.setdefault(text, len(self._number))
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._number)
+
+
+def page_data(merged: MergedReport) -> dict[str, Any]:
+    """The data of the page, as JSON values."""
+    texts, paths = _Numbers(""), _Numbers()
+    used = {axis: {getattr(case, axis) for case in merged.cases} for axis in _AXES}
+    words = {axis: _Numbers(*(value for value in AXIS[axis].values if value in used[axis])) for axis in _AXES}
+    cases = [_case(case, words, paths, texts) for case in merged.cases]
+    return {
+        "environments": [_column(environment) for environment in merged.environments],
+        "kinds": [*_KINDS],
+        "good": [kind for kind in _KINDS if kind in GOOD],
+        "bad": [kind for kind in _KINDS if kind not in GOOD | NOT_RUN],
+        "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
+        "paths": paths.texts,
+        "outcomes": [_outcome(outcome, texts) for outcome in merged.outcomes],
+        "cases": cases,
+        # With ``<device>`` for any device's name, as the catalogue's files have it.
+        "signatures": {
+            entry.id: [pattern.pattern.replace(DEVICE, "<device>") for pattern in entry.signatures]
+            for entry in known_failures()
+            if entry.signatures
+        },
+        "device": DEVICE,
+        "nowhere": NOWHERE,
+        "texts": texts.texts,
+    }
+
+
+def _column(environment: Environment) -> dict[str, str]:
+    """The head of a column.
+
+    torch: its version. more: the facts that set it apart from another column of the same torch and device, mostly
+    empty. anchor: its name in a link. incomplete: why some of its cases did not run, or empty.
+    """
+    version = re.sub(r"^torch (\S+), .*|.*", r"\1", environment.name, flags=re.DOTALL)
+    device = environment.device if environment.world_size else NOWHERE
+    packages = {**environment.packages, "Python": environment.python or "unknown"}
+    return {
+        "name": environment.name,
+        "torch": version or "?",
+        "more": environment.name.removeprefix(f"torch {version}, {device}").strip(", "),
+        "device": device,
+        "anchor": re.sub(r"[^\w.]+", "-", environment.name).strip("-"),
+        "options": environment.rerun_options,
+        "packages": ", ".join(f"{name} {package}" for name, package in packages.items()),
+        "incomplete": environment.ended if not environment.complete else "",
+    }
+
+
+def _case(case: MergedCase, words: dict[str, _Numbers], paths: _Numbers, texts: _Numbers) -> list[Any]:
+    begin = "".join(f"{word}/" for word in (case.strategy, case.offload, case.staging) if word)
+    others = case.id.removeprefix(begin).removesuffix(case.path).strip("/")
+    return [
+        *(words[axis].number_of(getattr(case, axis)) for axis in _AXES),
+        texts.number_of(others),
+        _DIRECTIONS.index(case.direction),
+        paths.number_of(case.path),
+        [_NO_RESULT if index is None else index for index in case.outcomes],
+        [texts.number_of(f"{statement.where}: {statement.text}") for statement in case.statements],
+        int(case.changes),
+    ]
+
+
+def _outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
+    raised = " ".join(outcome.message.removesuffix(SHORTENED).split())
+    message = "" if raised in " ".join(outcome.reason.split()) else outcome.message
+    also = "\n".join(outcome.also)
+    return [_KINDS.index(outcome.kind), *map(texts.number_of, (outcome.reason, message, also, outcome.known))]

@@ -26,7 +26,7 @@ from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import StartWorker
 from fsdp_doctor.probe.supervisor import Interruption
 from fsdp_doctor.probe.workers import WorkerGroup
-from fsdp_doctor.report.document import CaseResult, result_of
+from fsdp_doctor.report.document import CaseResult, case_fields, result_of
 from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport
 
@@ -77,7 +77,7 @@ class CheckpointWriters:
             )
             self._results[key] = self._write(case, number, num_writers)
         result = self._results[key]
-        return dataclasses.replace(result, case=case) if result is not None else None
+        return dataclasses.replace(result, **case_fields(case)) if result is not None else None
 
     def _write(self, case: Case, number: int, num_writers: int) -> CaseResult | None:
         began = time.monotonic()

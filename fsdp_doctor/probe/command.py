@@ -26,12 +26,11 @@ from fsdp_doctor.probe import baseline
 from fsdp_doctor.probe.baseline import Baseline
 from fsdp_doctor.probe.first_report import first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
-from fsdp_doctor.report import formats, measured_ledgers
+from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import Report, context_of, recognized
 from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import counted, summary
-from fsdp_doctor.report.progress import Progress
-from fsdp_doctor.report.writer import ReportWriter
+from fsdp_doctor.report.writer import ReportWriter, progress_line
 from fsdp_doctor.versions.merging import merge
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ def _run(
         if numbers:
             ready = conductor.start(options.cases[numbers[0]])[0].ready
             writer.open(ready.environment if ready else {})
-        with Progress(len(numbers)) as progress:
+        with progress_line(len(numbers)) as show_progress:
             for result in results(
                 conductor,
                 job.cases,
@@ -169,7 +168,7 @@ def _run(
                 scenarios_apart=options.with_ledgers,
             ):
                 writer.add(recognized(result, context))
-                progress.add(result)
+                show_progress(result)
     except FsdpDoctorError as error:
         if isinstance(error, (UsageError, CannotRun)) and not writer.is_open:
             # Said by the workers as they start: nothing ran, and an older report stays what it was.
@@ -210,7 +209,7 @@ def _unmeasured(report: Report) -> CannotRun | None:
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
     """Returns the fault if the page cannot be written. A run without a result has no page, which is only noted."""
     try:
-        write_page(page, merge({page.name: report}), measured_ledgers.ledger_picture(report))
+        write_page(page, merge({page.name: report}), formats.ledger_picture(report))
     except DoctorFault as fault:
         return fault
     except UsageError as nothing:

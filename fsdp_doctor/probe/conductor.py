@@ -117,7 +117,7 @@ def results(
         without_mesh = isinstance(case, Case) and find_path(case.path, case.scenario.version).without_mesh
         built = (case.scenario, without_mesh)
         if built in unbuildable:
-            yield CaseResult(case=case, verdict=Verdict(kind="skipped", reason=unbuildable[built]))
+            yield result_of(case, Verdict(kind="skipped", reason=unbuildable[built]))
             continue
         if (no_checkpoint := writers.write_for(number)) is not None:
             yield no_checkpoint

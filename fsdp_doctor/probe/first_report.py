@@ -47,6 +47,7 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
         num_selected=len(options.cases),
         environment=_with_frameworks(without_torch(options.host_name), options),
         rerun_options=_rerun_options(options, place),
+        late_completion=device.late_completion,
         notes=(*_notes(device), *_on_writers(options, saved_by), *_on_shims(shims)),
         shims=shims,
     )

@@ -1,44 +1,51 @@
-"""The report as values: environment, cases, verdicts. Every format is made from this alone."""
+"""The report as typed records, and its JSON form. Every format is made from these records alone.
+
+A field with a default may be missing from a file: the versions that wrote the oldest reports did not have it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import Found
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.ledgers.ledger import StageLedger, ledger_from_dict
+from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, any_case_of
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind
-from fsdp_doctor.verdict.classification import Verdict, VerdictKind, verdict_of_version_1
-from fsdp_doctor.verdict.records import RankReport, rank_report_from_dict, rank_report_to_dict
+from fsdp_doctor.verdict.classification import Verdict, VerdictKind
+from fsdp_doctor.verdict.records import Failure, RankReport
 
 SCHEMA = "fsdp-doctor/report"
-# Since version 2 there is the verdict "refused".
+# Version 2 added the verdict "refused".
 SCHEMA_VERSION = 2
-# Keys of a result, or of a rank's record in it, that reports of the first versions do not have.
-NOT_IN_OLDER_REPORTS = frozenset(
-    {"shims", "yielded", "known", "retire", "refusal", "init", "checkpoint", "ledgers", "call", "precision", "context"}
-)
+
+_REFUSED_IN_VERSION_1 = "refused on every rank: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One case: its verdict, its figures, and for a verdict that is not ok every rank's report.
+    """The result of one case; a bad verdict comes with the report of every rank.
 
-    seconds: the slowest rank's time inside the path. peak_extra_bytes: the largest rank's.
-    wall_seconds: everything that the case cost, building and checking included.
-    yielded: by rank, how many entries of each form, dtype and kind of device the path yielded; empty where it
-        did not get through.
-    known: the id of the catalogue's entry that a bad verdict shows; empty where there is none.
+    id, scenario, path: of the case. seconds: the slowest rank's time inside the path.
+    peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
+        and checking.
+    yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the path did not finish.
+    known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
-    ledgers: what each rank held at each stage, with --memory.
+    ledgers: the memory of each rank at each stage, with --memory.
     """
 
-    case: AnyCase
+    id: str
+    scenario: dict[str, str]
+    path: str
     verdict: Verdict
     seconds: float | None = None
     peak_extra_bytes: int | None = None
@@ -49,19 +56,27 @@ class CaseResult:
     ledgers: tuple[StageLedger, ...] = ()
     ranks: tuple[RankReport, ...] = ()
 
-    @property
-    def id(self) -> str:
-        return self.case.id
+    @functools.cached_property
+    def case(self) -> AnyCase:
+        """The case that ran. Raises KeyError or ValueError for a scenario that this version does not have."""
+        return any_case_of(self.scenario, self.path)
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether the second run gave the same verdict; None without one."""
+        """Whether the second run gave the same verdict; None without a second run."""
         return None if self.confirmation is None else self.confirmation.kind == self.verdict.kind
+
+    @property
+    def failure(self) -> Failure | None:
+        """The exception of the first rank that the verdict names, or of any other rank."""
+        named_first = sorted(self.ranks, key=lambda report: report.rank not in self.verdict.ranks)
+        failures = (report.record.failure for report in named_first if report.record is not None)
+        return next((failure for failure in failures if failure is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedShim:
-    """What was changed in the workers of a framework, so that it found the emulated device.
+    """A change to a framework's worker, without which the framework does not see the emulated device.
 
     name: ``module:qualified.name`` of a function, or the name of a variable, a plug-in or a stand-in.
     """
@@ -74,13 +89,14 @@ class AppliedShim:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole run. While it is not complete, more results may stand in FILE.journal, one in each line.
+    """A run and its results. While the run goes on, FILE.journal has further results, one on each line.
 
-    version: of fsdp-doctor. created: ISO 8601. device: the device type that was tested. num_selected: of cases.
-    rerun_options: what a command that runs one case alone needs besides ``--case``.
-    notes: what a reader must know to read the verdicts right.
-    shims: of frameworks on the emulated device; elsewhere there are none.
-    complete: whether every selected case has a result. ended: what ended an incomplete run.
+    version: of fsdp-doctor. created: ISO 8601. device: the type of the device under test. num_selected: of cases.
+    rerun_options: the options, besides ``--case``, of a command that runs one case alone.
+    late_completion: whether non-blocking copies of the emulated device finished as late as they may.
+    notes: sentences without which a reader would misread the verdicts.
+    shims: changes to frameworks on the emulated device.
+    complete: whether every selected case has a result. ended: the reason why an incomplete run ended.
     """
 
     version: str
@@ -91,6 +107,7 @@ class Report:
     num_selected: int
     environment: EnvironmentFacts
     rerun_options: str = ""
+    late_completion: bool = True
     notes: tuple[str, ...] = ()
     shims: tuple[AppliedShim, ...] = ()
     complete: bool = False
@@ -98,22 +115,29 @@ class Report:
     seconds: float = 0.0
     results: tuple[CaseResult, ...] = ()
 
-    def of_kind(self, kind: VerdictKind) -> int:
-        """How many cases have that verdict."""
-        return sum(result.verdict.kind == kind for result in self.results)
-
     @property
     def bad(self) -> list[CaseResult]:
         return [result for result in self.results if result.verdict.bad]
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """Versions by package."""
+        return self.environment.get("packages", {})
 
-def result_of(case: AnyCase, verdict: Verdict, reports: list[RankReport], wall_seconds: float) -> CaseResult:
-    """Sums up all ranks' reports. The reports themselves are kept where the verdict is not ok."""
+    def of_kind(self, kind: VerdictKind) -> int:
+        """The number of cases with this verdict."""
+        return sum(result.verdict.kind == kind for result in self.results)
+
+
+def result_of(
+    case: AnyCase, verdict: Verdict, reports: Sequence[RankReport] = (), wall_seconds: float = 0.0
+) -> CaseResult:
+    """Sums up the reports of all ranks; keeps the reports themselves only of a bad verdict."""
     records = [report.record for report in reports if report.record is not None]
     seconds = [record.seconds for record in records if record.seconds is not None]
     peaks = [record.peak_extra_bytes for record in records if record.peak_extra_bytes is not None]
     return CaseResult(
-        case=case,
+        **case_fields(case),
         verdict=verdict,
         seconds=max(seconds, default=None),
         peak_extra_bytes=max(peaks, default=None),
@@ -124,97 +148,71 @@ def result_of(case: AnyCase, verdict: Verdict, reports: list[RankReport], wall_s
     )
 
 
+def case_fields(case: AnyCase) -> dict[str, Any]:
+    """The fields of a result that say which case it is of."""
+    return {"id": case.id, "scenario": case.scenario.to_json(), "path": case.path}
+
+
 def _without_ledgers(report: RankReport) -> RankReport:
-    """They stand in the result already."""
+    """The result has the ledgers already."""
     if report.record is None:
         return report
     return dataclasses.replace(report, record=dataclasses.replace(report.record, ledgers=()))
 
 
 def context_of(report: Report) -> RunContext:
-    """What the catalogue has to know of the run."""
+    """The facts of the run on which the catalogue's entries depend."""
     return RunContext(
-        torch=report.environment.get("packages", {}).get("torch", ""),
+        torch=report.packages.get("torch", ""),
         device=report.device,
         world_size=report.world_size,
-        late_completion="--no-late-completion" not in report.rerun_options,
-        packages=report.environment.get("packages", {}),
+        late_completion=report.late_completion,
+        packages=report.packages,
     )
 
 
 def recognized(result: CaseResult, context: RunContext) -> CaseResult:
-    """The result with the catalogue's entry for what all ranks say of a case that broke in such a run."""
+    """The result with the id of the catalogue's entry that describes its failure."""
     verdict = result.verdict
     if not verdict.bad:
         return result
     failures = [r.record.failure for r in result.ranks if r.record is not None and r.record.failure is not None]
-    found = Found(
+    symptoms = Found(
         kind=verdict.kind,
         reasons=(verdict.reason, *verdict.also),
         messages=tuple(dict.fromkeys(f"{failure.type}: {failure.message}" for failure in failures)),
         traceback="\n".join(failure.traceback for failure in failures[:1]),
     )
-    entry = catalogue.of_finding(result.case, found, context)
+    entry = catalogue.of_finding(result.case, symptoms, context)
     return dataclasses.replace(result, known=entry.id if entry is not None else "")
 
 
 def report_to_dict(report: Report) -> dict[str, Any]:
-    fields = {
-        field.name: getattr(report, field.name) for field in dataclasses.fields(report) if field.name != "results"
-    }
-    fields["shims"] = [dataclasses.asdict(shim) for shim in report.shims]
-    return {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        **fields,
-        "results": [result_to_dict(result) for result in report.results],
-    }
+    return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **msgspec.to_builtins(report)}
 
 
 def report_from_dict(data: dict[str, Any]) -> Report:
-    names = {field.name for field in dataclasses.fields(Report)} - {"results", "shims"}
-    fields = {name: data[name] for name in names}
-    fields["shims"] = tuple(AppliedShim(**shim) for shim in data.get("shims", ()))
-    fields["notes"] = tuple(fields["notes"])
-    return Report(**fields, results=tuple(result_from_dict(result) for result in data["results"]))
-
-
-def result_to_dict(result: CaseResult) -> dict[str, Any]:
-    return {
-        "id": result.id,
-        "scenario": result.case.scenario.to_json(),
-        "path": result.case.path,
-        "verdict": _verdict_to_dict(result.verdict),
-        "seconds": result.seconds,
-        "peak_extra_bytes": result.peak_extra_bytes,
-        "wall_seconds": result.wall_seconds,
-        "yielded": list(result.yielded),
-        "known": result.known,
-        "confirmation": _verdict_to_dict(result.confirmation) if result.confirmation else None,
-        "ledgers": [dataclasses.asdict(ledger) for ledger in result.ledgers],
-        "ranks": [rank_report_to_dict(report) for report in result.ranks],
-    }
+    """Reads a report of any version. Raises KeyError, TypeError or ValueError for anything else."""
+    late = {"late_completion": "--no-late-completion" not in data["rerun_options"]}
+    report = msgspec.convert({**late, **data, "results": ()}, Report)
+    return dataclasses.replace(report, results=tuple(map(result_from_dict, data["results"])))
 
 
 def result_from_dict(data: dict[str, Any]) -> CaseResult:
-    return CaseResult(
-        case=any_case_of(data["scenario"], data["path"]),
-        verdict=_verdict_from_dict(data["verdict"]),
-        seconds=data["seconds"],
-        peak_extra_bytes=data["peak_extra_bytes"],
-        wall_seconds=data["wall_seconds"],
-        yielded=tuple(data.get("yielded", ())),
-        known=data.get("known", ""),
-        confirmation=_verdict_from_dict(data["confirmation"]) if data["confirmation"] else None,
-        ledgers=tuple(map(ledger_from_dict, data.get("ledgers", ()))),
-        ranks=tuple(rank_report_from_dict(report) for report in data["ranks"]),
+    """Reads a result of any version. Raises as :func:`report_from_dict`."""
+    result = msgspec.convert(data, CaseResult)
+    # Reading the case checks the words of the scenario.
+    assert result.case
+    return dataclasses.replace(
+        result,
+        verdict=verdict_of_version_1(result.verdict),
+        confirmation=verdict_of_version_1(result.confirmation) if result.confirmation else None,
     )
 
 
-def _verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
-    return dataclasses.asdict(verdict)
-
-
-def _verdict_from_dict(data: dict[str, Any]) -> Verdict:
-    kind, reason = verdict_of_version_1(data["kind"], data["reason"])
-    return Verdict(kind=kind, reason=reason, ranks=tuple(data["ranks"]), also=tuple(data["also"]))
+def verdict_of_version_1(verdict: Verdict) -> Verdict:
+    """In the first version a refused checkpoint was an "ok" with a reason, and nobody tried the exact checkpoint."""
+    exception = verdict.reason.removeprefix(_REFUSED_IN_VERSION_1)
+    if verdict.kind != "ok" or exception == verdict.reason:
+        return verdict
+    return dataclasses.replace(verdict, kind="refused", reason=exception)

@@ -1,63 +1,59 @@
-"""Writes what a report shows as expectations: a table for each failure, with its cause and a link if there is one."""
+"""Writes the failures of a report as expectations: a table for each, with its cause and a link if there is one."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.known.failures import KnownFailure
+from fsdp_doctor.matrix.cases import AnyCase, leading_words
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.expectation_patterns import common_prefix, patterns_of
-from fsdp_doctor.report.expected_failures import comparable
+from fsdp_doctor.report.expected_failures import comparable, compiled_pattern
 from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures
 from fsdp_doctor.report.layout import printable
 
 _LONGEST_REASON = 120
 _SHORTEST_REASON = 12
+_LONGEST_LINE = 110
+_LONGEST_PATTERN = 100
 _ISSUE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
-_EVERY_WIDTH = 110
+# Boxes are joined along them in this order: a list of offloads reads better than one of strategies.
+_DIMENSIONS = ("offload", "staging", "path", "strategy", "rest")
 
 
 def expectation_toml(report: Report) -> str:
-    """``report`` as a file for ``--expect``: a run with the same results meets every expectation, and none else."""
+    """The report as a file for ``--expect``, which a run with the same results meets in every table."""
     head = (
-        f"# What torch {report.environment.get('packages', {}).get('torch', '')} fails in on {report.device}, "
-        f"{report.world_size} ranks.\n"
+        f"# What torch {report.packages.get('torch', '')} fails in on {report.device}, {report.world_size} ranks.\n"
         "# A case that no pattern covers is expected to be ok. In a pattern * is any text, {a,b} one of several.\n"
         "# `until` is the first torch that is expected not to fail; an expectation that no case meets is stale.\n"
     )
     ids = [result.id for result in report.results]
-    return head + "".join(map("".join, (_table(failure, ids) for failure in distinct_failures(report))))
+    return head + "".join("".join(_table(failure, ids)) for failure in distinct_failures(report))
 
 
 def _table(failure: FailureGroup, ids: Sequence[str]) -> Iterator[str]:
-    own = {result.id for result in failure.results}
+    covered = {result.id for result in failure.results}
     known = failure.known
     yield f"\n# {known.title} ({known.id})\n" if known is not None else "\n# not in the catalogue\n"
     yield "[[expect]]\n"
-    patterns = patterns_of((result.case for result in failure.results), [name for name in ids if name not in own])
-    yield from _array("cases", patterns)
-    yield f"verdict = {_string(failure.kind)}\n"
-    if reason := _shared_reason(failure.results):
-        yield f"reason = {_string(reason)}\n"
-    if known is not None and (link := _link(known)):
-        yield f"link = {_string(link)}\n"
-    if known is not None and (until := _until(known)):
-        yield f"until = {_string(until)}\n"
+    patterns = patterns_of((result.case for result in failure.results), [name for name in ids if name not in covered])
+    yield _array("cases", patterns)
+    optional = {"reason": _shared_reason(failure.results), "link": _link(known), "until": _until(known)}
+    for name, text in {"verdict": failure.kind, **optional}.items():
+        yield f"{name} = {_string(text)}\n" if text else ""
 
 
-def _array(name: str, texts: Sequence[str]) -> Iterator[str]:
+def _array(name: str, texts: Sequence[str]) -> str:
     line = f"{name} = [{', '.join(map(_string, texts))}]\n"
-    if len(line) <= _EVERY_WIDTH:
-        yield line
-        return
-    yield f"{name} = [\n"
-    yield from (f"    {_string(text)},\n" for text in texts)
-    yield "]\n"
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{name} = [\n" + "".join(f"    {_string(text)},\n" for text in texts) + "]\n"
 
 
 def _string(text: str) -> str:
@@ -65,11 +61,11 @@ def _string(text: str) -> str:
 
 
 def _shared_reason(results: Sequence[CaseResult]) -> str:
-    """What the reasons of all these cases begin with, without the ranks and to the end of a word; perhaps nothing."""
+    """The common beginning of the reasons of all these cases, without ranks and to the end of a word; perhaps empty."""
     reasons = [_RANKS.sub("", " ".join(result.verdict.reason.split())) for result in results]
     shared = common_prefix([comparable(reason) for reason in reasons])
     first = reasons[0]
-    # The first case's own words, as far as they are the same in all.
+    # The words of the first case, as far as they are the same in all.
     length = max((n for n in range(len(first) + 1) if shared.startswith(comparable(first[:n]))), default=0)
     words = first[:length]
     if len(words) > _LONGEST_REASON or length < len(first):
@@ -78,11 +74,99 @@ def _shared_reason(results: Sequence[CaseResult]) -> str:
     return words if len(words) >= _SHORTEST_REASON else ""
 
 
-def _link(known: KnownFailure) -> str:
-    found = next((match for text in known.references if (match := _ISSUE.fullmatch(text))), None)
-    return f"https://github.com/{found['repository']}/issues/{found['number']}" if found is not None else ""
+def _link(known: KnownFailure | None) -> str:
+    issues = filter(None, map(_ISSUE.fullmatch, known.references if known is not None else ()))
+    return next((f"https://github.com/{issue['repository']}/issues/{issue['number']}" for issue in issues), "")
 
 
-def _until(known: KnownFailure) -> str:
-    """The first version that does not show it, where the catalogue knows it."""
-    return next((one.version for one in SpecifierSet(known.torch) if one.operator == "<"), "")
+def _until(known: KnownFailure | None) -> str:
+    """The first version of torch without the failure, if the catalogue knows it."""
+    limits = SpecifierSet(known.torch) if known is not None else ()
+    return next((limit.version for limit in limits if limit.operator == "<"), "")
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Every combination of some values of some dimensions."""
+
+    values: Mapping[str, tuple[str, ...]]
+
+    def joined(self, other: _Box, dimension: str) -> _Box | None:
+        """Both as one box, if they differ in that dimension alone."""
+        if any(self.values[name] != other.values[name] for name in _DIMENSIONS if name != dimension):
+            return None
+        if dimension == "rest" and "" in (*self.values["rest"], *other.values["rest"]):
+            return None
+        both = tuple(dict.fromkeys([*self.values[dimension], *other.values[dimension]]))
+        return _Box({**self.values, dimension: both})
+
+    def pattern(self, shortened: Mapping[str, str]) -> str:
+        """Its pattern, in which some dimensions are shortened and the others lists."""
+        words = {name: shortened.get(name) or _listed(self.values[name]) for name in _DIMENSIONS}
+        order = ("strategy", "offload", "staging", "rest", "path")
+        return "/".join(words[name] for name in order if words[name])
+
+
+def patterns_of(cases: Iterable[AnyCase], others: Collection[str]) -> list[str]:
+    """Patterns that together match these cases and none of the ids in ``others``."""
+    boxes = [_box(case) for case in dict.fromkeys(cases)]
+    for dimension in _DIMENSIONS:
+        boxes = _joined_along(boxes, dimension)
+    return [pattern for box in boxes for pattern in _patterns_of_box(box, others)]
+
+
+def _box(case: AnyCase) -> _Box:
+    first = leading_words(case)
+    rest = "/".join(case.scenario.id.split("/")[len([word for word in first if word]) :])
+    values = dict(zip(("strategy", "offload", "staging"), first, strict=True)) | {"rest": rest, "path": case.path}
+    return _Box({name: (value,) for name, value in values.items()})
+
+
+def _joined_along(boxes: list[_Box], dimension: str) -> list[_Box]:
+    joined: list[_Box] = []
+    for box in boxes:
+        for number, earlier in enumerate(joined):
+            if (both := earlier.joined(box, dimension)) is not None:
+                joined[number] = both
+                break
+        else:
+            joined.append(box)
+    return joined
+
+
+def _patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
+    """One pattern, or several of at most 100 characters each if its list of paths is long."""
+    pattern = _shortest_pattern(box, others)
+    paths = box.values["path"]
+    if len(pattern) <= _LONGEST_PATTERN or len(paths) == 1:
+        return [pattern]
+    halves = paths[: len(paths) // 2], paths[len(paths) // 2 :]
+    return [text for half in halves for text in _patterns_of_box(_Box({**box.values, "path": half}), others)]
+
+
+def _shortest_pattern(box: _Box, others: Collection[str]) -> str:
+    """Its pattern, with a ``*`` for a list of offloads or stagings if that matches nothing more.
+
+    Strategies and paths are named: nothing is known of those that will be added.
+    """
+    shortened: dict[str, str] = {}
+    for name in ("offload", "staging"):
+        values = box.values[name]
+        prefix = common_prefix(values)
+        for shorter in ([f"{prefix}*"] if len(prefix) > 2 else []) + ["*"] if len(values) > 1 else []:
+            pattern = compiled_pattern(box.pattern(shortened | {name: shorter}))
+            if not any(pattern.fullmatch(other) for other in others):
+                shortened[name] = shorter
+                break
+    return box.pattern(shortened)
+
+
+def common_prefix(texts: Collection[str]) -> str:
+    """The common beginning of all texts."""
+    first, last = min(texts), max(texts)
+    differing = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(differing, len(first))]
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return values[0] if len(values) == 1 else "{" + ",".join(values) + "}"

@@ -1,4 +1,4 @@
-"""A report for GitHub Actions: annotations of what is unforeseen, and the summary of the job."""
+"""A report for GitHub Actions: annotations of unexpected results, and the summary of the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLE = "fsdp-doctor"
 
 
 def workflow_commands(report: Report, surprises: Sequence[str]) -> str:
-    """Workflow commands: an error for each surprise, as many as are shown, and a notice that sums up."""
+    """Workflow commands: an error for each surprise that GitHub would show, and a notice that sums up."""
     errors = list(surprises)
     if not report.complete:
         errors.insert(0, f"the run is incomplete: {report.ended or 'still running'}")
@@ -30,52 +30,52 @@ def workflow_commands(report: Report, surprises: Sequence[str]) -> str:
     return "\n".join(commands) + "\n"
 
 
+def _command(kind: str, text: str) -> str:
+    """A workflow command is one line, in which line ends and ``%`` are escaped."""
+    escaped = printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{kind} title={_TITLE}::{escaped}"
+
+
 def step_summary(report: Report, surprises: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
     """Markdown of at most ``num_bytes`` in UTF-8: the surprises first, then the report."""
     body = printable(markdown.render(report)).rstrip("\n") + "\n"
-    head = [f"## {_TITLE}: {len(surprises)} unforeseen" if surprises else f"## {_TITLE}: nothing unforeseen", ""]
-    if surprises:
-        left = num_bytes - _size("\n".join(head)) - _size(body) - 200
-        head += _list_of(surprises, max(left, num_bytes // 2))
-    text = "\n".join([*head, "", body])
+    head = f"## {_TITLE}: {f'{len(surprises)} unexpected' if surprises else 'nothing unexpected'}\n\n"
+    room = max(num_bytes - _size(head + body) - 200, num_bytes // 2)
+    text = f"{head}{_items(surprises, room)}\n{body}"
     if _size(text) <= num_bytes:
         return text
     return text.encode()[: max(0, num_bytes)].decode(errors="ignore").rpartition("\n")[0] + "\n"
 
 
 def write_step_summary(report: Report, surprises: Sequence[str]) -> None:
-    """Appends the summary to the file that GitHub names, where it names one. Raises DoctorFault if it cannot."""
-    named = os.environ.get(_VARIABLE)
-    if not named:
+    """Appends the summary to the file that GitHub names, if it names one. Raises DoctorFault if that fails."""
+    name = os.environ.get(_VARIABLE)
+    if not name:
         return
-    file = pathlib.Path(named)
+    file = pathlib.Path(name)
     try:
-        taken = file.stat().st_size if file.exists() else 0
+        size = file.stat().st_size if file.exists() else 0
         with open(file, "a", encoding="utf-8") as opened:
-            opened.write(step_summary(report, surprises, _SUMMARY_BYTES - taken))
+            opened.write(step_summary(report, surprises, _SUMMARY_BYTES - size))
     except OSError as error:
-        raise DoctorFault(f"cannot write the summary of the job, {named}: {error.strerror or error}") from None
+        raise DoctorFault(f"cannot write the summary of the job, {name}: {error.strerror or error}") from None
 
 
-def _command(kind: str, text: str) -> str:
-    """As the runner reads it: on one line, with what ends a line and ``%`` escaped."""
-    escaped = printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::{kind} title={_TITLE}::{escaped}"
-
-
-def _list_of(surprises: Sequence[str], num_bytes: int) -> list[str]:
+def _items(surprises: Sequence[str], num_bytes: int) -> str:
+    """A list of the surprises that fit."""
     lines: list[str] = []
     for number, text in enumerate(surprises):
-        line = f"- {_literal(text)}"
-        num_bytes -= _size(line) + 1
+        line = f"- {_as_code(text)}\n"
+        num_bytes -= _size(line)
         if num_bytes < 0:
-            return [*lines, f"- and {len(surprises) - number} more, which the log lists"]
+            lines.append(f"- and {len(surprises) - number} more, which the log lists\n")
+            break
         lines.append(line)
-    return lines
+    return "".join(lines)
 
 
-def _literal(text: str) -> str:
-    """As code, so that nothing in it is taken for Markdown or a mention."""
+def _as_code(text: str) -> str:
+    """As code, so that nothing in the text is Markdown or a mention."""
     one_line = " ".join(printable(text).split())
     return f"`` {one_line} ``" if "`" in one_line else f"`{one_line}`"
 

@@ -1,17 +1,22 @@
-"""The report file while the run lasts and after it: no finished case is lost, whatever happens.
+"""The file of a report, while the run lasts and after it: a finished case is never lost.
 
-FILE is written at the start, with ``complete: false``; each finished case is appended to
-FILE.journal at once; at the end FILE is replaced by the whole report and the journal removed.
-Reading FILE takes a journal beside it into account.
+FILE is written at the start, with ``complete: false``; each finished case is appended to FILE.journal at once; at the
+end the whole report replaces FILE and the journal is removed. Whoever reads FILE also reads a journal beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import gzip
 import json
+import os
 import pathlib
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any
+
+import msgspec
 
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.report.document import (
@@ -22,31 +27,28 @@ from fsdp_doctor.report.document import (
     report_from_dict,
     report_to_dict,
     result_from_dict,
-    result_to_dict,
 )
-from fsdp_doctor.report.stored_document import read_document
-from fsdp_doctor.report.whole_file import replace_file
 
 
 def journal_of(path: pathlib.Path) -> pathlib.Path:
-    """Where the finished cases of a run are while its report at ``path`` is not complete."""
+    """The file that holds the finished cases of a run until its report at ``path`` is complete."""
     return path.with_name(path.name + ".journal")
 
 
 class Journal:
-    """Appends results to the journal of ``path``. Raises DoctorFault where the disk does not take them."""
+    """Appends results to the journal of ``path``. Raises DoctorFault if the disk does not take them."""
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
-        _begin(path, report)
-        with _writing(journal_of(path)):
+        _start_report(path, report)
+        with writing(journal_of(path)):
             self._file: IO[str] = open(journal_of(path), "w", encoding="utf-8")
         for result in report.results:
             self.add(result)
 
     def add(self, result: CaseResult) -> None:
-        with _writing(journal_of(self._path)):
-            self._file.write(json.dumps(result_to_dict(result)) + "\n")
+        with writing(journal_of(self._path)):
+            self._file.write(json.dumps(msgspec.to_builtins(result)) + "\n")
             self._file.flush()
 
     def close(self, report: Report) -> None:
@@ -57,54 +59,104 @@ class Journal:
 
 
 def write_report(path: pathlib.Path, report: Report) -> None:
-    """Writes a report to ``path``, without a journal beside it. Raises DoctorFault where the disk does not take it."""
-    _begin(path, report)
+    """Writes a report to ``path``, without a journal beside it. Raises DoctorFault if the disk does not take it."""
+    _start_report(path, report)
     with contextlib.suppress(OSError):
         journal_of(path).unlink()
 
 
-def _begin(path: pathlib.Path, report: Report) -> None:
-    """Puts a report at ``path`` whose results no journal beside it adds to.
+def _start_report(path: pathlib.Path, report: Report) -> None:
+    """Writes a report to which no older journal can add.
 
-    Of a report that has none, what an older run left in the journal would be taken for its results: that goes first.
-    A journal that the report was made from must stay until the report is there.
+    A journal beside a report without results is of an older run, and is emptied first. A journal beside any other
+    report may be what the report was made from, and stays until the report is there.
     """
     journal = journal_of(path)
-    with _writing(path):
+    with writing(path):
         if not report.results and journal.exists():
             journal.write_text("")
         replace_file(path, json.dumps(report_to_dict(report), indent=1) + "\n")
 
 
 def read_report(path: pathlib.Path) -> Report:
-    """Reads a report, a partial one with its journal too; a name that ends in .gz is gzip's.
+    """Reads a report, with the journal of an incomplete one; a name that ends in .gz is compressed.
 
     Raises UsageError for anything else.
     """
     data = read_document(path, "report", SCHEMA, SCHEMA_VERSION)
     try:
         if not data["complete"]:
-            data["results"] = _with_journal(data["results"], journal_of(path))
+            data["results"] = _longer_of(data["results"], journal_of(path))
         return report_from_dict(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is a damaged report: {type(error).__name__}: {error}") from None
 
 
-def _with_journal(results: list[Any], journal: pathlib.Path) -> list[Any]:
-    """The journal's results where it has more than the file; its last line may be half written."""
-    found = []
+def _longer_of(results: list[Any], journal: pathlib.Path) -> list[Any]:
+    """The journal's results if it has more of them; its last line may be half written."""
+    in_journal = []
     with contextlib.suppress(OSError):
         for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 data = json.loads(line)
                 result_from_dict(data)
-                found.append(data)
-    return found if len(found) > len(results) else results
+                in_journal.append(data)
+    return in_journal if len(in_journal) > len(results) else results
+
+
+def read_document(path: pathlib.Path, kind: str, schema: str, newest: int) -> dict[str, Any]:
+    """Reads a JSON document of fsdp-doctor, of any version of its schema up to ``newest``.
+
+    kind: the name of such a document in a message. Raises UsageError for anything else.
+    """
+    try:
+        data = read_json(path)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise UsageError(f"cannot read the {kind} {path}: {reason or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not a {kind} of fsdp-doctor: it is not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("schema") != schema:
+        raise UsageError(f"{path} is not a {kind} of fsdp-doctor: its 'schema' is not {schema!r}")
+    version = data.get("schema_version")
+    if type(version) is not int or not 1 <= version <= newest:
+        raise UsageError(f"{path} has schema version {version}, this fsdp-doctor reads up to {newest}: upgrade it")
+    return data
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Reads JSON, compressed if the name ends in .gz.
+
+    Raises OSError, EOFError, zlib.error, ValueError or RecursionError.
+    """
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
+def replace_file(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file beside ``path`` and renames it, so that a reader never sees half of it.
+
+    Raises OSError, and then the old file stays.
+    """
+    beside = path.with_name(path.name + ".new")
+    if path.exists() and not path.is_file():
+        # Renaming would replace even a device or a pipe.
+        raise OSError(errno.EINVAL, "it is there, and no regular file")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
 
 
 @contextlib.contextmanager
-def _writing(path: pathlib.Path) -> Iterator[None]:
-    """Turns an OSError into the doctor's own fault: results that cannot be kept are lost."""
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError into a fault of the doctor: results that cannot be written are lost."""
     try:
         yield
     except OSError as error:

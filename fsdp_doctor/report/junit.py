@@ -11,17 +11,27 @@ from typing_extensions import assert_never
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import printable, rerun_command
 
+_Outcome: TypeAlias = Literal["passed", "skipped", "error", "failure"]
+
 
 def render(report: Report, expected: Collection[str] = ()) -> str:
-    """``expected``: the ids of bad cases that are no failures of the job; they are told as skipped."""
+    """Renders the report; bad cases whose ids are ``expected`` are skipped tests."""
     root = ElementTree.Element("testsuites", name="fsdp-doctor", time=f"{report.seconds:.3f}")
     suites: dict[str, list[CaseResult]] = {}
     for result in report.results:
         suites.setdefault(result.case.scenario.id, []).append(result)
     for name, results in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(results, expected)})
-        for result in results:
-            _testcase(suite, report, result, expected)
+        outcomes = [_outcome(result, expected) for result in results]
+        counts = {
+            "tests": str(len(results)),
+            "failures": str(outcomes.count("failure")),
+            "errors": str(outcomes.count("error")),
+            "skipped": str(outcomes.count("skipped")),
+            "time": f"{sum(result.wall_seconds for result in results):.3f}",
+        }
+        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **counts})
+        for result, outcome in zip(results, outcomes, strict=True):
+            _add_case(suite, report, result, outcome, "as expected, " if result.id in expected else "")
     if report.notes:
         properties = ElementTree.SubElement(root, "properties")
         ElementTree.SubElement(properties, "property", name="notes", value=printable(" ".join(report.notes)))
@@ -35,27 +45,12 @@ def render(report: Report, expected: Collection[str] = ()) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _counts(results: list[CaseResult], expected: Collection[str]) -> dict[str, str]:
-    kinds = [_outcome(result, expected) for result in results]
-    return {
-        "tests": str(len(results)),
-        "failures": str(kinds.count("failure")),
-        "errors": str(kinds.count("error")),
-        "skipped": str(kinds.count("skipped")),
-        "time": f"{sum(result.wall_seconds for result in results):.3f}",
-    }
-
-
-_Outcome: TypeAlias = Literal["", "skipped", "error", "failure"]
-
-
 def _outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
-    """The element that a test case has in it; none where it passed."""
     if result.id in expected:
         return "skipped"
     match result.verdict.kind:
         case "ok" | "refused":
-            return ""
+            return "passed"
         case "unsupported" | "skipped":
             return "skipped"
         case "lost":
@@ -66,30 +61,25 @@ def _outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
             assert_never(kind)
 
 
-def _testcase(suite: ElementTree.Element, report: Report, result: CaseResult, expected: Collection[str]) -> None:
-    case = ElementTree.SubElement(
-        suite,
-        "testcase",
-        name=printable(result.case.path),
-        classname=result.case.scenario.id,
-        time=f"{result.wall_seconds:.3f}",
-    )
-    outcome, verdict = _outcome(result, expected), result.verdict
-    if verdict.kind == "refused":
-        ElementTree.SubElement(case, "system-out").text = printable(f"{verdict.kind}: {verdict.reason}")
-    if not outcome:
+def _add_case(suite: ElementTree.Element, report: Report, result: CaseResult, outcome: _Outcome, preface: str) -> None:
+    verdict, scenario = result.verdict, result.case.scenario
+    names = {"name": printable(result.path), "classname": scenario.id, "time": f"{result.wall_seconds:.3f}"}
+    case = ElementTree.SubElement(suite, "testcase", names)
+    if outcome == "passed":
+        if verdict.kind == "refused":
+            ElementTree.SubElement(case, "system-out").text = printable(f"{verdict.kind}: {verdict.reason}")
         return
-    message = f"{'as expected, ' if result.id in expected else ''}{verdict.kind}: {verdict.reason}"
+    message = f"{preface}{verdict.kind}: {verdict.reason}"
     if result.confirmation is not None:
         message += f" (run again in fresh workers: {result.confirmation.kind})"
     element = ElementTree.SubElement(case, outcome, message=printable(message))
-    if outcome != "skipped":
-        element.set("type", verdict.kind)
-        tracebacks = [
-            f"rank {r.rank}:\n{r.record.failure.traceback}" for r in result.ranks if r.record and r.record.failure
-        ]
-        stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
-        known = [f"known: {result.known}"] if result.known else []
-        element.text = printable(
-            "\n".join([message, *verdict.also, *known, rerun_command(report, result), *tracebacks, *stacks])
-        )
+    if outcome == "skipped":
+        return
+    element.set("type", verdict.kind)
+    tracebacks = [
+        f"rank {r.rank}:\n{r.record.failure.traceback}" for r in result.ranks if r.record and r.record.failure
+    ]
+    stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
+    known = [f"known: {result.known}"] if result.known else []
+    parts = [message, *verdict.also, *known, rerun_command(report, result), *tracebacks, *stacks]
+    element.text = printable("\n".join(parts))

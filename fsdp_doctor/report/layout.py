@@ -1,4 +1,4 @@
-"""What the formats for people share: the matrix cut into grids, the summary, and how figures are written."""
+"""The parts that the formats for people share: the matrix cut into grids, the summary, figures as text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
+from fsdp_doctor.matrix.cases import AnyScenario, Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
 from fsdp_doctor.matrix.paths import PATH_NAMES, fix_for
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN
 
-# XML 1.0 has no way to write these, and what a worker raised or printed can hold them.
+# XML 1.0 has no way to write these, and a worker's exception or output can contain them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -29,7 +29,7 @@ class Grid:
 
     @property
     def uniform(self) -> CaseResult | None:
-        """A result that stands for all, where no cell ran, and all for one reason."""
+        """A result that stands for all, if no cell ran, and all for the same reason."""
         kinds = {(result.verdict.kind, result.verdict.reason) for result in self.cells.values()}
         first = next(iter(self.cells.values()))
         return first if first.verdict.kind in NOT_RUN and len(kinds) == 1 else None
@@ -40,38 +40,50 @@ def grids(report: Report) -> list[Grid]:
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        grouped.setdefault(scenario.without_offload(), {})[result.case.path, str(scenario.offload)] = result
-    return [
-        Grid(
-            title=_title(group),
-            paths=_ordered((path for path, _ in cells), _paths(group)),
-            offloads=_ordered((offload for _, offload in cells), _offloads(group)),
-            cells=cells,
-        )
-        for group, cells in grouped.items()
-    ]
+        grouped.setdefault(scenario.without_offload(), {})[result.path, str(scenario.offload)] = result
+    return [_grid(scenario, cells) for scenario, cells in grouped.items()]
 
 
-def fixes(report: Report) -> dict[AnyCase, CaseResult]:
-    """By case, what the fix for its path did in the same scenario, where it ran."""
-    results = {result.case: result for result in report.results}
-    fix_of = {
-        case: Case(case.scenario, fix_for(case.path, case.scenario.version))
-        for case in results
-        if isinstance(case, Case)
+def _grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) -> Grid:
+    if isinstance(scenario, FrameworkScenario):
+        paths, offloads = tuple(path.name for path in scenario.paths()), scenario.offloads()
+        words = [scenario.framework, *scenario.id_values(without="offload")]
+    else:
+        paths, offloads = PATH_NAMES, tuple(AXIS["offload"].values)
+        values = [(axis, scenario.values[axis.name]) for axis in AXES if axis.name != "offload"]
+        words = [value for axis, value in values if value != axis.default or axis.always_in_id]
+    return Grid(
+        title=", ".join(words),
+        paths=_ordered((path for path, _ in cells), paths),
+        offloads=_ordered((offload for _, offload in cells), offloads),
+        cells=cells,
+    )
+
+
+def _ordered(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in the order of the table; names that the table lacks, as a user's path, at the end."""
+    names = dict.fromkeys(present)
+    return (*(name for name in order if name in names), *(name for name in names if name not in order))
+
+
+def fixes(report: Report) -> dict[str, CaseResult]:
+    """By id of a case, the result of the fix for its path in the same scenario, if the fix ran."""
+    results = {result.id: result for result in report.results}
+    fix_ids = {
+        case_id: Case(case.scenario, fix_for(case.path, case.scenario.version)).id
+        for case_id, result in results.items()
+        if isinstance(case := result.case, Case)
     }
-    return {case: results[fix] for case, fix in fix_of.items() if fix in results}
+    return {case_id: results[fix_id] for case_id, fix_id in fix_ids.items() if fix_id in results}
 
 
 def summary(report: Report) -> str:
-    """One line: how many cases, and how many of each verdict."""
+    """One line: the number of cases, and of each verdict."""
     kinds = Counter(result.verdict.kind for result in report.results)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    partial = (
-        "" if report.complete else f" of {report.num_selected} selected (incomplete: {report.ended or 'still running'})"
-    )
+    partial = f" of {report.num_selected} selected (incomplete: {report.ended or 'still running'})"
     cases, ranks = counted(len(report.results), "case"), counted(report.world_size, "rank")
-    return f"{cases}{partial} on {ranks} of {report.device}: {counts or 'no result'}"
+    return f"{cases}{'' if report.complete else partial} on {ranks} of {report.device}: {counts or 'no result'}"
 
 
 def rerun_command(report: Report, result: CaseResult) -> str:
@@ -89,7 +101,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def bytes_text(number: int | None) -> str:
-    """A size in the unit that keeps it readable; a dash where it was not measured."""
+    """A size in the unit that keeps it readable; a dash if it was not measured."""
     if number is None:
         return "-"
     size = float(number)
@@ -106,34 +118,9 @@ def main_thread(stack: str) -> list[str]:
     faulthandler calls it the current one, unless the signal came to a thread that has no Python; it lists it last.
     """
     *others, last = re.split(r"^(?=(?:Current thread|Thread) )", stack, flags=re.MULTILINE)
-    return next((one for one in others if one.startswith("Current")), last).strip().splitlines()
+    return next((thread for thread in others if thread.startswith("Current")), last).strip().splitlines()
 
 
 def printable(text: str) -> str:
-    """``text`` without the characters that XML and most terminals cannot show; lone surrogates among them."""
+    """``text`` without the characters that XML and most terminals cannot show, lone surrogates among them."""
     return _NOT_PRINTABLE.sub("?", text)
-
-
-def _paths(group: AnyScenario) -> tuple[str, ...]:
-    return tuple(path.name for path in group.paths()) if isinstance(group, FrameworkScenario) else PATH_NAMES
-
-
-def _offloads(group: AnyScenario) -> tuple[str, ...]:
-    return group.offloads() if isinstance(group, FrameworkScenario) else tuple(AXIS["offload"].values)
-
-
-def _title(group: AnyScenario) -> str:
-    if isinstance(group, FrameworkScenario):
-        return ", ".join([group.framework, *group.id_values(without="offload")])
-    return ", ".join(
-        value
-        for axis in AXES
-        if axis.name != "offload" and ((value := getattr(group, axis.name)) != axis.default or axis.always_in_id)
-    )
-
-
-def _ordered(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
-    """In table order; what the table does not have (a user's path) at the end."""
-    found = dict.fromkeys(present)
-    known = [name for name in order if name in found]
-    return tuple(known + [name for name in found if name not in order])

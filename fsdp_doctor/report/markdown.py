@@ -1,4 +1,4 @@
-"""The report as GitHub Markdown, made to be attached to an issue: it fits the size of one."""
+"""The report as GitHub Markdown, short enough for an issue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REASON_CHARACTERS = 2_000
 
 
 def render(report: Report) -> str:
-    """Never longer than GitHub takes: what does not fit is counted, and stands in the JSON report."""
+    """Renders at most as much as GitHub takes; counts what does not fit."""
     failures = distinct_failures(report)
     number_of = numbers(failures)
     text = _Text(_LIMIT)
@@ -47,7 +47,7 @@ def render(report: Report) -> str:
 
 
 class _Text:
-    """Grows up to a limit."""
+    """A text that grows up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -78,9 +78,8 @@ def _environment(report: Report) -> list[str]:
 
 
 def _grid(grid: Grid, number_of: dict[str, int]) -> list[str]:
-    alike = grid.uniform
-    if alike is not None:
-        return [f"**{grid.title}**: {len(grid.cells)} cases {alike.verdict.kind}: {alike.verdict.reason}", ""]
+    if (uniform := grid.uniform) is not None:
+        return [f"**{grid.title}**: {len(grid.cells)} cases {uniform.verdict.kind}: {uniform.verdict.reason}", ""]
     header = "| path | " + " | ".join(grid.offloads) + " |"
     rule = "|---" * (len(grid.offloads) + 1) + "|"
     rows = [
@@ -100,7 +99,7 @@ def _cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _comparison(report: Report) -> list[str]:
-    """The fix in each scenario, and how many of the paths beside it were ok or refused what does not fit."""
+    """The fix in each scenario, and how many of the other paths there were ok or refused rightly."""
     fix_of = fixes(report)
     if not fix_of:
         return []
@@ -110,9 +109,9 @@ def _comparison(report: Report) -> list[str]:
         "| fix | verdict | time | peak extra | paths ok |",
         "|---|---|---|---|---|",
     ]
-    for fix in {id(fix): fix for fix in fix_of.values()}.values():
-        others = [r for r in report.results if fix_of.get(r.case) is fix and r is not fix]
-        worked = sum(r.verdict.kind in GOOD for r in others)
+    for fix in {fix.id: fix for fix in fix_of.values()}.values():
+        others = [result for result in report.results if fix_of.get(result.id) is fix and result is not fix]
+        worked = sum(result.verdict.kind in GOOD for result in others)
         lines.append(
             f"| {fix.id} | {fix.verdict.kind} | {seconds_text(fix.seconds)} "
             f"| {bytes_text(fix.peak_extra_bytes)} | {worked} of {len(others)} |"
@@ -156,5 +155,5 @@ def _fenced(text: str) -> list[str]:
 
 
 def _last(text: str, lines: int) -> str:
-    found = text.rstrip().splitlines()
-    return "\n".join(found if len(found) <= lines else ["...", *found[-lines:]])
+    all_lines = text.rstrip().splitlines()
+    return "\n".join(all_lines if len(all_lines) <= lines else ["...", *all_lines[-lines:]])

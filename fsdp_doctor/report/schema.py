@@ -1,89 +1,86 @@
-"""The JSON schema of a report, made from the types that a report is written from.
-
-``python -m fsdp_doctor.report.schema`` writes ``schema.json``.
-"""
+"""The JSON schemas of the documents. ``python -m fsdp_doctor.report.schema`` prints that of a report."""
 
 from __future__ import annotations
 
+import inspect
 import json
-import pathlib
-from typing import Any, Literal, get_origin
+import sys
+from collections.abc import Collection
+from typing import Any
 
-from fsdp_doctor.ledgers.ledger import DeviceLedger, HostLedger, StageLedger
-from fsdp_doctor.machine.environment import EnvironmentFacts
-from fsdp_doctor.matrix.cases import AnyScenario, Case, Scenario
-from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
-from fsdp_doctor.report.document import NOT_IN_OLDER_REPORTS, SCHEMA, SCHEMA_VERSION, AppliedShim, CaseResult, Report
-from fsdp_doctor.report.type_schemas import DRAFT, PLAIN, JsonSchema, TypeSchemas, of_literal
-from fsdp_doctor.verdict.classification import MEANING, Verdict, VerdictKind
-from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Ready, Record, Refused, Stage
+import msgspec
 
-FILE = pathlib.Path(__file__).with_suffix(".json")
+from fsdp_doctor.matrix.axes import AXES
+from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.report.document import SCHEMA, SCHEMA_VERSION, Report
+from fsdp_doctor.verdict.classification import MEANING
 
-# What is described once, under a name of its own.
-_DEFINITIONS: dict[Any, str] = {
-    VerdictKind: "verdict_kind",
-    Stage: "stage",
-    EnvironmentFacts: "environment",
-    CaseResult: "result",
-    Scenario: "scenario",
-    FrameworkScenario: "framework_scenario",
-    AppliedShim: "shim",
-    Verdict: "verdict",
-    RankReport: "rank",
-    Record: "record",
-    Failure: "failure",
-    Problem: "problem",
-    Refused: "refused",
-    Ready: "ready",
-    StageLedger: "ledger",
-    DeviceLedger: "device_ledger",
-    HostLedger: "host_ledger",
-}
-_TYPES = TypeSchemas(definitions=_DEFINITIONS, optional=NOT_IN_OLDER_REPORTS)
+# Keys that a report of an earlier version may lack.
+_ADDED_LATER = frozenset(
+    {"late_completion", "shims", "yielded", "known", "retire", "refusal", "ledgers", "call"}
+    | {"init", "checkpoint", "precision", "context"}
+)
 
 
-def schema() -> JsonSchema:
-    """The schema, of the version that :func:`fsdp_doctor.report.document.report_to_dict` writes."""
-    head = {"schema": {"const": SCHEMA}, "schema_version": {"enum": list(range(1, SCHEMA_VERSION + 1))}}
-    report = _TYPES.of_object(Report)
+def schema() -> dict[str, Any]:
+    """The schema of a report of any version."""
+    made = schema_of(Report, SCHEMA, SCHEMA_VERSION, "The JSON report of fsdp-doctor", added_later=_ADDED_LATER)
+    made["$defs"]["CaseResult"]["properties"]["scenario"] = {
+        "anyOf": [
+            _strict_object({axis.name: {"enum": list(axis.values)} for axis in AXES}, _ADDED_LATER),
+            _strict_object({"framework": {"enum": list(FRAMEWORKS)}, "configuration": {"type": "string"}}),
+        ]
+    }
+    return made
+
+
+def schema_of(
+    kind: type, name: str, newest: int, title: str, added_later: Collection[str] = frozenset()
+) -> dict[str, Any]:
+    """The schema of a document, in versions up to ``newest``: without unknown keys, with all but those added later."""
+    definitions = msgspec.json.schema(kind)["$defs"]
+    for definition in definitions.values():
+        _make_strict(definition, added_later)
+    document = definitions.pop(kind.__name__)
+    head = {"schema": {"const": name}, "schema_version": {"enum": list(range(1, newest + 1))}}
+    verdicts = "\n".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
     return {
-        "$schema": DRAFT,
-        "title": f"The JSON report of fsdp-doctor, schema version {SCHEMA_VERSION}",
-        **report,
-        "properties": head | report["properties"],
-        "required": [*head, *report["required"]],
-        "$defs": {name: _definition(kind) for kind, name in _DEFINITIONS.items()},
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **document,
+        "title": f"{title}, schema version {newest}",
+        "description": f"{document['description']}\n\nThe kinds of verdict:\n{verdicts}",
+        "properties": head | document["properties"],
+        "required": [*head, *document["required"]],
+        "$defs": definitions,
     }
 
 
-def text() -> str:
-    """What ``schema.json`` holds."""
-    return json.dumps(schema(), indent=2) + "\n"
+def _make_strict(definition: dict[str, Any], added_later: Collection[str]) -> None:
+    # An object of environment facts has those that are known.
+    optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else added_later
+    definition |= _strict_object(definition["properties"], optional)
+    definition["description"] = inspect.cleandoc(definition.get("description", ""))
+    for value in definition["properties"].values():
+        value.pop("default", None)
+        _forbid_negative(value)
 
 
-def _definition(kind: Any) -> JsonSchema:
-    if kind is VerdictKind:
-        return verdict_kinds()
-    if get_origin(kind) is Literal:
-        return of_literal(kind)
-    return _result() if kind is CaseResult else _TYPES.of_object(kind)
+def _strict_object(properties: dict[str, Any], optional: Collection[str] = frozenset()) -> dict[str, Any]:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def verdict_kinds() -> JsonSchema:
-    return of_literal(VerdictKind) | {"description": "\n".join(f"{word}: {what}" for word, what in MEANING.items())}
-
-
-def _result() -> JsonSchema:
-    """A result stands in the report with its case taken apart."""
-    case, result = _TYPES.of_object(Case, without=("scenario",)), _TYPES.of_object(CaseResult, without=("case",))
-    identity = {"id": PLAIN[str] | {"description": "of the case"}, "scenario": _TYPES.of_type(AnyScenario)}
-    properties = identity | case["properties"] | result["properties"]
-    return result | {
-        "properties": properties,
-        "required": _TYPES.always_there(properties),
-    }
+def _forbid_negative(value: Any) -> None:
+    """Every integer of a document counts something, or is an index, a rank or an exit code."""
+    if isinstance(value, list):
+        for each in value:
+            _forbid_negative(each)
+    elif isinstance(value, dict):
+        if value.get("type") == "integer":
+            value["minimum"] = 0
+        for each in value.values():
+            _forbid_negative(each)
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
+    sys.stdout.write(json.dumps(schema(), indent=2) + "\n")

@@ -44,7 +44,7 @@ _STACK_LINES = 7
 
 
 def render(report: Report, width: int, color: bool) -> str:
-    """The whole report as text. ``width`` in columns; what stands below the matrix is never cut or wrapped."""
+    """The whole report as text, ``width`` columns wide; the failures below the matrix are never cut or wrapped."""
     failures = distinct_failures(report)
     text = _text(_matrix(report, failures, width), width, color)
     if fixes(report):
@@ -90,9 +90,8 @@ def _matrix(report: Report, failures: list[FailureGroup], width: int) -> Rendera
     number_of = numbers(failures)
     parts: list[RenderableType] = []
     for grid in grids(report):
-        alike = grid.uniform
-        if alike is not None:
-            text = f"{grid.title}: {len(grid.cells)} cases {alike.verdict.kind}: {alike.verdict.reason}\n"
+        if (uniform := grid.uniform) is not None:
+            text = f"{grid.title}: {len(grid.cells)} cases {uniform.verdict.kind}: {uniform.verdict.reason}\n"
             parts.append(Text(text, style="dim"))
         else:
             parts += _tables(grid, number_of, width)
@@ -100,7 +99,7 @@ def _matrix(report: Report, failures: list[FailureGroup], width: int) -> Rendera
 
 
 def _tables(grid: Grid, number_of: dict[str, int], width: int) -> list[Table]:
-    """One table, or several beneath each other where the terminal is too narrow for all offloads."""
+    """One table, or several below each other if the terminal is too narrow for all offloads."""
     cells = [_cell(result, number_of).cell_len for result in grid.cells.values()]
     headers = [len(part) for offload in grid.offloads for part in _header(offload).split("\n")]
     room = width - max(len(path) for path in grid.paths) - 2
@@ -144,7 +143,7 @@ def _side_by_side(report: Report) -> Table:
         table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")
     fix_of = fixes(report)
     for result in report.results:
-        fix = fix_of.get(result.case)
+        fix = fix_of.get(result.id)
         if fix is None or fix is result or result.verdict.kind in ("unsupported", "skipped"):
             continue
         table.add_row(

@@ -1,4 +1,4 @@
-"""The report while it grows: kept on disk where the user wants it."""
+"""The report while it grows: its files, and the line that shows the progress on a terminal."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.formats import Format
-from fsdp_doctor.report.journal import Journal, write_report
+from fsdp_doctor.report.journal import Journal, write_report, writing
 
 
 class ReportWriter:
-    """Takes a run's results one by one, and writes every file at its end; a JSON report's cases as they come.
+    """Collects the results of a run and writes every file at its end; a JSON report's cases as they come.
 
-    report: as it is before the run, with the results that are gone on with. cases: all that the run is to have.
-    outputs: files by format.
+    report: the report before the run, with the results of an earlier run that this one continues.
+    cases: all cases of the run. outputs: files by format.
     """
 
     def __init__(self, report: Report, cases: Sequence[AnyCase], outputs: Mapping[Format, pathlib.Path]) -> None:
@@ -31,35 +34,35 @@ class ReportWriter:
         self._outputs = outputs
         self._results = list(report.results)
         self._start = time.monotonic()
-        self._lost: DoctorFault | None = None
+        self._fault: DoctorFault | None = None
         self._journal: Journal | None = None
         self.is_open = False
 
     def numbers_to_run(self) -> list[int]:
-        """The cases without a result: places in the list of all."""
-        done = {result.case for result in self._results}
-        return [number for number, case in enumerate(self._cases) if case not in done]
+        """The cases without a result, as indices into the list of all."""
+        done = {result.id for result in self._results}
+        return [number for number, case in enumerate(self._cases) if case.id not in done]
 
     def open(self, facts: EnvironmentFacts) -> None:
-        """The workers have started and told what they found: from here on results are kept on disk."""
+        """Keeps the results on disk from here on. facts: those that only the workers know."""
         self.is_open = True
         self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
-        with self._noting_a_full_disk():
+        with self._keeping_the_fault():
             if "json" in self._outputs:
                 self._journal = Journal(self._outputs["json"], self._report)
 
     def add(self, result: CaseResult) -> None:
         self._results.append(result)
-        with self._noting_a_full_disk():
-            if self._journal is not None and self._lost is None:
+        with self._keeping_the_fault():
+            if self._journal is not None and self._fault is None:
                 self._journal.add(result)
 
     def finish(
         self, ended: str, expected: Callable[[Report], Collection[str]] = lambda report: ()
     ) -> tuple[Report, DoctorFault | None]:
-        """Writes every file; returns the report, and what could not be written.
+        """Writes every file; returns the report, and the first fault in writing.
 
-        expected: the ids of a report's bad cases that are as they were expected.
+        expected: returns the ids of a report's bad cases that were expected.
         """
         report = dataclasses.replace(
             self._report,
@@ -69,28 +72,53 @@ class ReportWriter:
             seconds=round(self._report.seconds + time.monotonic() - self._start, 3),
         )
         for name, path in self._outputs.items():
-            with self._noting_a_full_disk():
+            with self._keeping_the_fault():
                 if name != "json":
-                    _write(path, formats.render(report, name, expected=expected(report)))
+                    with writing(path):
+                        path.write_text(formats.render(report, name, expected=expected(report)), encoding="utf-8")
                 elif self._journal is not None:
                     self._journal.close(report)
                 else:
                     write_report(path, report)
-        return report, self._lost
+        return report, self._fault
 
     @contextlib.contextmanager
-    def _noting_a_full_disk(self) -> Iterator[None]:
+    def _keeping_the_fault(self) -> Iterator[None]:
         """A file that cannot be written does not end the run: the results still go to stdout."""
         try:
             yield
         except DoctorFault as fault:
-            if self._lost is None:
+            if self._fault is None:
                 sys.stderr.write(f"fsdp-doctor: {fault}; the run goes on\n")
-            self._lost = self._lost or fault
+            self._fault = self._fault or fault
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
+@contextlib.contextmanager
+def progress_line(total: int) -> Iterator[Callable[[CaseResult], None]]:
+    """Shows the number of finished and of bad cases and the time left on stderr, if that is a terminal.
+
+    Gives a function that takes each result. There is no thread: workers are forked meanwhile.
+    """
+    bar = Progress(
+        TextColumn("probe"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("[red]{task.fields[bad]} bad[/red]"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[case]}"),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    task = bar.add_task("probe", total=total, bad=0, case="starting the workers")
+    num_bad = 0
+
+    def add(result: CaseResult) -> None:
+        nonlocal num_bad
+        num_bad += result.verdict.bad
+        bar.update(task, advance=1, bad=num_bad, case=result.id, refresh=True)
+
+    with bar:
+        bar.refresh()
+        yield add

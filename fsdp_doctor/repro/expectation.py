@@ -1,4 +1,4 @@
-"""What a script is to reproduce: the verdict of a report, or what the catalogue knows of the case."""
+"""The end that a script is to reproduce: the verdict of a report, or the catalogue's entry for the case."""
 
 from __future__ import annotations
 
@@ -8,32 +8,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known import catalogue
+from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.matrix.axes import Sharding
 from fsdp_doctor.matrix.cases import AnyCase, Case
+from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.paths import find_path
-from fsdp_doctor.report.document import Report
-from fsdp_doctor.repro.patterns import pattern_of
+from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN, VerdictKind
 
-# What a script does not compare.
+# Findings that no script can make.
 _UNSEEN = re.compile(
     r"the extraction changed \d+ of \d+ parts of the training state|requires_grad is \w+ where it was \w+"
     r"|the next training step ends otherwise than that of a run which had this state from the start"
 )
-_CATALOGUE = "its catalogue"
+_DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
+# The list at the end of a message of torch depends on the model and the ranks.
+_LIST = re.compile(r": \[\(.*$", re.DOTALL)
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+# A CheckpointException's message has the traceback of another exception, and its summary has that exception alone.
+_CARRIES, _CARRIER = "Traceback (most recent call last):", "CheckpointException: "
+_DIRECTORY, _ANY_RANK = re.compile(r"the checkpoint/(?:\w+/)*"), re.compile(r"rank_\d+")
+_HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
+_NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d+) more)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What to see.
+    """The expected end of a script.
 
-    kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over what the script
-    itself says of values; empty for none.
-    by_every_rank: whether a crash is one also where every rank raises an exception, which can be a refusal.
-    title: in words. references: of the catalogue's entry. source: where it is known from. versions: by package.
+    kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over the script's own
+        sentence on values; empty for any. by_every_rank: whether an exception on every rank, which can be a refusal,
+        counts as a crash. title: in words. references: of the catalogue's entry. source: of the expectation.
+    versions: by package.
     """
 
     kind: VerdictKind
@@ -46,33 +55,65 @@ class Expectation:
 
 
 def expected(case: AnyCase) -> Expectation:
-    """What the catalogue knows of the case, on the torch that is installed here if there is one.
+    """The end that the catalogue expects of the case, on the torch that is installed here, if any.
 
-    Raises UsageError for what a script cannot see.
+    Raises UsageError for a failure that no script can see.
     """
-    versions = _installed()
+    versions, source = _installed(), "its catalogue"
     context = RunContext(torch=versions.get("torch", ""), packages=versions)
     entry = next(iter(catalogue.expected_failures(case, context)), None)
     if entry is None:
-        return Expectation(kind="ok", title="Nothing is known to break here", source=_CATALOGUE, versions=versions)
-    if isinstance(case, Case):
-        _check_that_a_script_can_see(case, entry.verdict)
+        return Expectation(kind="ok", title="Nothing is known to break here", source=source, versions=versions)
+    _check_that_a_script_sees(case, entry.verdict)
     return Expectation(
         kind=entry.verdict,
-        # What also shows without an exception is known by its verdict alone.
+        # A failure that also shows without an exception is known by its verdict alone.
         message=entry.signatures[0].pattern if entry.signatures and not entry.symptoms else "",
         by_every_rank=True,
         title=entry.title,
         references=entry.references,
-        source=_CATALOGUE,
+        source=source,
         versions=versions,
     )
 
 
-def _check_that_a_script_can_see(case: Case, kind: VerdictKind) -> None:
-    """Raises UsageError for extracted values of the optimizer's state: a script has nothing to compare them with."""
-    if kind == "wrong" and find_path(case.path, case.scenario.version).contract.form == "optimizer":
+def reported(case: AnyCase, report: Report) -> Expectation:
+    """The end of the case in a report.
+
+    Raises UsageError for a case that did not run, and for a failure that no script can see.
+    """
+    result = next((result for result in report.results if result.id == case.id), None)
+    if result is None:
+        raise UsageError(f"the report has no case {case.id!r}")
+    verdict = result.verdict
+    if verdict.kind in NOT_RUN:
+        raise UsageError(f"case {case.id!r} is {verdict.kind} in the report: {verdict.reason}")
+    if unseen := _UNSEEN.search(verdict.reason):
+        raise UsageError(f"case {case.id!r}: that {unseen[0]}, the doctor alone can see")
+    replicates = isinstance(case, Case) and case.scenario.sharding is Sharding.HSDP
+    if report.world_size != 2 and not replicates:
+        raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
+    _check_that_a_script_sees(case, verdict.kind)
+    known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
+    return Expectation(
+        kind=verdict.kind,
+        message=_pattern_of(result, case) if isinstance(case, Case) else "",
+        by_every_rank=len(verdict.ranks) == report.world_size,
+        title=known.title if known is not None else "",
+        references=known.references if known is not None else (),
+        source=f"a run on {report.world_size} ranks of {report.device}",
+        versions=report.packages,
+    )
+
+
+def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
+    """Raises UsageError for wrong values of an extracted optimizer state: a script has nothing to compare them with."""
+    if isinstance(case, Case) and kind == "wrong" and _contract(case).form == "optimizer":
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
+
+
+def _contract(case: Case) -> Contract:
+    return find_path(case.path, case.scenario.version).contract
 
 
 @functools.cache
@@ -81,27 +122,54 @@ def _installed() -> Mapping[str, str]:
     return installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_frameworks)))
 
 
-def reported(case: AnyCase, report: Report) -> Expectation:
-    """What a report says of the case. Raises UsageError if it has not run it."""
-    result = next((result for result in report.results if result.id == case.id), None)
-    if result is None:
-        raise UsageError(f"the report has no case {case.id!r}")
-    if result.verdict.kind in NOT_RUN:
-        raise UsageError(f"case {case.id!r} is {result.verdict.kind} in the report: {result.verdict.reason}")
-    if found := _UNSEEN.search(result.verdict.reason):
-        raise UsageError(f"case {case.id!r}: that {found[0]}, the doctor alone can see")
-    hsdp = isinstance(case, Case) and case.scenario.sharding == "hsdp"
-    if report.world_size != 2 and not hsdp:
-        raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
-    if isinstance(case, Case):
-        _check_that_a_script_can_see(case, result.verdict.kind)
-    known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
-    return Expectation(
-        kind=result.verdict.kind,
-        message=pattern_of(result) if isinstance(case, Case) else "",
-        by_every_rank=len(result.verdict.ranks) == report.world_size,
-        title=known.title if known is not None else "",
-        references=known.references if known is not None else (),
-        source=f"a run on {report.world_size} ranks of {report.device}",
-        versions=report.environment.get("packages") or {},
-    )
+def _pattern_of(result: CaseResult, case: Case) -> str:
+    """A regular expression that the script's own words match; empty if only the verdict is comparable."""
+    match result.verdict.kind:
+        case "refused":
+            return _refusal(result, case)
+        case "crash" | "poisoned" | "oom":
+            holds = _HOLDS.search(result.verdict.reason)
+            return _exception(result) or (_escaped(holds[0]) if holds else "")
+        case "wrong" | "misplaced" | "incomplete":
+            return _entries(result, case)
+        case _:
+            return ""
+
+
+def _exception(result: CaseResult) -> str:
+    failure = result.failure
+    # A FloatingPointError is of the doctor, for a loss that is nan.
+    if failure is None or failure.type == "FloatingPointError":
+        return ""
+    return _pattern(failure.summary if _CARRIES in failure.message else f"{failure.type}: {failure.message}")
+
+
+def _refusal(result: CaseResult, case: Case) -> str:
+    """The exception with which every rank refused a checkpoint, for a file of any rank in any directory."""
+    if _contract(case).ranks == "rank0":
+        # The other ranks, which are given nothing, refuse in other words.
+        return _escaped(result.verdict.reason.partition(" ")[0])
+    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _pattern(result.verdict.reason)))
+
+
+def _entries(result: CaseResult, case: Case) -> str:
+    """The number of bad entries and the first names, if the reason is one sentence over all of them."""
+    contract, names_match = _contract(case), _NAMED.search(result.verdict.reason)
+    # Of FSDP1 a script compares flat parameters, the report the tensors in them.
+    if names_match is None or (contract.direction == "in" and case.scenario.version == 1):
+        return ""
+    names = names_match["names"].split(", ")
+    # A report counts weights and moments separately.
+    count = f"{len(names) + int(names_match['more'] or 0)} " if contract.loads != "both" else ""
+    return _escaped(f"{count}entries: {', '.join(names)}")
+
+
+def _pattern(text: str) -> str:
+    """The text of an exception, for any device and any addresses."""
+    pieces = (_escaped(piece) for piece in _DEVICE.split(_LIST.sub("", signatures.one_line(text))))
+    pattern = _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
+    return pattern.replace(_CARRIER, f"{_CARRIER}.*", 1) if pattern.startswith(_CARRIER) else pattern
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace(r"\ ", " ")

@@ -1,4 +1,4 @@
-"""The script of a framework's case: its adapter is copied, with the interface that it is written against."""
+"""The script of a framework's case: a copy of its adapter, and of the interface that the adapter implements."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jinja2
 from fsdp_doctor import __version__
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.repro.expectation import Expectation
+from fsdp_doctor.repro.script import node_text
 
 _ROOM = pathlib.Path(__file__).parent
 _ADAPTERS = _ROOM.parent / "frameworks"
@@ -36,55 +37,52 @@ def framework_script(case: FrameworkCase, expectation: Expectation, file_name: s
         version=__version__,
         versions=", ".join(f"{name} {expectation.versions.get(name, 'any')}" for name in packages),
         imports=_imports(adapter),
-        interface=_definitions(interface, keep=_INTERFACE),
+        interface=_definitions(interface, _INTERFACE),
         adapter="\n\n\n".join(filter(None, (_borrowed(adapter), _adapter(adapter)))),
     )
     return text + "\n"
 
 
 def _imports(source: str) -> str:
-    """Those at the top that are neither ours nor in every script."""
+    """The imports at the top that are neither of fsdp-doctor nor in every script."""
     nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     modules = [ast.unparse(node) for node in nodes]
     return "\n".join(line for line in modules if "fsdp_doctor" not in line and "__future__" not in line)
 
 
-def _definitions(source: str, keep: tuple[str, ...] = ()) -> str:
-    """The statements of a module that define one of the names, as they stand."""
-    found = [node for node in ast.parse(source).body if _name(node) in keep and not _takes_shims(node)]
-    return "\n\n\n".join(_text(source, node) for node in found)
+def _definitions(source: str, names: tuple[str, ...]) -> str:
+    """The statements of a module that define one of the names."""
+    nodes = [node for node in ast.parse(source).body if _name(node) in names and not _takes_shims(node)]
+    return "\n\n\n".join(node_text(source, node) for node in nodes)
 
 
 def _borrowed(source: str) -> str:
-    """What an adapter takes from another one, but for what is for the emulated device alone."""
-    found = []
+    """The definitions that an adapter imports from another one."""
+    texts = []
     for node in ast.parse(source).body:
         room, _, module = (getattr(node, "module", None) or "").rpartition(".")
         if isinstance(node, ast.ImportFrom) and room == "fsdp_doctor.frameworks" and module.startswith("on_"):
             other = (_ADAPTERS / f"{module}.py").read_text(encoding="utf-8")
-            found.append(_definitions(other, keep=tuple(alias.name for alias in node.names)))
-    return "\n\n\n".join(filter(None, found))
+            texts.append(_definitions(other, tuple(alias.name for alias in node.names)))
+    return "\n\n\n".join(filter(None, texts))
 
 
 def _adapter(source: str) -> str:
-    """The module without its imports, and without what is for the emulated device alone."""
-    tree = ast.parse(source)
+    """The module without its imports, and without the parts that only the emulated device needs."""
     parts = []
-    for node in tree.body[1:]:
+    for node in ast.parse(source).body[1:]:
         if isinstance(node, (ast.Import, ast.ImportFrom)) or _takes_shims(node):
             continue
         if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["Adapter"]:
             build = next(part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "build")
-            parts.append(f"class {node.name}:\n{_text(source, build)}")
+            parts.append(f"class {node.name}:\n{node_text(source, build)}")
         else:
-            parts.append(_text(source, node))
+            parts.append(node_text(source, node))
     return "\n\n\n".join(parts)
 
 
 def _takes_shims(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.FunctionDef):
-        return False
-    return any(argument.arg == "shims" for argument in node.args.args)
+    return isinstance(node, ast.FunctionDef) and any(argument.arg == "shims" for argument in node.args.args)
 
 
 def _name(node: ast.stmt) -> str:
@@ -92,9 +90,3 @@ def _name(node: ast.stmt) -> str:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
             return name
     return ""
-
-
-def _text(source: str, node: ast.stmt) -> str:
-    """With its decorators, which ``ast`` counts apart."""
-    first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
-    return "\n".join(source.splitlines()[first - 1 : node.end_lineno])

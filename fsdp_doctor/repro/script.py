@@ -1,55 +1,55 @@
-"""Fills in the template of a script: one case, what it is expected to show, and the very code of its path."""
+"""Fills in the template of a script: one case, its expected end, and the very code of its path."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
+import sys
 import textwrap
 
 import jinja2
+from typing_extensions import assert_never
 
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import signatures
-from fsdp_doctor.matrix.axes import Context
+from fsdp_doctor.matrix.axes import Context, Model, Sharding
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
 from fsdp_doctor.repro.expectation import Expectation
-from fsdp_doctor.repro.pruning import prune
 
 _ROOM = pathlib.Path(__file__).parent
 _PATHS = _ROOM.parent / "case" / "paths"
 _WIDTH = 100
-_IN_CONTEXT: dict[Context, str] = {
-    Context.ORDINARY: "{}",
-    Context.NO_GRAD: "torch.no_grad()({})",
-    Context.INFERENCE: "torch.inference_mode()({})",
-}
 _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.py.jinja"}
-_SEEN_IN_VALUES = ("ok", "wrong", "incomplete", "misplaced", "poisoned")
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
 
 
 def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     """The text of a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
-    name: the script's own, for the command in its docstring. Raises UsageError for what cannot stand alone.
+    name: of the script, for the command in its docstring. Raises UsageError for a case that only fsdp-doctor can run.
     """
-    path = _standing_alone(case)
+    path = _path(case)
     module, _, function = path.function.partition(":")
-    # Read, not imported: that would take torch. What of it the path does not use is pruned.
+    # Read, not imported: that would take torch.
     path_module = (_PATHS / f"{module}.py").read_text(encoding="utf-8")
-    packages = ("torch", "transformers", *(("peft",) if case.scenario.model == "qwen3-lora" else ()))
+    scenario = case.scenario
+    packages = ("torch", "transformers", *(("peft",) if scenario.model.has_adapters else ()))
+    num_ranks, mesh = _mesh(case)
     text = _TEMPLATES.get_template(_TEMPLATE[path.direction]).render(
         case=case,
-        scenario=case.scenario,
+        scenario=scenario,
         contract=path.contract,
+        num_ranks=num_ranks,
+        mesh=mesh,
+        config=_config(scenario.model),
         with_mesh=not path.without_mesh,
         offloads=path.offloads,
         optimizer_first=path.optimizer_first,
         path_module=path_module,
-        call=_call(path_module, function, path.direction, case.scenario.context),
+        call=_call(path_module, function, path.direction, scenario.context),
         compares=_compares(case, path, expectation),
         asks_others=_asks_others(case, expectation),
         expected=expectation,
@@ -61,8 +61,60 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     return prune(text)
 
 
+def _path(case: Case) -> Path:
+    """The path of the case. Raises UsageError if a script cannot have it."""
+    scenario = case.scenario
+    if is_user_path(case.path):
+        raise UsageError(f"case {case.id!r}: {case.path} is your own; a script has torch's functions alone")
+    if scenario.model.is_custom:
+        raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
+    path = find_path(case.path, scenario.version)
+    if path.is_fix:
+        raise UsageError(f"case {case.id!r}: {path.name} is fsdp-doctor's own; a script has torch's functions alone")
+    _mesh(case)
+    if reason := impossible(path, scenario):
+        raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
+    # Files for each rank hold the optimizer's own state_dict(), everything else get_optimizer_state_dict's.
+    moments_by_name = path.contract.loads != "model" and path.contract.given != "rank_files"
+    if moments_by_name and scenario.version == 1 and not scenario.sharding.has_one_mesh:
+        raise UsageError(f"case {case.id!r}: torch cannot save the optimizer's state of FSDP1's replicas")
+    return path
+
+
+def _mesh(case: Case) -> tuple[int, str]:
+    """The number of ranks, and the arguments of ``init_device_mesh``. Raises UsageError if no template has the mesh."""
+    match sharding := case.scenario.sharding:
+        case Sharding.FULL:
+            return 2, '(2,), mesh_dim_names=("fsdp",)'
+        case Sharding.SIZE1:
+            return 2, '(2, 1), mesh_dim_names=("ddp", "fsdp")'
+        case Sharding.HSDP:
+            return 4, '(2, 2), mesh_dim_names=("ddp", "fsdp")'
+        case Sharding.TP | Sharding.EXPERTS | Sharding.REPLICATE:
+            raise UsageError(f"case {case.id!r}: there is no script of a model that is sharded as {sharding}")
+        case _:
+            assert_never(sharding)
+
+
+def _config(model: Model) -> str:
+    """The name of the model's configuration in transformers."""
+    match model:
+        case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
+            return "Qwen3Config"
+        case Model.QWEN2:
+            return "Qwen2Config"
+        case Model.QWEN3_MOE:
+            return "Qwen3MoeConfig"
+        case Model.QWEN3_5:
+            return "Qwen3_5TextConfig"
+        case Model.CUSTOM:
+            raise ValueError("a model of the user's own has no script")
+        case _:
+            assert_never(model)
+
+
 def _call(module: str, function: str, direction: Direction, context: Context) -> str:
-    """The expression that loads; or that (name, value) pairs come from: a path yields them, or returns a mapping.
+    """The expression that loads, or that gives (name, value) pairs: a path yields them, or returns a mapping.
 
     torch's contexts decorate a function; of one that yields, each step runs in the context.
     """
@@ -70,53 +122,40 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
     definition = next(node for node in definitions if node.name == function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
     arguments = ", ".join(argument.arg for argument in definition.args.args)
-    called = _IN_CONTEXT[context].format(function)
+    match context:
+        case Context.ORDINARY:
+            called = function
+        case Context.NO_GRAD:
+            called = f"torch.no_grad()({function})"
+        case Context.INFERENCE:
+            called = f"torch.inference_mode()({function})"
+        case _:
+            assert_never(context)
     return f"{called}({arguments})" + ("" if yields or direction == "in" else ".items()")
 
 
 def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
-    """Whether values are held against the true ones: not where the case raises, but where a copy may have lost them."""
+    """Whether the script compares values with the true ones: not if the case raises before it has any."""
+    kind = expectation.kind
     if path.contract.form == "flat":
         return False
     if path.direction == "in":
-        # A message says enough: of what the next step dies.
-        told = expectation.kind == "poisoned" and bool(expectation.message)
-        return expectation.kind in _SEEN_IN_VALUES and not told
-    if expectation.kind == "poisoned":
-        return case.scenario.transfer == "nonblocking"
-    return expectation.kind not in ("leak", "crash", "oom", "died")
+        # Of a next step that fails, its message says enough.
+        has_message = kind == "poisoned" and bool(expectation.message)
+        return kind in ("ok", "wrong", "incomplete", "misplaced", "poisoned") and not has_message
+    if kind == "poisoned":
+        return not case.scenario.transfer.is_blocking
+    return kind not in ("leak", "crash", "oom", "died")
 
 
 def _asks_others(case: Case, expectation: Expectation) -> bool:
-    """Whether an exception that every rank raises is another end than one that some raise: a refusal."""
+    """Whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.checkpoint.must_load and (crash or expectation.kind in ("ok", "refused"))
 
 
-def _standing_alone(case: Case) -> Path:
-    if is_user_path(case.path):
-        raise UsageError(f"case {case.id!r}: {case.path} is your own; a script has torch's functions alone")
-    if case.scenario.model == "custom":
-        raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
-    path = find_path(case.path, case.scenario.version)
-    if path.is_fix:
-        raise UsageError(f"case {case.id!r}: {path.name} is fsdp-doctor's own; a script has torch's functions alone")
-    if case.scenario.sharding in ("tp", "experts", "replicate"):
-        raise UsageError(f"case {case.id!r}: there is no script of a model that is sharded as {case.scenario.sharding}")
-    if reason := impossible(path, case.scenario):
-        raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
-    if _needs_moments_by_name(path) and case.scenario.version == 1 and case.scenario.sharding != "full":
-        raise UsageError(f"case {case.id!r}: torch cannot save the optimizer's state of FSDP1's replicas")
-    return path
-
-
-def _needs_moments_by_name(path: Path) -> bool:
-    """Whether what it is given takes ``get_optimizer_state_dict``, rather than each rank's ``state_dict()``."""
-    return path.contract.loads != "model" and path.contract.given != "rank_files"
-
-
 def _literal(pattern: str) -> str:
-    """A regular expression as raw strings, over several lines where it is long."""
+    """A regular expression as raw strings, over several lines if it is long."""
     pieces = textwrap.wrap(
         pattern, _WIDTH, break_long_words=False, drop_whitespace=False, break_on_hyphens=False, replace_whitespace=False
     )
@@ -127,3 +166,65 @@ def _literal(pattern: str) -> str:
 def _raw(text: str) -> str:
     quote = next((quote for quote in ('"', "'") if quote not in text), "")
     return f"r{quote}{text}{quote}" if quote and not text.endswith("\\") else repr(text)
+
+
+def prune(source: str) -> str:
+    """``source`` without the functions, constants and imports that its main block does not need.
+
+    The rest is put into the usual order: docstring, imports, constants, functions, main block. Empty lines within a
+    function go.
+    """
+    docstring, *body = ast.parse(source).body
+    (main,) = (node for node in body if isinstance(node, ast.If))
+    definitions: dict[str, ast.stmt] = {}
+    for node in body:
+        if (name := _defined_name(node)) in definitions:
+            raise ValueError(f"defined twice: {name}")
+        definitions |= {name: node} if name else {}
+    used = more = _used_names(main)
+    while more := {other for name in more & definitions.keys() for other in _used_names(definitions[name])} - used:
+        used |= more
+    needed = [node for name, node in definitions.items() if name in used]
+    constants = [_dense_text(source, node) for node in needed if isinstance(node, ast.Assign)]
+    functions = [_dense_text(source, node) for node in needed if isinstance(node, ast.FunctionDef)]
+    head = [node_text(source, docstring), _imports(body, used), "\n".join(constants)]
+    return "\n\n".join([*head, *functions, _dense_text(source, main)]) + "\n"
+
+
+def _defined_name(node: ast.stmt) -> str:
+    """The name of a function or a constant; empty for any other statement."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+    return ""
+
+
+def _used_names(node: ast.stmt) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def _imports(body: list[ast.stmt], used: set[str]) -> str:
+    """One statement for each module that is used: the standard library's, then the rest."""
+    members: dict[str, set[str]] = {}
+    for node in body:
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            if (alias.asname or alias.name.partition(".")[0]) not in used:
+                continue
+            if isinstance(node, ast.ImportFrom):
+                members.setdefault(f"from {node.module} import ", set()).add(ast.unparse(alias))
+            else:
+                members[f"import {ast.unparse(alias)}"] = set()
+    statements = [head + ", ".join(sorted(names)) for head, names in members.items()]
+    statements.sort(key=lambda statement: (statement.startswith("from"), statement))
+    standard = [line for line in statements if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
+    return "\n".join([*standard, "", *(line for line in statements if line not in standard)])
+
+
+def node_text(source: str, node: ast.stmt) -> str:
+    """The lines of a statement, with its decorators, which ``ast`` counts apart."""
+    first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+    return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+
+
+def _dense_text(source: str, node: ast.stmt) -> str:
+    return "\n".join(line for line in node_text(source, node).splitlines() if line.strip())

@@ -56,8 +56,6 @@ NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
 
 BAD_ON_EXACT = "bad on the exact checkpoint too"
 
-_REFUSED_IN_VERSION_1 = "refused on every rank: "
-
 # Where the doctor works, and not the case.
 OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "verify")
 # Where the path under test is at work.
@@ -100,15 +98,6 @@ class Verdict:
     @property
     def bad(self) -> bool:
         return self.kind not in GOOD | NOT_RUN
-
-
-def verdict_of_version_1(kind: VerdictKind, reason: str) -> tuple[VerdictKind, str]:
-    """(kind, reason) of a stored verdict: in the first version of the reports a refusal was an ok with a reason.
-
-    Such a refusal was not judged: nobody asked whether the path loads the exact checkpoint.
-    """
-    exception = reason.removeprefix(_REFUSED_IN_VERSION_1)
-    return ("refused", exception) if kind == "ok" and exception != reason else (kind, reason)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""The merged report of several runs: its records, its JSON file and its schema.
+"""The merged report of several runs: its records, its JSON file and its text.
 
-Of each result it keeps what a user would act on. A file name that ends in .gz is compressed. ``python -m
-fsdp_doctor.versions.merged`` writes ``merged_schema.json``.
+It keeps of each result what a user would act on. ``python -m fsdp_doctor.versions.merged`` prints the JSON schema.
 """
 
 from __future__ import annotations
@@ -9,26 +8,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
-import inspect
 import json
 import pathlib
+import sys
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
-from fsdp_doctor.errors import DoctorFault, UsageError
+import msgspec
+
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.report.document import Report
-from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.report.schema import verdict_kinds
-from fsdp_doctor.report.stored_document import read_document, read_json
-from fsdp_doctor.report.type_schemas import DRAFT, JsonSchema, TypeSchemas
-from fsdp_doctor.report.whole_file import replace_file
-from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind, verdict_of_version_1
+from fsdp_doctor.report.document import Report, verdict_of_version_1
+from fsdp_doctor.report.journal import read_document, read_json, read_report, replace_file, writing
+from fsdp_doctor.report.layout import counted
+from fsdp_doctor.report.schema import schema_of
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, Verdict, VerdictKind
 
 MERGED_SCHEMA = "fsdp-doctor/merged"
-# Since version 2 there is the verdict "refused".
+# Version 2 added the verdict "refused".
 MERGED_SCHEMA_VERSION = 2
 
 # The end of a message that was cut.
@@ -44,12 +44,13 @@ Shown: TypeAlias = VerdictKind | Literal["not run"]
 class Environment:
     """An environment in which cases ran: a column.
 
-    name: no other environment of the merged report has it. torch: its version, as it says it itself.
-    device: the device type. accelerators: their names. packages: versions by package, torch's among them.
-    version: of fsdp-doctor. command: that ran it. rerun_options: what a command that runs one case alone needs
-    besides ``--case``. created: ISO 8601, of the last report. reports: its reports, as paths from the merged report
-    where they are known, else as file names. notes: what a reader must know to read the verdicts right.
-    complete: whether every selected case has a result. ended: what ended an incomplete run, or why there was none.
+    name: unique in the merged report. torch: its version, in its own words. device: the device type.
+    accelerators: their names. packages: versions by package, torch's among them. version: of fsdp-doctor.
+    command: the command of the run. rerun_options: the options, besides ``--case``, of a command that runs one case
+        alone. created: ISO 8601, of the last report.
+    reports: paths from the merged report if they are known, else file names.
+    notes: sentences without which a reader would misread the verdicts.
+    complete: whether every selected case has a result. ended: why an incomplete run ended, or why there was no run.
     """
 
     name: str
@@ -71,11 +72,11 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a case.
+    """A result that one or more cases had.
 
-    ranks: the ones that the reason speaks of. also: what was found or followed besides.
-    message: ``Type: message`` of the exception, cut to 1,000 characters; empty where none was raised.
-    known: the id of the catalogue's entry that a bad verdict shows; empty where there is none.
+    ranks: those that the reason is about. also: further problems, and consequences.
+    message: ``Type: message`` of the exception, cut to 1,000 characters; empty without one.
+    known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     """
 
     kind: VerdictKind
@@ -88,10 +89,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """Successive versions with the same verdict and entry.
-
-    since, until: the oldest and the newest of them, perhaps the same.
-    """
+    """Successive versions with the same verdict and entry, from the oldest (``since``) to the newest (``until``)."""
 
     kind: VerdictKind
     known: str
@@ -103,8 +101,8 @@ class Period:
 class Statement:
     """The verdicts of a case with each version of one package, everything else being equal.
 
-    package: ``torch`` or another. where: the device, the ranks, and what else tells this row of versions from others.
-    periods: in the order of the versions; without one nothing ran. not_run: versions of which the case has no result.
+    package: ``torch`` or another. where: the device, the ranks, and what else sets this row of versions apart.
+    periods: in the order of the versions; empty if nothing ran. not_run: versions without a result of the case.
     text: the same as a sentence.
     """
 
@@ -124,7 +122,7 @@ class Statement:
 class MergedCase:
     """A case with its result in each environment: a row.
 
-    outcomes: for each environment the index of one of the merged report's outcomes, null where the case has no result.
+    outcomes: for each environment an index into the merged report's outcomes, null without a result.
     """
 
     id: str
@@ -136,13 +134,17 @@ class MergedCase:
     outcomes: tuple[int | None, ...]
     statements: tuple[Statement, ...]
 
+    @property
+    def changes(self) -> bool:
+        return any(statement.changes for statement in self.statements)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MergedReport:
     """Several reports, case by case.
 
     version: of the fsdp-doctor that merged them. environments: by device and version, oldest first.
-    outcomes: each once, however many cases showed it. cases: in the order in which they ran.
+    outcomes: each once, however many cases had it. cases: in the order in which they ran.
     """
 
     version: str
@@ -151,7 +153,7 @@ class MergedReport:
     cases: tuple[MergedCase, ...]
 
     def outcome(self, case: MergedCase, environment: int) -> Outcome | None:
-        """The result in the environment of that index; None if there is none."""
+        """The result in the environment of that index; None without one."""
         index = case.outcomes[environment]
         return None if index is None else self.outcomes[index]
 
@@ -161,7 +163,7 @@ class MergedReport:
         return "not run" if outcome is None else outcome.kind
 
     def passes(self, case: MergedCase) -> bool:
-        """Whether the case is as it should be in every environment: one that did not run it is none."""
+        """Whether the case is as it should be in every environment; one that did not run it does not count as good."""
         return all(kind in GOOD for kind in self._kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
@@ -176,88 +178,51 @@ class MergedReport:
         return [self.shown(case, number) for number in range(len(self.environments))]
 
 
-MERGED_SCHEMA_FILE = pathlib.Path(__file__).with_name("merged_schema.json")
-
-_DEFINITIONS: dict[Any, str] = {
-    VerdictKind: "verdict_kind",
-    Environment: "environment",
-    Outcome: "outcome",
-    Period: "period",
-    Statement: "statement",
-    MergedCase: "case",
-}
-_TYPES = TypeSchemas(definitions=_DEFINITIONS)
-
-
-def merged_schema() -> JsonSchema:
-    """The schema, of the version that :func:`fsdp_doctor.versions.merged.merged_to_dict` writes."""
-    head = {"schema": {"const": MERGED_SCHEMA}, "schema_version": {"enum": list(range(1, MERGED_SCHEMA_VERSION + 1))}}
-    merged = _TYPES.of_object(MergedReport)
-    types = {name: _TYPES.of_object(kind) for kind, name in _DEFINITIONS.items() if kind is not VerdictKind}
-    return {
-        "$schema": DRAFT,
-        "title": f"The merged report of fsdp-doctor, schema version {MERGED_SCHEMA_VERSION}",
-        **merged,
-        "properties": head | merged["properties"],
-        "required": [*head, *merged["required"]],
-        "$defs": {"verdict_kind": verdict_kinds(), **types},
-    }
-
-
-def merged_schema_text() -> str:
-    """The text of ``merged_schema.json``."""
-    return json.dumps(merged_schema(), indent=2) + "\n"
-
-
-if __name__ == "__main__":
-    MERGED_SCHEMA_FILE.write_text(merged_schema_text(), encoding="utf-8")
-
-
-_Kind = TypeVar("_Kind")
+def merged_schema() -> dict[str, Any]:
+    """The JSON schema of a merged report of any version."""
+    return schema_of(MergedReport, MERGED_SCHEMA, MERGED_SCHEMA_VERSION, "The merged report of fsdp-doctor")
 
 
 def merged_to_dict(merged: MergedReport) -> dict[str, Any]:
-    return {"schema": MERGED_SCHEMA, "schema_version": MERGED_SCHEMA_VERSION, **dataclasses.asdict(merged)}
+    return {"schema": MERGED_SCHEMA, "schema_version": MERGED_SCHEMA_VERSION, **msgspec.to_builtins(merged)}
 
 
 def merged_from_dict(data: dict[str, Any]) -> MergedReport:
-    """Raises KeyError, TypeError or ValueError for what :func:`merged_to_dict` does not write.
-
-    The verdicts of an older version of the schema are restated, and so is what changed from version to version.
-    """
-    # It works with the records of this module.
-    from fsdp_doctor.versions.merging import merge
-
-    num_outcomes, num_environments = len(data["outcomes"]), len(data["environments"])
-    cases = tuple(_read_case(case) for case in data["cases"])
-    for case in cases:
-        if len(case.outcomes) != num_environments or not all(
-            index is None or 0 <= index < num_outcomes for index in case.outcomes
+    """Reads a merged report of any version. Raises KeyError or ValueError for anything else."""
+    merged = msgspec.convert(data, MergedReport)
+    for case in merged.cases:
+        if len(case.outcomes) != len(merged.environments) or not all(
+            index is None or 0 <= index < len(merged.outcomes) for index in case.outcomes
         ):
             raise ValueError(f"{case.id} has other outcomes or environments than the report")
-    merged = MergedReport(
-        version=data["version"],
-        environments=tuple(_make_record(Environment, environment) for environment in data["environments"]),
-        outcomes=tuple(map(_read_outcome, data["outcomes"])),
-        cases=cases,
-    )
-    if data["schema_version"] == MERGED_SCHEMA_VERSION:
-        return merged
-    return dataclasses.replace(merge({"": merged}), version=merged.version)
+    return merged if data["schema_version"] == MERGED_SCHEMA_VERSION else _of_version_1(merged)
+
+
+def _of_version_1(merged: MergedReport) -> MergedReport:
+    """The report with today's verdicts, and the statements that follow from them."""
+    # It imports the records of this module.
+    from fsdp_doctor.versions.merging import merge
+
+    outcomes = []
+    for outcome in merged.outcomes:
+        verdict = verdict_of_version_1(Verdict(kind=outcome.kind, reason=outcome.reason))
+        outcomes.append(dataclasses.replace(outcome, kind=verdict.kind, reason=verdict.reason))
+    today = merge({"": dataclasses.replace(merged, outcomes=tuple(outcomes))})
+    return dataclasses.replace(today, version=merged.version)
 
 
 def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
-    """Writes the same bytes for the same report. Raises DoctorFault where the disk is full; an older file stays."""
-    text = json.dumps(merged_to_dict(merged), indent=1) + "\n"
-    content = text.encode()
-    try:
+    """Writes the same bytes for the same report, compressed if the name ends in .gz.
+
+    Raises DoctorFault if the disk does not take it; an older file stays.
+    """
+    content = (json.dumps(merged_to_dict(merged), indent=1) + "\n").encode()
+    with writing(path):
         replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-    except OSError as error:
-        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_either(path: pathlib.Path) -> Report | MergedReport:
-    """Reads a merged report or that of one run, whichever it is. Raises UsageError for anything else."""
+    """Reads a merged report or the report of one run. Raises UsageError for anything else."""
     with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
         data = read_json(path)
         if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
@@ -270,28 +235,53 @@ def read_merged(path: pathlib.Path) -> MergedReport:
     data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
         return merged_from_dict(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError) as error:
         raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
 
 
-def _read_case(data: dict[str, Any]) -> MergedCase:
-    statements = tuple(map(_read_statement, data["statements"]))
-    return _make_record(MergedCase, {**data, "statements": statements})
+def environment_lines(merged: MergedReport) -> Iterator[str]:
+    """One line for each environment: how many cases were ok, were bad, and did not run."""
+    for number, environment in enumerate(merged.environments):
+        kinds = Counter(merged.shown(case, number) for case in merged.cases)
+        num_ok = sum(kinds[kind] for kind in GOOD)
+        not_run = kinds["not run"] + sum(kinds[kind] for kind in NOT_RUN)
+        counts = f"{num_ok} ok, {kinds.total() - num_ok - not_run} bad, {not_run} not run"
+        yield "\t".join(
+            [environment.name, counts, *([] if environment.complete else [f"incomplete: {environment.ended}"])]
+        )
 
 
-def _read_outcome(data: dict[str, Any]) -> Outcome:
-    outcome = _make_record(Outcome, data)
-    kind, reason = verdict_of_version_1(outcome.kind, outcome.reason)
-    return dataclasses.replace(outcome, kind=kind, reason=reason)
+def incomplete_lines(merged: MergedReport) -> Iterator[str]:
+    """One line for each environment in which some of the selected cases did not run."""
+    for environment in merged.environments:
+        if not environment.complete:
+            yield f"{environment.name}\tincomplete\t{environment.ended}"
 
 
-def _read_statement(data: dict[str, Any]) -> Statement:
-    return _make_record(
-        Statement, {**data, "periods": tuple(_make_record(Period, period) for period in data["periods"])}
+def case_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
+    """One line for each case, or for each that changed: the statements on it, else the verdict of each environment."""
+    for case in merged.cases:
+        if case.changes or not only_changes:
+            parts = [f"{statement.where}: {statement.text}" for statement in case.statements] or [
+                f"{environment.name}: {merged.shown(case, number)}"
+                for number, environment in enumerate(merged.environments)
+            ]
+            yield "\t".join([case.id, *parts])
+
+
+def merged_summary(merged: MergedReport) -> str:
+    """One line: how many cases and environments, and how many are ok in all of them."""
+    passing = sum(merged.passes(case) for case in merged.cases)
+    elsewhere = sum(not merged.passes(case) and not merged.fails(case) and merged.ran(case) for case in merged.cases)
+    failing = sum(merged.fails(case) for case in merged.cases)
+    changed = sum(case.changes for case in merged.cases)
+    missing = sum(None in case.outcomes for case in merged.cases)
+    return (
+        f"{counted(len(merged.cases), 'case')} in {counted(len(merged.environments), 'environment')}: "
+        f"{passing} ok in all, {elsewhere} only where they ran, {failing} bad in one or more, "
+        f"{missing} without a result in one or more; {changed} changed between two versions"
     )
 
 
-def _make_record(kind: Callable[..., _Kind], data: dict[str, Any]) -> _Kind:
-    """Makes a dataclass from its fields, with tuples for JSON's arrays."""
-    fields = {name: data[name] for name in inspect.signature(kind).parameters}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(merged_schema(), indent=2) + "\n")

@@ -12,7 +12,7 @@ from program import ROOT, Run, run
 
 from fsdp_doctor.report.journal import read_report
 
-_REPORT = str(ROOT / "examples" / "reports" / "2xh200.json")
+_REPORT = str(ROOT / "examples" / "reports" / "2xh200.json.gz")
 _CONFIG = str(ROOT / "examples" / "verl-5995" / "config.txt")
 _LOG = str(ROOT / "examples" / "verl-5995" / "log.txt")
 _CASE = "fsdp2/none/unstaged/state_dict"

@@ -26,7 +26,7 @@ import typer  # noqa: E402
 from fsdp_doctor.cli import app  # noqa: E402, after the lines that it reads
 
 _EXAMPLE = ROOT / "examples" / "verl-5995"
-_REPORT = ROOT / "examples" / "reports" / "2xh200.json"
+_REPORT = ROOT / "examples" / "reports" / "2xh200.json.gz"
 # The names of an option in the help, with and without a frame.
 _OPTIONS = re.compile(r"^[│\s*]*(--[a-z][a-z-]*(?:,\s*--[a-z][a-z-]*)*)", re.MULTILINE)
 

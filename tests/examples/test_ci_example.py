@@ -74,7 +74,7 @@ def test_the_step_fails_on_a_surprise_and_annotates_it(
     assert done.returncode == 1, done.stderr
     assert f"::error title=fsdp-doctor::expected ok, got wrong: {_CASE}: " in done.stdout
     summary = (directory / "summary.md").read_text()
-    assert summary.startswith("## fsdp-doctor: 1 unforeseen\n")
+    assert summary.startswith("## fsdp-doctor: 1 unexpected\n")
 
 
 def test_the_step_leaves_the_files_that_the_job_keeps(
@@ -92,7 +92,7 @@ def test_with_versions_of_torch_each_has_an_environment_and_what_is_known_is_no_
     done = _probe_step(tmp_path, {"torch": "2.98", "selection": _ONE_CASE}, **index)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "::error" not in done.stdout
-    assert (tmp_path / "summary.md").read_text().startswith("## fsdp-doctor: nothing unforeseen\n")
+    assert (tmp_path / "summary.md").read_text().startswith("## fsdp-doctor: nothing unexpected\n")
     report = read_report(tmp_path / "fsdp-doctor-reports" / "torch2.98.json")
     assert report.environment["packages"]["torch"] == "2.98.0"
 

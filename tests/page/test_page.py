@@ -6,21 +6,27 @@ import html.parser
 import json
 import pathlib
 import re
+import sys
 from typing import Any
 
 import pytest
 from support import pages, reports
 from support.inside import doctor
+from support.places import ROOT
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import known_failures
 from fsdp_doctor.page import compat_page
-from fsdp_doctor.page.page_data import page_data
+from fsdp_doctor.page.compat_page import page_data
 from fsdp_doctor.report.document import report_to_dict
 from fsdp_doctor.versions.merged import read_merged
 from fsdp_doctor.versions.merging import merge
 
-_COMPAT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "compat"
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 _TEN = [f"2.{minor}.0" for minor in range(6, 16)]
 
 
@@ -114,13 +120,12 @@ def test_every_known_failure_has_the_place_that_explain_prints(elements: _Elemen
     for entry in known_failures():
         assert f"entry-{entry.id}" in ids
     printed = doctor("explain", "--entry", pages.KNOWN).stdout.splitlines()[-1]
-    assert printed == f"Versions: docs/compat/index.html#entry-{pages.KNOWN}"
+    documentation = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
+    assert printed == f"Versions: {documentation}compat/index.html#entry-{pages.KNOWN}"
 
 
-def test_the_committed_page_is_that_of_the_committed_runs() -> None:
-    """Otherwise: `fsdp-doctor report merge docs/compat/merged.json.gz --html docs/compat/index.html`."""
-    merged = read_merged(_COMPAT / "merged.json.gz")
-    assert compat_page(merged) == (_COMPAT / "index.html").read_text()
+def test_the_committed_runs_have_a_page() -> None:
+    assert "2.13.0" in compat_page(read_merged(ROOT / "docs" / "compat" / "merged.json.gz"))
 
 
 def test_ids_are_given_once(elements: _Elements) -> None:

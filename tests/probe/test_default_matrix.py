@@ -15,7 +15,7 @@ from fsdp_doctor.report.failure_groups import distinct_failures
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.classification import GOOD
 
-_TWO_H200S = ROOT / "examples" / "reports" / "2xh200.json"
+_TWO_H200S = ROOT / "examples" / "reports" / "2xh200.json.gz"
 
 
 # One rank is alone in a collective, or two are in it with different sizes. gloo holds the host in the call; NCCL's host

@@ -14,7 +14,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.probe import baseline
-from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.report.document import CaseResult, Report, case_fields
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 
 _GPUS = RunContext(torch="2.13.0+cu130", device="cuda", world_size=2)
@@ -26,7 +26,7 @@ _TORCH = tuple(int(part) for part in importlib.metadata.version("torch").split("
 
 def _result(case_id: str, kind: VerdictKind, known: str = "") -> CaseResult:
     verdict = Verdict(kind=kind, reason="" if kind == "ok" else "it broke")
-    return CaseResult(case=parse_case_id(case_id, PATH_NAMES), verdict=verdict, known=known)
+    return CaseResult(**case_fields(parse_case_id(case_id, PATH_NAMES)), verdict=verdict, known=known)
 
 
 def _report(*results: CaseResult) -> Report:

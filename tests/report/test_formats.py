@@ -106,11 +106,8 @@ def test_a_grid_in_which_nothing_could_be_built_is_one_line_with_the_reason():
     text = render(report(*(result(case, "unsupported", "no accelerator") for case in cases)), "table", width=200)
     assert f"fsdp1, staged: {len(cases)} cases unsupported: no accelerator" in text
     assert cases[0].path not in text.split()
-
-
-def test_a_grid_in_which_all_is_well_is_still_a_matrix():
-    text = render(report(*(result(case, "ok", "") for case in CASES[:4])), "table", width=200)
-    assert all(case.path in text for case in CASES[:4])
+    well = render(report(*(result(case, "ok", "") for case in CASES[:4])), "table", width=200)
+    assert all(case.path in well for case in CASES[:4])
 
 
 # Lines.
@@ -118,16 +115,11 @@ def test_a_grid_in_which_all_is_well_is_still_a_matrix():
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r", "\v", "\f", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "\t"])
 def test_lines_are_one_line_for_each_case_even_where_a_reason_has_several(newline):
-    reason = newline.join(["first", "second", "", "third"])
+    reason = newline.join(["first", "second", "", "third " + "and more " * 1000])
     results = [result(case, reason=reason, also=(reason, reason)) for case in CASES[:7]]
     lines = render(report(*results), "lines").splitlines()
     assert [line.split("\t")[0] for line in lines] == [one.id for one in results]
-    assert [line.split("\t")[4:] for line in lines] == [["first second third"] * 3] * 7
-
-
-def test_a_line_is_never_cut():
-    reason = "word " * 5000 + "end"
-    assert render(report(result(reason=reason)), "lines").endswith(reason + "\n")
+    assert [line.split("\t")[4:] for line in lines] == [["first second third" + " and more" * 1000] * 3] * 7
 
 
 def test_a_line_has_the_verdict_the_figures_and_those_of_the_fix():
@@ -156,13 +148,13 @@ def test_junit_has_the_outcome_of_each_verdict(kind):
     assert all((child.get("message") or child.text) == f"{kind}: it broke" for child in case)
 
 
-def test_junit_counts_what_its_suites_hold():
+def test_junit_has_each_case_under_its_scenario_and_counts_them():
     results = [
         result(case, kind, wall_seconds=0.5) for case, kind in zip(CASES[:300], itertools.cycle(MEANING), strict=False)
     ]
     root = junit(report(*results))
-    assert {suite.get("name") for suite in root} == {one.case.scenario.id for one in results}
-    assert sum(int(suite.get("tests")) for suite in root) == len(results)
+    named = [(suite.get("name"), case.get("classname"), case.get("name")) for suite in root for case in suite]
+    assert named == [(each.case.scenario.id, each.case.scenario.id, each.path) for each in results]
     for suite in root:
         tags = Counter(child.tag for case in suite for child in case)
         assert int(suite.get("tests")) == len(suite)
@@ -170,12 +162,6 @@ def test_junit_counts_what_its_suites_hold():
         assert int(suite.get("errors")) == tags["error"]
         assert int(suite.get("skipped")) == tags["skipped"]
         assert float(suite.get("time")) == pytest.approx(0.5 * len(suite))
-
-
-def test_junit_has_each_case_under_its_scenario_and_path():
-    results = [result(case) for case in CASES[:50]]
-    found = [(case.get("classname"), case.get("name")) for case in junit(report(*results)).iter("testcase")]
-    assert found == [(one.case.scenario.id, one.case.path) for one in results]
 
 
 @pytest.mark.parametrize("text", [CONTROL, "\ud800 alone", "]]> & <failure> \"quoted\" 'too'", "漢字 é 🙂"])
@@ -206,11 +192,6 @@ def test_an_incomplete_run_is_an_error_in_junit(results):
     [case] = suite
     assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
     assert case.find("error").get("message") == f"the run is incomplete: SIGINT ?; {9 - results} cases have no result"
-
-
-def test_a_complete_run_without_lost_cases_has_no_error_in_junit():
-    results = [one for one in every_kind() if one.verdict.kind != "lost"]
-    assert not list(junit(report(*results)).iter("error"))
 
 
 # Markdown.
@@ -254,18 +235,15 @@ def test_markdown_counts_the_distinct_failures_that_did_not_fit():
     assert f"\n{len(results) - shown} more distinct failures are in the JSON report.\n" in text
 
 
-def test_markdown_still_has_a_failure_whose_stacks_do_not_fit():
+def test_markdown_still_has_a_failure_whose_stacks_do_not_fit_and_those_after_one_that_does_not():
     ranks = [RankReport(rank=rank, stack=STACK * 4, stopped="deadline") for rank in range(128)]
     hang = result(CASES[0], "hang", "not done after 60 s", ranks=ranks)
     text = render(report(hang, result(CASES[1]), world_size=128), "markdown")
     assert len(text) < GITHUB_LIMIT
     assert "not done after 60 s" in text
     assert "it broke" in text
-
-
-def test_markdown_still_has_the_failures_after_one_that_does_not_fit():
-    results = [result(CASES[0], reason="x" * GITHUB_LIMIT), result(CASES[1])]
-    assert "it broke" in render(report(*results), "markdown")
+    long = result(CASES[0], reason="x" * GITHUB_LIMIT)
+    assert "it broke" in render(report(long, result(CASES[1])), "markdown")
 
 
 def test_markdown_shows_the_end_of_a_traceback_and_the_main_threads_stack():

@@ -42,9 +42,9 @@ def test_an_incomplete_run_is_an_error_before_all_others() -> None:
 
 def test_the_summary_has_the_surprises_before_the_report() -> None:
     text = step_summary(_REPORT, ["unforeseen: <b>`x`</b> @someone"])
-    assert text.splitlines()[0] == "## fsdp-doctor: 1 unforeseen"
+    assert text.splitlines()[0] == "## fsdp-doctor: 1 unexpected"
     assert text.index("- `` unforeseen: <b>`x`</b> @someone ``") < text.index("\n## fsdp-doctor 0")
-    assert step_summary(_REPORT, []).startswith("## fsdp-doctor: nothing unforeseen\n")
+    assert step_summary(_REPORT, []).startswith("## fsdp-doctor: nothing unexpected\n")
 
 
 @pytest.mark.parametrize("num_bytes", [1024 * 1024, 100_000, 5_000, 100, 0])
@@ -64,7 +64,7 @@ def test_it_is_added_to_what_an_earlier_command_of_the_step_wrote(
     file.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(file))
     write_step_summary(_REPORT, [])
-    assert file.read_text().startswith("before\n## fsdp-doctor: nothing unforeseen\n")
+    assert file.read_text().startswith("before\n## fsdp-doctor: nothing unexpected\n")
     file.write_text("x" * (1024 * 1024 - 50))
     write_step_summary(_REPORT, [])
     assert file.stat().st_size <= 1024 * 1024

@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
+import signal
 
 import pytest
 
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.matrix.cases import Case, scenario_of
-from fsdp_doctor.report.document import SCHEMA_VERSION, CaseResult, Report, report_to_dict
-from fsdp_doctor.report.journal import Journal, read_report
+from fsdp_doctor.report import journal as journal_module
+from fsdp_doctor.report.document import SCHEMA_VERSION, CaseResult, Report, case_fields, report_to_dict
+from fsdp_doctor.report.journal import Journal, journal_of, read_report, replace_file
+from fsdp_doctor.report.writer import ReportWriter
 from fsdp_doctor.verdict.classification import Verdict
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Record
 
@@ -24,7 +28,7 @@ def result(path, kind="crash"):
         case_id=case.id, stage="extract", failure=failure, problems=(Problem(kind="wrong", detail="w"),), done=True
     )
     return CaseResult(
-        case=case,
+        **case_fields(case),
         verdict=Verdict(kind=kind, reason="it broke", ranks=(0,), also=("leak: l",)),
         seconds=0.25,
         wall_seconds=1.5,
@@ -199,7 +203,6 @@ def written_result(**changes):
         (written_result(ranks=[1]), "is a damaged report"),
         (written_result(ranks=["text"]), "is a damaged report"),
         (written_result(ranks=[{"rank": 0, "record": "text"}]), "is a damaged report"),
-        (written_result(ranks=[{"rank": 0, "zebra": 1}]), "is a damaged report"),
     ],
 )
 def test_what_is_no_report_of_ours_is_a_usage_error_of_one_sentence(file, content, complaint):
@@ -284,3 +287,87 @@ def test_a_report_of_another_kind_of_end_comes_back_whole(start, file):
     )
     start(file, report()).close(ended)
     assert read_report(file) == ended
+
+
+@contextlib.contextmanager
+def no_file_above_a_page():
+    """The kernel refuses to write more, as a full disk does; to pytest's own output, too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, file):
+    replace_file(file, "before")
+    with no_file_above_a_page(), pytest.raises(OSError, match="File too large"):
+        replace_file(file, b"x" * 100_000)
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# A journal belongs to one run: the results of an older run are never taken for this run's.
+
+OLDER, NEW = RESULTS[:3], RESULTS[3]
+CASES = tuple(each.case for each in RESULTS)
+
+
+@pytest.fixture
+def killed(file, journal_file):
+    """A partial report whose run was killed: its results are in its journal."""
+    older = Journal(file, report())
+    for each in OLDER:
+        older.add(each)
+    left = {path: path.read_bytes() for path in (file, journal_file)}
+    older.close(report())
+    for path, content in left.items():
+        path.write_bytes(content)
+    assert read_report(file).results == OLDER
+    return file
+
+
+def test_a_run_that_stops_before_its_workers_have_started_has_no_results_of_an_older_run(killed):
+    made, fault = ReportWriter(report(), CASES, {"json": killed}).finish(ended="stopped by SIGINT")
+    assert fault is None
+    assert read_report(killed) == made
+    assert made.results == ()
+    assert not journal_of(killed).exists()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_a_run_that_is_killed_as_it_opens_its_report_keeps_only_the_results_that_it_goes_on_with(
+    killed, monkeypatch, dies, goes_on
+):
+    replace = journal_module.replace_file
+
+    def replace_or_die(path, text):
+        if dies == "after":
+            replace(path, text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(journal_module, "replace_file", replace_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        ReportWriter(read_report(killed) if goes_on else report(), CASES, {"json": killed}).open({})
+    assert read_report(killed).results == (OLDER if goes_on else ())
+
+
+def test_a_run_that_goes_on_and_stops_before_its_workers_have_started_keeps_the_results(killed):
+    ReportWriter(read_report(killed), CASES, {"json": killed}).finish(ended="stopped by SIGINT")
+    assert read_report(killed).results == OLDER
+    assert not journal_of(killed).exists()
+
+
+def test_a_new_run_has_its_own_results_alone(killed):
+    writer = ReportWriter(report(), CASES, {"json": killed})
+    writer.open({"torch": "2.13.0"})
+    assert read_report(killed).results == ()
+    writer.add(NEW)
+    assert read_report(killed).results == (NEW,)
+    made, _ = writer.finish(ended="stopped by SIGTERM")
+    assert dataclasses.replace(made, seconds=0.0) == dataclasses.replace(read_report(killed), seconds=0.0)
+    assert (made.results, made.complete, made.ended) == ((NEW,), False, "stopped by SIGTERM")

@@ -1,66 +1,83 @@
-"""The report as JSON: its schema, and the way back."""
+"""The report as JSON: it is read back as it was, its schema is strict, and the committed reports keep to the schema."""
 
 import copy
 import dataclasses
+import gzip
 import json
 from typing import get_args
 
 import jsonschema
 import pytest
-from support.reports import (
-    SCHEMA,
-    every_kind,
-    everything,
-    report,
-)
+from support.places import ROOT
+from support.reports import SCHEMA, every_kind, everything, report
 
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.report.document import (
-    NOT_IN_OLDER_REPORTS,
-    report_from_dict,
-    report_to_dict,
-)
+from fsdp_doctor.report.document import Report, context_of, report_from_dict, report_to_dict
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.verdict.classification import MEANING
-from fsdp_doctor.verdict.records import (
-    ProblemKind,
-    Stage,
-    Stop,
-)
+from fsdp_doctor.verdict.records import ProblemKind, RankReport, Stage, Stop
+
+_REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json.gz"))
+# Written since the first version of the schema.
+_ADDED_LATER = {"shims", "yielded", "known", "retire", "refusal", "ledgers", "call", "late_completion"}
+_ADDED_LATER |= {"init", "checkpoint", "precision", "context"}
+_VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
-def test_a_report_comes_back_from_its_dict_and_from_its_json():
-    for made in (report(), report(*every_kind()), everything()):
-        assert report_from_dict(report_to_dict(made)) == made
-        assert report_from_dict(json.loads(render(made, "json"))) == made
+def refused(data):
+    return not _VALIDATOR.is_valid(data)
 
 
-def validate(data):
-    jsonschema.validate(data, SCHEMA, cls=jsonschema.Draft202012Validator)
+@pytest.mark.parametrize("made", [report(), report(*every_kind()), everything()], ids=["empty", "kinds", "everything"])
+def test_a_report_comes_back_from_its_json_which_is_valid_by_the_schema(made):
+    assert report_from_dict(report_to_dict(made)) == made
+    data = json.loads(render(made, "json"))
+    assert report_from_dict(data) == made
+    _VALIDATOR.validate(data)
 
 
 def test_a_refusal_in_a_report_of_the_first_version_is_read_as_one():
-    data = json.loads(json.dumps(report_to_dict(report(*every_kind()))))
+    data = json.loads(render(report(*every_kind()), "json"))
     data["schema_version"] = 1
     data["results"][0]["verdict"] |= {"kind": "ok", "reason": "refused on every rank: KeyError: 'extra'"}
-    jsonschema.validate(data, SCHEMA, cls=jsonschema.Draft202012Validator)
+    _VALIDATOR.validate(data)
     first, second, *_ = report_from_dict(data).results
     assert (first.verdict.kind, first.verdict.reason) == ("refused", "KeyError: 'extra'")
     assert (second.verdict.kind, second.verdict.reason) == ("refused", "reason of refused")
 
 
-def test_the_schema_is_a_schema():
+@pytest.mark.parametrize(("options", "late"), [("--nproc 2 --no-late-completion", False), ("--nproc 2", True)])
+def test_whether_copies_finished_late_is_known_of_a_report_that_does_not_say_it(options, late):
+    data = json.loads(render(report(rerun_options=options), "json"))
+    assert context_of(report_from_dict(data)).late_completion
+    del data["late_completion"]
+    _VALIDATOR.validate(data)
+    assert context_of(report_from_dict(data)).late_completion is late
+
+
+@pytest.mark.parametrize("file", _REPORTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_committed_report_keeps_to_the_schema(file):
+    data = json.loads(gzip.decompress(file.read_bytes()))
+    # A few of thousands of results are as good as all, and all cost minutes.
+    data["results"] = [*data["results"][::80], *[result for result in data["results"] if result["ranks"]][::40]]
+    assert data["results"]
+    _VALIDATOR.validate(data)
+
+
+def test_the_schema_has_every_field_and_says_what_the_verdicts_mean():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert list(SCHEMA["properties"]) == ["schema", "schema_version", *(f.name for f in dataclasses.fields(Report))]
+    rank = SCHEMA["$defs"]["RankReport"]
+    assert list(rank["properties"]) == rank["required"] == [field.name for field in dataclasses.fields(RankReport)]
+    assert all(f"{kind}: {meaning}" in SCHEMA["description"] for kind, meaning in MEANING.items())
+    assert all(definition["description"] for definition in SCHEMA["$defs"].values())
 
 
-@pytest.mark.parametrize("made", [report(), report(*every_kind()), everything()], ids=["empty", "kinds", "everything"])
-def test_what_is_written_is_valid_by_the_schema(made):
-    validate(json.loads(render(made, "json")))
+WHOLE = json.loads(render(dataclasses.replace(everything(), results=everything().results[:1]), "json"))
 
 
 def objects(data, at=()):
-    """The place of every JSON object whose keys are ours, but for the tables of names."""
+    """The place of every JSON object with fixed keys."""
     if isinstance(data, dict):
         yield at
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
@@ -69,67 +86,40 @@ def objects(data, at=()):
             yield from objects(value, (*at, key))
 
 
-WHOLE = json.loads(render(dataclasses.replace(everything(), results=everything().results[:1]), "json"))
-PLACES = [pytest.param(place, id=".".join(map(str, place)) or "report") for place in objects(WHOLE)]
+@pytest.mark.parametrize("place", [pytest.param(at, id=".".join(map(str, at)) or "report") for at in objects(WHOLE)])
+def test_the_schema_refuses_unknown_keys_other_types_and_missing_keys(place):
+    def changed(change):
+        data = copy.deepcopy(WHOLE)
+        at_place = data
+        for key in place:
+            at_place = at_place[key]
+        change(at_place)
+        return data
 
-
-def reached(place):
-    """A copy of WHOLE, and the object in it at that place."""
-    data = copy.deepcopy(WHOLE)
-    found = data
+    keys = changed(lambda at_place: None)
+    assert not refused(keys)
     for key in place:
-        found = found[key]
-    return data, found
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_the_schema_refuses_a_key_that_we_do_not_write(place):
-    data, found = reached(place)
-    validate(data)
-    found["zebra"] = 1
-    with pytest.raises(jsonschema.ValidationError):
-        validate(data)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_the_schema_refuses_a_value_of_another_type(place):
-    for key in reached(place)[1]:
-        data, found = reached(place)
-        found[key] = [[]]
-        with pytest.raises(jsonschema.ValidationError):
-            validate(data)
-
-
-@pytest.mark.parametrize("place", [place for place in PLACES if "environment" not in place.id])
-def test_the_schema_misses_a_key_that_we_always_write(place):
-    for key in reached(place)[1].keys() - NOT_IN_OLDER_REPORTS:
-        data, found = reached(place)
-        del found[key]
-        with pytest.raises(jsonschema.ValidationError):
-            validate(data)
+        keys = keys[key]
+    assert refused(changed(lambda at_place: at_place.update(zebra=1)))
+    for key in keys:
+        assert refused(changed(lambda at_place, key=key: at_place.update({key: [[]]}))), key
+        if key not in _ADDED_LATER and "environment" not in place:
+            assert refused(changed(lambda at_place, key=key: at_place.pop(key))), key
 
 
 @pytest.mark.parametrize(
     ("enum", "words"),
     [
-        (SCHEMA["$defs"]["verdict_kind"], list(MEANING)),
-        (SCHEMA["$defs"]["stage"], get_args(Stage)),
-        (SCHEMA["$defs"]["problem"]["properties"]["kind"], get_args(ProblemKind)),
-        (SCHEMA["$defs"]["rank"]["properties"]["stopped"], get_args(Stop)),
-        *((SCHEMA["$defs"]["scenario"]["properties"][axis.name], list(axis.values)) for axis in AXES),
+        (SCHEMA["$defs"]["Verdict"]["properties"]["kind"], MEANING),
+        (SCHEMA["$defs"]["Record"]["properties"]["stage"], get_args(Stage)),
+        (SCHEMA["$defs"]["Problem"]["properties"]["kind"], get_args(ProblemKind)),
+        (SCHEMA["$defs"]["RankReport"]["properties"]["stopped"], get_args(Stop)),
+        *(
+            (SCHEMA["$defs"]["CaseResult"]["properties"]["scenario"]["anyOf"][0]["properties"][axis.name], axis.values)
+            for axis in AXES
+        ),
     ],
     ids=["verdict", "stage", "problem", "stop", *(axis.name for axis in AXES)],
 )
 def test_the_schema_has_the_words_of_the_code_and_no_others(enum, words):
-    assert enum["enum"] == list(words)
-
-
-@pytest.mark.parametrize(
-    "place", [("verdict", "kind"), ("confirmation", "kind"), ("ranks", 0, "record", "stage"), ("scenario", "offload")]
-)
-def test_the_schema_refuses_a_word_that_the_code_does_not_have(place):
-    *path, key = place
-    data, found = reached(("results", 0, *path))
-    found[key] = "zebra"
-    with pytest.raises(jsonschema.ValidationError):
-        validate(data)
+    assert set(enum["enum"]) == set(words)

@@ -1,29 +1,17 @@
 """Reports that are made up, to be written in every format."""
 
 import dataclasses
-import json
-import pathlib
 
-import fsdp_doctor
 from fsdp_doctor.machine.environment import without_torch
 from fsdp_doctor.matrix.axes import AXES
 from fsdp_doctor.matrix.cases import Case, scenario_of
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.document import (
-    CaseResult,
-    Report,
-)
+from fsdp_doctor.report.document import CaseResult, Report, case_fields
+from fsdp_doctor.report.schema import schema
 from fsdp_doctor.verdict.classification import MEANING, Verdict
-from fsdp_doctor.verdict.records import (
-    Failure,
-    Problem,
-    RankReport,
-    Ready,
-    Record,
-    Refused,
-)
+from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Ready, Record, Refused
 
-SCHEMA = json.loads((pathlib.Path(fsdp_doctor.__file__).parent / "report" / "schema.json").read_text())
+SCHEMA = schema()
 GITHUB_LIMIT = 65_536
 CASES = select(Selection(directions=("out",)))
 CONTROL = "\x00 \x1b[31mred\x1b[0m \x08 \ufffe \uffff"
@@ -36,7 +24,7 @@ def result(case=CASES[0], kind="crash", reason="it broke", *, ranks=(), tracebac
         failure = Failure(type="RuntimeError", message=reason, traceback=traceback, time=1.5)
         ranks = (RankReport(rank=0, record=Record(case_id=case.id, stage="extract", failure=failure, done=True)),)
     verdict = Verdict(kind=kind, reason=reason, ranks=(0,) if ranks else (), also=fields.pop("also", ()))
-    return CaseResult(case=case, verdict=verdict, ranks=tuple(ranks), **fields)
+    return CaseResult(**case_fields(case), verdict=verdict, ranks=tuple(ranks), **fields)
 
 
 def report(*results, **fields):
@@ -101,7 +89,7 @@ def everything():
     )
     verdict = Verdict(kind="leak", reason="1 byte", ranks=(1,), also=("poisoned: w",))
     one = CaseResult(
-        case=case,
+        **case_fields(case),
         verdict=verdict,
         seconds=0.5,
         peak_extra_bytes=7,

@@ -1,4 +1,4 @@
-"""docs/versions.md: its table has the numbers of the committed merged report."""
+"""The committed merged report, and what is made from it: tables of docs/versions.md, versions in the catalogue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Callable
 
 import pytest
 from support.places import ROOT
+from support.reports import report, result
 
+from fsdp_doctor.known.catalogue import DIRECTORY
+from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
+from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.report.document import Report
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
+from fsdp_doctor.versions.measured import measured, with_measured
 from fsdp_doctor.versions.merged import MergedCase, read_merged
+from fsdp_doctor.versions.merging import merge
 
 _MERGED = read_merged(ROOT / "docs" / "compat" / "merged.json.gz")
 _PAGE = (ROOT / "docs" / "versions.md").read_text()
@@ -70,3 +77,38 @@ def test_no_failure_of_it_is_unknown_to_the_catalogue() -> None:
 def test_a_case_that_changed_between_two_versions_is_explained() -> None:
     changed = [case.path for case in _MERGED.cases if any(statement.changes for statement in case.statements)]
     assert [path for path in changed if f"`{path}`" not in _PAGE] == []
+
+
+_ENTRY = "summon-full-params-noop-on-fsdp2"
+_CASE = parse_case_id("fsdp2/none/unstaged/summon_full_params", PATH_NAMES)
+_REASON = "dtensor where a full tensor was promised: model.embed_tokens.weight"
+
+
+def _report(torch: str, device: str, known: bool = True) -> Report:
+    shown = result(_CASE, "wrong" if known else "ok", _REASON)
+    environment = {"torch": torch, "packages": {"torch": torch}}
+    return report(shown, environment=environment, device=device, created=torch)
+
+
+def test_the_catalogue_says_what_the_committed_runs_showed() -> None:
+    versions = measured(_MERGED)
+    assert versions
+    for file in DIRECTORY.glob("*.toml"):
+        text = file.read_text(encoding="utf-8")
+        assert with_measured(text, versions) == text, (
+            "run: python -m fsdp_doctor.versions.measured docs/compat/merged.json.gz"
+        )
+
+
+def test_releases_that_follow_one_another_are_a_range_and_what_did_not_run_is_in_none() -> None:
+    shown = [_report(torch, "emulated") for torch in ("2.10.0", "2.11.0", "2.13.0", "2.15.0", "2.15.1")]
+    fine = [_report("2.12.0", "emulated", known=False), _report("2.6.0", "cpu")]
+    found = measured(merge({str(number): one for number, one in enumerate([*shown, *fine])}))
+    assert found == {_ENTRY: ("cpu: 2.6", "emulated: 2.10 to 2.11, 2.13, 2.15.0 to 2.15.1")}
+
+
+def test_an_entry_without_a_measurement_loses_the_line_and_others_get_theirs() -> None:
+    text = 'id = "a"\nevidence = "x"\nmeasured = ["cpu: 2.6"]\n\nid = "b"\nevidence = "y"\n'
+    assert with_measured(text, {"b": ("cpu: 2.7",)}) == (
+        'id = "a"\nevidence = "x"\n\nid = "b"\nevidence = "y"\nmeasured = ["cpu: 2.7"]\n'
+    )

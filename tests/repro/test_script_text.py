@@ -1,0 +1,176 @@
+"""The scripts that ``fsdp-doctor repro`` writes, as text: they need torch alone, and refusals are sentences."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+from support.inside import doctor
+from support.places import ROOT
+from support.reports import report, result
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.paths import FIX, direction_of, find_path, impossible
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.repro import expected, reported, script
+from fsdp_doctor.repro.script import prune
+
+# The longest extraction has what moves FSDP1's units and what compares names and values.
+_MOST_LINES = {"out": 133, "in": 175}
+
+
+def _case(case_id: str) -> Case:
+    return select(Selection(case_ids=(case_id,)))[0]
+
+
+def test_scripts_of_the_whole_matrix_import_torch_transformers_and_peft_alone() -> None:
+    """Every thirteenth case: there are thousands, and thirteen is prime to the numbers of paths."""
+    allowed = {"torch", "transformers", "peft"} | sys.stdlib_module_names
+    refusals = set()
+    for case in select(Selection(level="full"))[::13]:
+        if impossible(find_path(case.path, case.scenario.version), case.scenario):
+            continue
+        try:
+            text = script(case, expected(case))
+        except UsageError as refusal:
+            refusals.add(str(refusal).partition("': ")[2])
+            continue
+        compile(text, case.id, "exec")
+        imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        modules = {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in imported if isinstance(node, ast.ImportFrom)}
+        assert {module.partition(".")[0] for module in modules} <= allowed, case.id
+    assert refusals == {
+        "torch cannot save the optimizer's state of FSDP1's replicas",
+        *(f"there is no script of a model that is sharded as {kind}" for kind in ("tp", "experts", "replicate")),
+    }
+
+
+def test_scripts_of_bad_cases_are_short_and_name_the_case_the_versions_and_the_command() -> None:
+    committed = read_report(ROOT / "examples" / "reports" / "emulated.json.gz")
+    for bad in committed.bad:
+        text = script(bad.case, reported(bad.case, committed))
+        assert len(text.splitlines()) <= _MOST_LINES[direction_of(bad.case)], bad.id
+        head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+        assert all(part in head for part in ("torch 2.13", "torchrun --nproc-per-node", bad.id))
+
+
+def test_a_hang_is_reported_by_the_script_itself() -> None:
+    case = _case("fsdp2/none/unstaged/uneven/from_local")
+    text = script(case, expected(case))
+    assert 'EXPECTED = "hang"' in text
+    assert "threading.Timer(60, finish" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fsdp2/policy/staged/state_dikt"], "did you mean state_dict"),
+        (["fsdp2/policy/stagd/state_dict"], "did you mean staged"),
+        (["fsdp2/policy/staged/local_state_dict"], "local_state_dict"),
+        ([f"fsdp2/policy/staged/{FIX}"], "fsdp-doctor's own"),
+        (["fsdp2/policy/staged/my.module:function"], "your own"),
+        (["fsdp1-orig/none/unstaged/local_state_dict"], "LOCAL_STATE_DICT only for use_orig_params=False"),
+        (["fsdp1/none/unstaged/fresh/size1/dcp.load.model+optimizer"], "cannot save the optimizer's state"),
+        (["fsdp1-orig/optimizer/unstaged/size1/nonblocking/get_optimizer_state_dict"], "the doctor alone can see"),
+        (["fsdp2/policy/staged/state_dict", "--out", "/nowhere/at/all.py"], "/nowhere/at"),
+        (["fsdp2/policy/staged/state_dict", "--report", "/nowhere.json"], "cannot read the report"),
+    ],
+)
+def test_a_case_without_a_script_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:
+    done = doctor("repro", *arguments)
+    assert (done.code, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_place_of_an_optimizers_state_is_a_thing_that_a_script_sees() -> None:
+    assert expected(_case("fsdp1-orig/optimizer/unstaged/size1/get_optimizer_state_dict")).kind == "misplaced"
+
+
+@pytest.mark.parametrize(
+    ("case_id", "reason"),
+    [
+        ("state_dict", "the extraction changed 3 of 90 parts of the training state: lm_head.weight"),
+        (
+            "fresh/load_state_dict.sharded",
+            "the next training step ends otherwise than that of a run which had this state from the start: lm_head",
+        ),
+        ("fresh/load_state_dict.sharded", "requires_grad is False where it was True: lm_head.weight"),
+    ],
+)
+def test_a_finding_of_a_report_that_a_script_cannot_make_is_refused(case_id: str, reason: str) -> None:
+    case = _case(f"fsdp2/none/unstaged/{case_id}")
+    with pytest.raises(UsageError, match=f"that {reason.partition(':')[0]}, the doctor alone can see"):
+        reported(case, report(result(case, "poisoned", reason)))
+
+
+def test_a_case_that_the_report_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="the report has no case"):
+        reported(_case("fsdp1-orig/none/unstaged/state_dict"), report())
+
+
+_SOURCE = '''\
+"""What it is for.
+
+    a command
+"""
+import os, re
+import torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+WIDTH = 2  # wide
+HEIGHT = 3
+
+"""A module that was pasted in."""
+from __future__ import annotations
+from collections.abc import Iterator
+from torch.distributed.tensor import DTensor
+
+def unused():
+    return re, HEIGHT
+
+@torch.no_grad()
+def used(tensor: DTensor) -> Iterator[int]:
+
+    yield helper(tensor)
+
+def helper(tensor):
+    return WIDTH * dist.get_rank()
+
+if __name__ == "__main__":
+    used(torch.ones(1))
+'''
+_PRUNED = '''\
+"""What it is for.
+
+    a command
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+WIDTH = 2  # wide
+
+@torch.no_grad()
+def used(tensor: DTensor) -> Iterator[int]:
+    yield helper(tensor)
+
+def helper(tensor):
+    return WIDTH * dist.get_rank()
+
+if __name__ == "__main__":
+    used(torch.ones(1))
+'''
+
+
+def test_a_script_keeps_what_its_main_block_uses_in_the_usual_order() -> None:
+    assert prune(_SOURCE) == prune(_PRUNED) == _PRUNED
+    with pytest.raises(ValueError, match="defined twice: used"):
+        prune(_SOURCE.replace("def unused", "def used"))

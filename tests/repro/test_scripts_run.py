@@ -1,0 +1,220 @@
+"""The scripts that ``fsdp-doctor repro`` writes end as the case did, on the device that the matrix runs on.
+
+A covering selection runs: each line that a script can have, each path of a bad case, each verdict of either FSDP.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+from program import doctor, torchrun_script
+from support.forked import ScriptRun, run_script
+from support.places import ROOT
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
+from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.journal import read_report
+from fsdp_doctor.repro import Expectation, expected, reported, script
+
+_OK = Expectation(kind="ok")
+_PATHS = ROOT / "fsdp_doctor" / "case" / "paths"
+
+
+def _case(case_id: str) -> Case:
+    return select(Selection(case_ids=(case_id,)))[0]
+
+
+@functools.cache
+def _committed() -> Report:
+    """The default matrix on the emulated device, whose verdicts a test of the matrix compares with today's."""
+    return read_report(ROOT / "examples" / "reports" / "emulated.json.gz")
+
+
+@functools.cache
+def _reported_features() -> dict[str, frozenset[str]]:
+    """By case, the facts and the lines in which the scripts of the default matrix differ."""
+    features = {}
+    for result in _committed().results:
+        path = find_path(result.path, result.case.scenario.version)
+        if not path.is_fix and (result.verdict.bad or path.direction == "in"):
+            text = script(result.case, reported(result.case, _committed()))
+            facts = {f"{result.verdict.kind} of {result.case.scenario.version}", result.case.scenario.strategy}
+            features[result.id] = _lines(text) | facts
+    return features
+
+
+def _evidence_features() -> dict[str, frozenset[str]]:
+    """The same of the evidence of the catalogue's entries, which has other axes and other ways to fail."""
+    features = {}
+    for entry in known_failures():
+        shown_here = entry.reproduced and not entry.evidence_device and entry.shows_on(torch.__version__)
+        # A hang would cost its minute.
+        if shown_here and not is_framework_id(entry.evidence) and entry.verdict != "hang":
+            try:
+                features[entry.evidence] = _lines(script(_case(entry.evidence), expected(_case(entry.evidence))))
+            except UsageError:
+                continue
+    return features
+
+
+def _lines(text: str) -> frozenset[str]:
+    """The lines of a script, but those of the path itself, of its message and of its imports."""
+    body = (line.strip() for line in text.split('"""', 2)[2].splitlines())
+    return frozenset(
+        line for line in body if line not in _path_lines() and not line.startswith(("MESSAGE", "r", "import", "from"))
+    )
+
+
+@functools.cache
+def _path_lines() -> frozenset[str]:
+    return frozenset(line.strip() for file in _PATHS.glob("*.py") for line in file.read_text().splitlines())
+
+
+def _covering(features: Mapping[str, frozenset[str]], covered: Iterable[str] = ()) -> list[str]:
+    """Cases that together have every feature that is not covered, the most telling first."""
+    chosen, missing = [], frozenset().union(*features.values()).difference(covered)
+    while missing:
+        chosen.append(max(features, key=lambda case_id: len(features[case_id] & missing)))
+        missing -= features[chosen[-1]]
+    return chosen
+
+
+def _run(directory: pathlib.Path, text: str) -> ScriptRun:
+    """Runs a script in which a rank that waits for one which raised does not wait as long as a user's."""
+    file = directory / "script.py"
+    file.write_text(text.replace("threading.Timer(60,", "threading.Timer(20,"))
+    return run_script(file)
+
+
+def test_scripts_end_as_the_cases_did_with_the_same_exceptions_and_the_same_entries(tmp_path: pathlib.Path) -> None:
+    """Compared from outside: the output of each script with the words of the report."""
+    results = {result.id: result for result in _committed().results}
+    chosen = _covering(_reported_features())
+    assert {results[case_id].verdict.kind for case_id in chosen} >= {"ok", "refused", "wrong", "crash", "poisoned"}
+    failures = {}
+    for case_id in chosen:
+        case, verdict, failure = results[case_id].case, results[case_id].verdict, results[case_id].failure
+        run = _run(tmp_path, script(case, reported(case, _committed())))
+        words = f"{verdict.kind}: "
+        if find_path(case.path, case.scenario.version).direction == "out":
+            if failure is not None:
+                words += f"{failure.type}: {' '.join(failure.message.split(': [(')[0].split())}"
+            elif verdict.kind in ("wrong", "misplaced"):
+                names, _, more = verdict.reason.partition(": ")[2].partition(" and ")
+                words += f"{len(names.split(', ')) + int(more.split()[0])} entries: {names}"
+        if run.codes != [0, 0] or words not in " ".join(run.output.split()):
+            failures[case_id] = words, run
+    assert failures == {}
+
+
+def test_scripts_of_the_evidence_of_entries_end_as_the_catalogue_says(tmp_path: pathlib.Path) -> None:
+    chosen = _covering(_evidence_features(), frozenset().union(*_reported_features().values()))
+    assert len(chosen) > 3
+    runs = {case_id: _run(tmp_path, script(_case(case_id), expected(_case(case_id)))) for case_id in chosen}
+    assert {case_id: run for case_id, run in runs.items() if run.codes != [0, 0]} == {}
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "fsdp2/none/unstaged/fp32-compute/unshard",
+        "fsdp1/policy/unstaged/fp32-compute/full_state_dict",
+        "fsdp1/none/unstaged/fresh/fp32-compute/rank_files",
+    ],
+)
+def test_a_script_without_mixed_precision_ends_as_the_case_does(tmp_path: pathlib.Path, case_id: str) -> None:
+    text = script(_case(case_id), _OK)
+    assert "MixedPrecision" not in text
+    run = _run(tmp_path, text)
+    assert run.codes == [0, 0], run.output
+
+
+def test_a_script_that_expects_another_end_ends_with_1(tmp_path: pathlib.Path) -> None:
+    case = _case("fsdp2/none/unstaged/state_dict.to.full_tensor")
+    as_expected = _run(tmp_path, script(case, _OK))
+    assert (as_expected.codes, as_expected.output.count("ok: PASS")) == ([0, 0], 2)
+    other = Expectation(kind="crash", message="RuntimeError: nothing raises this")
+    assert _run(tmp_path, script(case, other)).codes == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("case_id", "output"),
+    [
+        ("fsdp2/none/unstaged/summon_full_params", "wrong: 25 entries: model.embed_tokens.weight"),
+        ("fsdp2/none/unstaged/fresh/dcp.load.model+optimizer", "ok: PASS"),
+    ],
+)
+def test_a_script_runs_under_torchrun_as_its_docstring_says(tmp_path: pathlib.Path, case_id: str, output: str) -> None:
+    """On the CPU, without any code of fsdp-doctor in the process."""
+    file = tmp_path / "r.py"
+    made = doctor("repro", case_id, "--out", str(file))
+    assert (made.code, made.stdout) == (0, "")
+    assert "torchrun --nproc-per-node 2 r.py" in file.read_text()
+    done = torchrun_script(file, tmp_path)
+    assert (done.code, done.stdout.count(output)) == (0, 2), done.stderr
+
+
+_HANG = "fsdp2/none/unstaged/uneven/from_local"
+_SHARDED_LOAD = "fsdp2/none/unstaged/fresh/extra-key/load_state_dict.sharded"
+_ONE_MOMENT = "        next(iter(optimizer.state.values()))['exp_avg'].mul_(2)"
+
+
+@pytest.mark.parametrize(
+    ("case_id", "expectation", "line", "planted", "output"),
+    [
+        (_HANG, None, "    loss.backward()", '    raise RuntimeError("planted")', "planted"),
+        (
+            "fsdp2/none/unstaged/fresh/set_model_state_dict.full",
+            _OK,
+            "        set_model_state_dict_full(model, state)",
+            "        pass",
+            "incomplete: 25 entries: model.embed_tokens.weight, ",
+        ),
+        *(
+            (case_id, _OK, call, f"{call}\n{_ONE_MOMENT}", "wrong: 1 entries: ")
+            for case_id, call in (
+                (
+                    "fsdp2/none/unstaged/fresh/set_optimizer_state_dict.full",
+                    "        set_optimizer_state_dict_full(model, optimizer, state)",
+                ),
+                (
+                    "fsdp1/none/unstaged/fresh/optim_state_dict_to_load.full",
+                    "        optim_state_dict_to_load_full(model, optimizer, state)",
+                ),
+            )
+        ),
+        (
+            _SHARDED_LOAD,
+            Expectation(kind="ok", message="Unexpected key"),
+            "        load_state_dict(model, state)",
+            "        state.pop('extra.weight') if dist.get_rank() else None\n        load_state_dict(model, state)",
+            "[rank0] crash: RuntimeError: ",
+        ),
+        (_SHARDED_LOAD, Expectation(kind="crash", message="Unexpected key"), "", "", "[rank0] refused: RuntimeError: "),
+    ],
+    ids=["no hang", "no load", "a moment", "a moment of FSDP1", "one rank refuses", "every rank refuses"],
+)
+def test_a_script_does_not_pass_if_the_case_ends_otherwise(
+    tmp_path: pathlib.Path, case_id: str, expectation: Expectation | None, line: str, planted: str, output: str
+) -> None:
+    case = _case(case_id)
+    text = script(case, expectation or expected(case))
+    assert not line or text.count(line) == 1
+    run = _run(tmp_path, text.replace(line, planted) if line else text)
+    assert run.codes == [1, 1], run.output
+    assert output in run.output
+
+
+def test_a_scripts_own_check_does_not_hide_the_race_that_it_is_to_show(tmp_path: pathlib.Path) -> None:
+    case = _case("fsdp2/param/unstaged/nonblocking/get_model_state_dict.sharded")
+    run = _run(tmp_path, script(case, expected(case)))
+    assert run.codes == [0, 0], run.output
