@@ -27,6 +27,7 @@ from support.extraction import (
     mesh_over,
     new_net,
     on_the_device,
+    plan_for,
     raised_by,
     raises_soon,
     shard_qwen2,
@@ -39,7 +40,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fsdp_doctor import PlanMismatch, RankLeft, full_tensors
 from fsdp_doctor.extract import agreement, full
-from fsdp_doctor.extract.plan import Arguments, plan_of
 from fsdp_doctor.fsdp import private
 
 
@@ -231,7 +231,7 @@ TINY_BYTES = 128
 
 
 def num_buckets(model: nn.Module, bucket_bytes: int = TINY_BYTES) -> int:
-    return len(plan_of(model, Arguments.given(None, None, (), bucket_bytes, "merged"))[0].buckets)
+    return len(plan_for(model, bucket_bytes).buckets)
 
 
 def _builds() -> Iterator[tuple[nn.Module, int]]:
