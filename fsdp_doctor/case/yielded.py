@@ -17,7 +17,7 @@ from fsdp_doctor.case.findings import Findings, compare
 from fsdp_doctor.case.lora_reference import Merged, RankPart
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.extract import LocalShard, ShardPlace
-from fsdp_doctor.extract.dtypes import dtype_name
+from fsdp_doctor.extract.sources import dtype_name
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.shards import HeldPart, held_part
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm

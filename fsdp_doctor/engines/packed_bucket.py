@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.extract.full import BUCKET_BYTES
+from fsdp_doctor.extract.sources import dtype_name
 from fsdp_doctor.extract.streams import HomeStream
-from fsdp_doctor.extract.without_autograd import without_autograd
+from fsdp_doctor.fsdp.decorators import without_autograd
 
 # Every dtype can be viewed where it begins at a multiple of this, and so can what a kernel reads at once.
 _ALIGNMENT = 16

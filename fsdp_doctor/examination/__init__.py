@@ -26,7 +26,7 @@ from fsdp_doctor.examination.facts import (
 from fsdp_doctor.examination.findings import Finding, find_in_places
 from fsdp_doctor.examination.model_findings import find_after_load, find_in_gradients, find_in_memory
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import without_garbage_collection
 
 __all__ = [
     "Examination",

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fsdp_doctor.examination.facts import Facts, FsdpUnit, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
-from fsdp_doctor.extract.dtypes import dtype_name
+from fsdp_doctor.extract.sources import dtype_name
 
 _WIDTH = 120
 _STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}

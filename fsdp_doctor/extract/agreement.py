@@ -50,7 +50,7 @@ class PlanMismatch(RuntimeError):
 
 @dataclass
 class _Keys:
-    """In the store. read: by every rank. unread: maybe not by all, until all have come to the next stage."""
+    """Keys in the store. read: by every rank. unread: maybe not by all, until all have come to the next stage."""
 
     read: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -64,12 +64,12 @@ _lock = threading.Lock()
 
 
 def num_agreements() -> int:
-    """Of this process so far. Where another rank has made fewer, the two take part in different ones from now on."""
+    """The number of this process so far. A rank that made fewer takes part in other agreements from then on."""
     return sum(_num_agreements.values())
 
 
 class ComparedPlan:
-    """What all ranks must have alike. lines: a sentence is made of the first that differs."""
+    """The lines that must be alike on all ranks: an error message shows the first that differs."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = lines
@@ -84,7 +84,7 @@ class ComparedPlan:
 class Agreement:
     """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
 
-    speaker: the rank whose word all get at each stage; None where nobody has anything to say.
+    speaker: the rank whose message all get at each stage; None without messages.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class Agreement:
             self._store = _connection(private.default_store())
 
     def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
-        """The plan to compare before the first bucket: asked for then, while shards are being loaded.
+        """Sets what is compared before the first bucket: the plan, which is asked for while shards are being loaded.
 
-        comparison: of more, after the plans turned out to be alike, if that is due on one of the ranks.
+        comparison: made after the plans turned out to be alike, if it is due on one of the ranks.
         """
         self._plan = plan
         self._comparison = comparison
 
     def count(self, what: str, number: int) -> None:
-        """Before the first stage: adds to what all ranks together have of it, which ``sums`` has after it."""
+        """Adds to a sum over all ranks, before the first stage; ``sums`` has it after that stage."""
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], number)
 
@@ -128,13 +128,13 @@ class Agreement:
         return num_left if self._over else min(self._buckets + 1, num_left)
 
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
-        """Of how many buckets from here on every rank launches the collectives, whatever happens to it: all or 1.
+        """Returns how many buckets every rank has promised to launch, whatever happens to it: all, or 1.
 
         one_only: this rank promises no more than one. Raises RankLeft, PlanMismatch.
         """
         if self._over:
             return num_buckets
-        # Where two are read in turns, what a rank has promised for one and not launched has no place in the other.
+        # Two that are read in turns promise one bucket each: nobody would know the order of what both have promised.
         first = next(filter(self.concerns, _under_way), self)
         with self._store_is_there():
             agreed = self._came_to_stage(one_only or first is not self)
@@ -144,28 +144,28 @@ class Agreement:
         self._buckets += promised
         return promised
 
-    def proceed(self, word: str = "") -> str:
-        """Returns the speaker's word when every rank has come to this bucket, with the same plan.
+    def proceed(self, message: str = "") -> str:
+        """Returns the speaker's message when every rank has come to this bucket, with the same plan.
 
         Raises RankLeft, PlanMismatch.
         """
         if self._over:
-            return word
+            return message
         stage = self._stage_key()
         with self._store_is_there():
             if self._speaker == self._rank:
-                self._store.set(f"{stage}/word", word)
+                self._store.set(f"{stage}/message", message)
             agreed = self._came_to_stage(one_only=True)
             if self._speaker not in (None, self._rank):
-                word = self._store.get(f"{stage}/word").decode()
+                message = self._store.get(f"{stage}/message").decode()
             self.sums = self.sums or [self._store.add(key, 0) for key in self._counted]
             if agreed == _COMPARE:
                 self._compare()
         self._buckets += 1
-        return word
+        return message
 
     def leave(self, why: str) -> None:
-        """Tells the others that this rank will not come to the next stage. Without effect at the end."""
+        """Tells the other ranks that this one will not come to the next stage. Without effect after the end."""
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
@@ -174,7 +174,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
-        """An error inside ends the agreement, and the others are told."""
+        """Ends the agreement at an error inside, and tells the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -197,7 +197,7 @@ class Agreement:
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
-        """Of one that is still alive. An agreement is of the thread that came to its first stage."""
+        """Whether another thread, still alive, came to the first stage."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:
@@ -224,7 +224,6 @@ class Agreement:
             raise self._interrupt
 
     def _compare(self) -> None:
-        """After the first stage, and after all that is read of it: the next deletes that."""
         assert self._comparison is not None
         key = f"{self._stage_key()}/of"
         self._store.set(f"{key}/{self._rank}", self._comparison.statement())
@@ -346,11 +345,11 @@ class Agreement:
 
     def _keys_of(self, stage: int) -> list[str]:
         key = f"{self._key}/{stage}"
-        word = [f"{key}/word"] if self._speaker is not None else []
-        return [*([] if stage else self._counted), *word, f"{key}/came", key]
+        message = [f"{key}/message"] if self._speaker is not None else []
+        return [*([] if stage else self._counted), *message, f"{key}/came", key]
 
     def _end(self) -> None:
-        """What is left in the store is deleted with the ranks' next agreement."""
+        """Leaves the deleting of what is in the store to the ranks' next agreement."""
         self._over = True
         with _lock:
             if self in _under_way:

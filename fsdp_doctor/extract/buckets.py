@@ -1,4 +1,4 @@
-"""What is loaded and gathered together, in which order: the same on every rank, before any communication."""
+"""Divides tensors into buckets: the same on every rank, before any communication."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import assert_never
 
-from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, specs
+from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, specs
 from fsdp_doctor.extract.transfers import (
     FlatGather,
     FlatLayout,
@@ -22,7 +21,7 @@ from fsdp_doctor.extract.transfers import (
     flat_gathers,
 )
 
-# Below it an all-gather of its own costs more than a copy out of a common one, of so many bytes.
+# Smaller tensors share an all-gather: one each costs more than a copy out of it. It has at most so many bytes.
 SMALL_BYTES = 1 << 20
 _PACK_BYTES = 32 << 20
 # A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
@@ -31,7 +30,7 @@ _MOST_TIMES = 4
 
 @dataclass
 class Bucket:
-    """What is loaded and gathered together.
+    """The transfers that are loaded and gathered together.
 
     gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
     them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
@@ -108,7 +107,6 @@ class Division:
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
-        """Of the tensors, in bytes."""
         return [spec.numel * self.dtypes.of(spec).itemsize for source in self.sources for spec in specs(source)]
 
     @functools.cached_property

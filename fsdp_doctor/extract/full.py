@@ -22,18 +22,16 @@ from torch import nn
 
 from fsdp_doctor.extract.agreement import Agreement, PlanMismatch
 from fsdp_doctor.extract.buckets import Bucket, Division
-from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.host_copies import HostCopies, flat_bytes, threads_of_a_rank
 from fsdp_doctor.extract.loader import CastBuffer, Loader
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter, deltas_of, factor_names
 from fsdp_doctor.extract.plan import Arguments, Plan, plan_of, ranks_of
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups, refusal
-from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
+from fsdp_doctor.extract.sources import OutputDtypes, TensorSpec, sources_of, specs
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.extract.transfers import Call, OrderedResult, TensorTransfer, all_gather, handed_out, results_of
-from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
 
 BUCKET_BYTES = 512 << 20
 # Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
@@ -148,7 +146,7 @@ class OfExtraction(Comparison):
 
 
 def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
-    """Every full tensor once, with all of its names."""
+    """Yields every full tensor once, with all of its names."""
     with announced(model):
         plan, shards = plan_of(model, arguments)
     return tensor_stream(plan, shards)
@@ -218,7 +216,7 @@ class _PendingBucket:
 
 
 class Pipeline:
-    """One extraction. shards: this rank's, by the places of the plan's sources."""
+    """Runs one extraction. shards: this rank's, by the places of the plan's sources."""
 
     def __init__(self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement) -> None:
         self._plan = plan
@@ -281,7 +279,7 @@ class Pipeline:
             self._leave()
 
     def _upcoming(self) -> Bucket | None:
-        """The next to be loaded."""
+        """The next bucket to load."""
         place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
         return self._plan.buckets[place] if place < len(self._plan.buckets) else None
 
@@ -307,7 +305,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _loading(self, loader: Loader) -> Iterator[None]:
-        """What a rank that leaves cannot load is NaN or 0: that it is gathered all the same is what it has promised."""
+        """Fills what a rank that leaves cannot load with NaN or 0: it has promised to gather it."""
         try:
             yield
         except Exception:
@@ -316,7 +314,7 @@ class Pipeline:
             loader.spoil()
 
     def _launch_loaded(self) -> None:
-        """All but the last where threads are reading that: they go on while the one before is gathered."""
+        """Launches all but the last, if threads are reading that: they go on while the one before is gathered."""
         reads = self._pending[-1].loader.is_reading
         for pending in list(self._pending)[: -1 if reads else None]:
             if not pending.is_launched:
@@ -327,7 +325,7 @@ class Pipeline:
     @without_autograd
     @without_garbage_collection
     def _launch(self, pending: _PendingBucket) -> None:
-        """What may fail comes before the ranks agree, or the others would wait for this one.
+        """Launches the bucket's collectives. All that may fail comes before the ranks agree, or the others would wait.
 
         Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
         """
@@ -353,7 +351,6 @@ class Pipeline:
                 torch.empty(nbytes, dtype=torch.uint8, device=self._plan.device)
 
     def _agree(self) -> None:
-        """Before the first collective of a bucket."""
         if self._promised:
             return
         first = self._num_launched
@@ -370,7 +367,7 @@ class Pipeline:
         self._promised = self._agreement.promise(num_next, one_only=one_only)
 
     def _promised_buckets(self) -> Sequence[Bucket]:
-        """Those that are yet to be launched, for other ranks."""
+        """Those that are yet to be launched, because other ranks rely on it."""
         if len(self._plan.ranks) == 1:
             return ()
         return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
@@ -385,7 +382,7 @@ class Pipeline:
             self._spare = torch.empty(needed - held, dtype=torch.uint8, device=self._plan.device)
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
-        """Launches all of it; the event after it."""
+        """Launches the collectives, and returns the event after them."""
         self._has_begun = True
         with self._streams.gathering():
             all_gather(transfers)
@@ -451,7 +448,7 @@ class Pipeline:
         return results
 
     def _leave(self) -> None:
-        """At the end, or early: then memory is given back that is still being written to."""
+        """Ends the extraction; an early end gives memory back that is still being written to."""
         if self._pending:
             with self._streams.gathering():
                 all_of_it = self._streams.gathered()
@@ -459,7 +456,7 @@ class Pipeline:
         self._pending.clear()
         self._early.clear()
         self._call.units.clear()
-        # What it leaves with is to be known, not that it could not take part in the rest.
+        # The error that it leaves with is to be raised, not another one from the rest.
         with contextlib.suppress(Exception):
             self._carry_out()
         self._copies.close()
@@ -467,7 +464,7 @@ class Pipeline:
             private.release_workspaces(self._plan.device)
 
     def _carry_out(self) -> None:
-        """Launches what is promised, one bucket after the other: for that there is memory."""
+        """Launches the promised buckets one after the other: for that there is memory."""
         self._leaves, self._spare = True, None
         while self._promised_buckets() and not self._has_begun:
             self._load(self._plan.buckets[self._num_launched])

@@ -21,18 +21,16 @@ from typing_extensions import assert_never
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan, PlanMismatch
 from fsdp_doctor.extract.buckets import Division
-from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.full import BUCKET_BYTES, CHUNK_BYTES, MOST_THREADS, TensorStream, announced, tensor_stream
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.plan import Arguments, Plan, plan_of, signature
 from fsdp_doctor.extract.rank_groups import refusal
-from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec
+from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
-from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
 from fsdp_doctor.fsdp.shards import HeldPart, held_part
 
 
@@ -136,7 +134,7 @@ def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
 
 def _has_adapters(model: nn.Module) -> bool:
     with contextlib.suppress(Exception):
-        return adapters.read(adapters.adapter_modules(reader.innermost(model))).found
+        return adapters.read(adapters.adapter_modules(reader.innermost(model))).has_adapters
     return False
 
 
@@ -180,7 +178,7 @@ def refuse_unknown(request: ShardRequest) -> None:
 
 
 def factor_stream(request: ShardRequest) -> TensorStream | None:
-    """What will gather the adapters' factors: begun here, so that who lets go of it unread tells the other ranks.
+    """Begins to gather the adapters' factors; letting go of the stream unread tells the other ranks.
 
     Where no adapter is active here, it compares that with the other ranks. None for a model without adapters.
     """
@@ -206,7 +204,7 @@ def factor_stream(request: ShardRequest) -> TensorStream | None:
 
 
 def gathered_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
-    """What is to be merged into which weight. Every rank must call it, if there are factors to gather."""
+    """The products to merge into each weight. Every rank must call it, if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
     return adapters.deltas_of(request.adapters, full)
 
@@ -221,7 +219,7 @@ class LoadedShard(NamedTuple):
 
 
 def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
-    """Every shard once, without another rank. deltas: of :func:`gathered_deltas`.
+    """Yields every shard once, without another rank. deltas: of :func:`gathered_deltas`.
 
     own: copies what already lies on the device as it is to be, instead of showing it.
     """
@@ -325,7 +323,7 @@ class _ShardLoading:
         target.view(shard.shape).copy_(values)
 
     def results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
-        """The caller's stream has them once it gets there; nothing here keeps one that was handed out."""
+        """Yields the shards for use on the caller's stream, and keeps none that was handed out."""
         self.streams.wait(launched.done)
         launched.in_use = None
         launched.results.reverse()
@@ -347,7 +345,7 @@ class OwnShard:
 
 
 def own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[OwnShard]:
-    """In the order of the sources. A rank that holds nothing of a tensor has a shard without elements.
+    """This rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
 
     shards: what this rank holds, by the places of the sources.
     """

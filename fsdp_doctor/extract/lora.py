@@ -1,19 +1,20 @@
 """LoRA: which tensors are base weights and which adapters, and the product that is merged into which weight.
 
-The layers are peft's; peft itself is not needed unless the model has them. What is not understood is
-refused: a tensor that came out wrong would be worse.
+The layers are peft's; peft itself is not needed unless the model has them. An adapter that is not understood is
+refused: a wrong tensor would be worse.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from typing_extensions import assert_never
 
 from fsdp_doctor.extract.sources import FlatUnit, Source, TensorSpec, specs
 from fsdp_doctor.fsdp.names import unwrapped, without_adapters
@@ -60,7 +61,7 @@ class LoraAdapter:
 
 @dataclass
 class Layers:
-    """What peft made of a model, by unwrapped names.
+    """The adapters that peft put into a model, by unwrapped names.
 
     adapters: of each adapted weight. merged: a weight that has adapters in it now. unsupported: why a weight's
     adapters cannot be merged. copies: (the trained copy's prefix, the original's prefix, the plain prefix) of
@@ -82,11 +83,11 @@ class Layers:
     layers: list[str] = field(default_factory=list)
     embeddings: list[str] = field(default_factory=list)
     targets: dict[str, str | frozenset[str]] = field(default_factory=dict)
-    found: bool = False
+    has_adapters: bool = False
 
 
 def factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
-    """Each once, in the order of the model, so in the same order on every rank."""
+    """The names of all factors, each once, in the order of the model: the same on every rank."""
     return list(
         dict.fromkeys(name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b))
     )
@@ -95,7 +96,7 @@ def factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
 def deltas_of(
     adapters: Mapping[str, Sequence[LoraAdapter]], factors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[Delta]]:
-    """What is to be merged into which weight. factors: the full tensors by their names."""
+    """The products to merge into each weight. factors: the full tensors by their names."""
     return {
         weight: [Delta(factors[one.a], factors[one.b], one.scaling, one.transposed) for one in many]
         for weight, many in adapters.items()
@@ -116,16 +117,23 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
     """
     if layers.prompts:
         raise NotImplementedError(f"the model learns prompts ({', '.join(layers.prompts)}); LoRA alone is understood")
-    if not layers.found:
+    if not layers.has_adapters:
         if lora == "adapter":
             raise ValueError('lora="adapter": the model has no adapters')
         return list(sources), {}
-    names = {"merged": _merged_name, "base": _base_name, "adapter": _adapter_name}[lora](layers)
-    chosen = [kept for source in sources for kept in _renamed(source, names)]
-    if lora != "merged":
-        return chosen, {}
-    _refuse_ties(sources, layers)
-    return chosen, _as_they_lie(chosen, {names(weight) or weight: many for weight, many in layers.adapters.items()})
+    match lora:
+        case "base":
+            return _renamed(sources, _base_name(layers)), {}
+        case "adapter":
+            return _renamed(sources, _adapter_name(layers)), {}
+        case "merged":
+            name_of = _merged_name(layers)
+            chosen = _renamed(sources, name_of)
+            _refuse_ties(sources, layers)
+            adapters = {name_of(weight) or weight: many for weight, many in layers.adapters.items()}
+            return chosen, _as_they_lie(chosen, adapters)
+        case _:
+            assert_never(lora)
 
 
 def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
@@ -154,7 +162,7 @@ def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter
 
 
 def adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What peft has put into a model, by unwrapped prefixes; nothing where peft was never imported."""
+    """The modules that peft put into a model, by unwrapped prefixes; none where peft was never imported."""
     if "peft" not in sys.modules:
         return []
     from peft import PeftModel
@@ -188,28 +196,28 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
             ]
             layers.biases |= {adapter: getattr(config, "bias", "none") for adapter, config in configs.items()}
         elif isinstance(module, BaseTunerLayer):
-            layers.found = True
+            layers.has_adapters = True
             layers.layers.append(prefix)
             if any(module.base_layer is base for base in embeddings):
                 layers.embeddings.append(prefix)
             layers.active.update(module.active_adapters)
             _read_layer(layers, prefix, module)
         elif isinstance(module, ModulesToSaveWrapper):
-            layers.found = True
+            layers.has_adapters = True
             trained = [adapter for adapter in module.active_adapters if adapter in module.modules_to_save]
             used = trained[0] if trained and not module.disable_adapters else None
             copy = f"{prefix}modules_to_save.{used}." if used else f"{prefix}original_module."
             layers.copies.append((copy, f"{prefix}original_module.", prefix))
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            layers.found = True
+            layers.has_adapters = True
             layers.wrappers[prefix] = type(module).__name__
     return layers
 
 
 def _embeddings(model: Any) -> list[Any]:
-    """What lies below the adapters of the model's input and output embeddings; nothing for one without adapters."""
-    ways = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
-    bases = [getattr(way(), "base_layer", None) for way in ways if way is not None]
+    """The base layers of the model's input and output embeddings that have adapters."""
+    getters = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    bases = [getattr(get(), "base_layer", None) for get in getters if get is not None]
     return [base for base in bases if base is not None]
 
 
@@ -316,20 +324,20 @@ def _saves_embeddings(layers: Layers, adapter: str) -> bool:
 
 def _refuse_wrappers(layers: Layers) -> None:
     for prefix, kind in layers.wrappers.items():
-        raise NotImplementedError(f"{prefix.removesuffix('.')}: what peft does with it ({kind}) is not understood")
+        raise NotImplementedError(f"{prefix.removesuffix('.')}: adapters of this kind ({kind}) are not understood")
 
 
-def _renamed(source: Source, name_of: Callable[[str], str | None]) -> Iterator[Source]:
-    if isinstance(source, FlatUnit):
-        spans = tuple(
-            replace(span, spec=spec) for span in source.spans if (spec := _renamed_spec(span.spec, name_of)) is not None
-        )
-        if spans:
-            yield replace(source, spans=spans)
-        return
-    spec = _renamed_spec(source.spec, name_of)
-    if spec is not None:
-        yield replace(source, spec=spec)
+def _renamed(sources: Sequence[Source], name_of: Callable[[str], str | None]) -> list[Source]:
+    """Without those that have no name."""
+    renamed: list[Source] = []
+    for source in sources:
+        if isinstance(source, FlatUnit):
+            named = [(span, _renamed_spec(span.spec, name_of)) for span in source.spans]
+            if spans := tuple(replace(span, spec=spec) for span, spec in named if spec is not None):
+                renamed.append(replace(source, spans=spans))
+        elif (spec := _renamed_spec(source.spec, name_of)) is not None:
+            renamed.append(replace(source, spec=spec))
+    return renamed
 
 
 def _renamed_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> TensorSpec | None:
@@ -340,13 +348,13 @@ def _renamed_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> Ten
 def factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
     """The sources of the adapters' factors by their names; a span of a unit as a unit of its own."""
     names = set(factor_names(adapters))
-    found: dict[str, Source] = {}
+    sources_of_factors: dict[str, Source] = {}
     for source in sources:
         if isinstance(source, FlatUnit):
             for span in source.spans:
                 for name in names.intersection(span.spec.names):
-                    found[name] = replace(source, spans=(span,))
+                    sources_of_factors[name] = replace(source, spans=(span,))
         else:
             for name in names.intersection(source.spec.names):
-                found[name] = source
-    return found
+                sources_of_factors[name] = source
+    return sources_of_factors

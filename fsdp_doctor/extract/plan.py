@@ -16,11 +16,11 @@ from fsdp_doctor.errors import some
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.buckets import Bucket, Division
-from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.lora import Lora, LoraAdapter
 from fsdp_doctor.extract.rank_groups import RankGroups, read_groups
 from fsdp_doctor.extract.sources import (
     FlatUnit,
+    OutputDtypes,
     Placed,
     Plain,
     Rows,
@@ -34,7 +34,7 @@ from fsdp_doctor.extract.sources import (
     specs,
 )
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import without_garbage_collection
 from fsdp_doctor.fsdp.snapshot import Snapshot
 
 # Of one model: a trainer asks for its weights in a few forms.
@@ -43,7 +43,7 @@ _MOST_PLANS = 4
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of ``full_tensors``."""
+    """The arguments of ``full_tensors``."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -76,7 +76,7 @@ class Arguments:
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
-    """All that follows from a model and the arguments of a call. Nothing in it is a tensor, so that it may be kept.
+    """All that follows from a model and the arguments of a call. It may be kept, for nothing in it is a tensor.
 
     all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. groups: of ranks of which
     some may have other tensors than the others. merges: whether there are adapters, active ones or not, and they are to
@@ -189,7 +189,7 @@ def _plan(
     return Plan(
         all_sources=everything,
         sources=sources,
-        merges=layers.found and arguments.lora == "merged",
+        merges=layers.has_adapters and arguments.lora == "merged",
         adapters=merged,
         factors=factors,
         dtypes=dtypes,
@@ -215,7 +215,7 @@ def _device(asked: torch.device | str | None, computes: torch.device, is_sharded
 
 
 def _merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
-    """By the name of a weight: what its adapters take while they are merged into it."""
+    """Device memory that a weight's adapters take while they are merged into it, by the weight's name."""
     return {
         weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in specs(factors[f]))
         for weight, many in merged.items()
@@ -229,7 +229,7 @@ def _ready_places(
     device: torch.device,
     merged: Collection[str],
 ) -> frozenset[int]:
-    """Of the shards that a collective can read as they are: on the device, in its dtype, of full length."""
+    """The shards that a collective can read as they are: on the device, in its dtype, of full length."""
 
     def is_ready(source: Source) -> bool:
         shard = shards[source.place]
@@ -254,7 +254,7 @@ def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
 def signature(
     sources: Sequence[Source], dtypes: OutputDtypes, settings: str, merged: Mapping[str, Sequence[LoraAdapter]]
 ) -> list[str]:
-    """What all ranks must have alike: a line for the settings, for each tensor and for each adapter that is merged."""
+    """The lines that must be alike on all ranks: the settings, each tensor, each adapter that is merged."""
     lines = [settings]
     for source in sources:
         layout = _layout(source)

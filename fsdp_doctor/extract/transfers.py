@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
-from fsdp_doctor.extract.dtypes import OutputDtypes
 from fsdp_doctor.extract.loader import Piece
 from fsdp_doctor.extract.lora import Delta
-from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, ShardGroup, Span, TensorSpec
-from fsdp_doctor.extract.without_autograd import without_autograd
+from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, ShardGroup, Span, TensorSpec
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.decorators import without_autograd
 
 Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what copies it out of memory that it shares with others."""
@@ -55,7 +54,7 @@ class Call:
 
 
 class TensorTransfer(ABC):
-    """What one bucket does with some of the model's tensors. It is kept with the plan; ``begun`` is of one call.
+    """How some of the model's tensors are gathered. It is kept with the plan; ``begun`` makes the one of a call.
 
     order: the place of its first tensor among all. names: the first name of each tensor of which it has a part.
     nbytes: the device memory that it takes at most, of which collecting_bytes in ``collect`` and opened_bytes when its
@@ -85,22 +84,22 @@ class TensorTransfer(ABC):
 
     @abstractmethod
     def allocate(self, call: Call) -> None:
-        """Takes all memory that is needed until the collective has been launched."""
+        """Allocates all memory that is needed until the collective has been launched."""
 
     @abstractmethod
     def pieces(self) -> Iterable[Piece]:
-        """What is to be loaded of this rank's part, and where."""
+        """The parts of this rank's shards that are to be loaded, and where."""
 
     def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """(targets, sources) beside the pieces: of the same shapes and dtypes, and all of them on the device."""
         return (), ()
 
     def gathers(self) -> Sequence[Gather]:
-        """On the gathering stream, as part of one collective of the bucket."""
+        """The all-gathers that become part of one collective of the bucket."""
         return self._gathers
 
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:  # noqa: B027, most have nothing to do
-        """On the gathering stream, after the bucket's collective; with collectives of its own."""
+        """Runs further collectives on the gathering stream, after the bucket's."""
 
     @abstractmethod
     def results(self) -> Iterable[OrderedResult]:
@@ -326,7 +325,7 @@ class FlatLayout:
         self.names = [span.spec.names[0] for span in source.spans]
 
     def rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
-        """What each rank has of the spans that are gathered in that dtype, in the order of its shard."""
+        """Each rank's segments of the spans that are gathered in that dtype, in the order of its shard."""
         shard = self.source.chunk
         rows: list[list[_Segment]] = [[] for _ in range(self.source.shard_group.size)]
         for index, span in enumerate(self.source.spans):

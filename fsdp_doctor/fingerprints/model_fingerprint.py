@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.dtypes import OutputDtypes, dtype_name
 from fsdp_doctor.extract.full import BUCKET_BYTES, OfExtraction, announced
 from fsdp_doctor.extract.local import (
     LoadedShard,
@@ -33,12 +32,12 @@ from fsdp_doctor.extract.local import (
 )
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import signature
-from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, specs
-from fsdp_doctor.extract.without_autograd import without_autograd
+from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, dtype_name, specs
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, to_lanes
 from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, grid_block
 from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, unsummed
+from fsdp_doctor.fsdp.decorators import without_autograd
 
 _INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_doctor.extract.dtypes import dtype_name
 from fsdp_doctor.extract.local import ShardPlace, row_major
+from fsdp_doctor.extract.sources import dtype_name
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,

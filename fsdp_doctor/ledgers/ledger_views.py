@@ -78,14 +78,12 @@ _SHORT: dict[MemoryClass, str] = {
     "gathered outputs": "outputs",
     "communication buffers": "comm.",
 }
-# Wide enough that no cell of a table is cut.
-_WIDEST = 400
 
 
 def render_ledgers(ledgers: Iterable[StageLedger], color: bool = False) -> str:
     """Prints a table for each job."""
     console = Console(
-        width=_WIDEST,
+        width=400,  # so that no cell of a table is cut
         file=io.StringIO(),
         force_terminal=color,
         no_color=not color,
@@ -93,20 +91,16 @@ def render_ledgers(ledgers: Iterable[StageLedger], color: bool = False) -> str:
         legacy_windows=False,
     )
     for job in group_by_job(ledgers):
-        console.print(_title(job), soft_wrap=True)
-        console.print(_job_table(job))
+        unit, size = unit_for(job.highest)
+        limit = f", of {_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
+        title = f"{job.job}, {unit}, the rank that comes highest{limit}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(_job_table(job, size))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _title(job: JobLedgers) -> Text:
-    unit, size = unit_for(job.highest)
-    limit = f", of {_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
-    return Text(f"{job.job}, {unit}, the rank that comes highest{limit}", style="bold")
-
-
-def _job_table(job: JobLedgers) -> Table:
-    _, size = unit_for(job.highest)
+def _job_table(job: JobLedgers, size: int) -> Table:
     table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
     for name in ("", "all", *(_SHORT.get(name, name) for name in job.classes), "reserved", "elsewhere"):

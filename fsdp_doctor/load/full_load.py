@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_doctor.errors import some
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.extract.without_autograd import in_present_modes, without_autograd
 from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.decorators import in_present_modes, without_autograd
 from fsdp_doctor.fsdp.reader import HeldModel
 from fsdp_doctor.load.agreement import Holders, LoadAgreement, before_agreement
 from fsdp_doctor.load.from_first_rank import FromFirstRank

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_doctor.extract.agreement import first_difference
 from fsdp_doctor.extract.rank_groups import refusal
-from fsdp_doctor.extract.without_autograd import without_autograd
 from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.decorators import without_autograd
 from fsdp_doctor.load.agreement import LoadAgreement, before_agreement
 from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, fill_targets, settle
 from fsdp_doctor.load.matching import Matching

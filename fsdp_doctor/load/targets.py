@@ -18,7 +18,7 @@ from fsdp_doctor.errors import some
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups
 from fsdp_doctor.extract.sources import device_of, shards_of
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import without_garbage_collection
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
 from fsdp_doctor.fsdp.shards import Slices
 from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks, over_all_ranks

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.errors import CannotRun, first_line
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.garbage_collection import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import without_garbage_collection
 from fsdp_doctor.fsdp.reader import HeldModel
 from fsdp_doctor.ledgers.ledger import (
     Bytes,

@@ -27,6 +27,7 @@ from support.extraction import (
     mesh_over,
     new_net,
     on_the_device,
+    plan_for,
     raised_by,
     raises_soon,
     shard_qwen2,
@@ -39,7 +40,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fsdp_doctor import PlanMismatch, RankLeft, full_tensors
 from fsdp_doctor.extract import agreement, full
-from fsdp_doctor.extract.plan import Arguments, plan_of
 from fsdp_doctor.fsdp import private
 
 
@@ -231,7 +231,7 @@ TINY_BYTES = 128
 
 
 def num_buckets(model: nn.Module, bucket_bytes: int = TINY_BYTES) -> int:
-    return len(plan_of(model, Arguments.given(None, None, (), bucket_bytes, "merged"))[0].buckets)
+    return len(plan_for(model, bucket_bytes).buckets)
 
 
 def _builds() -> Iterator[tuple[nn.Module, int]]:
@@ -303,7 +303,7 @@ def test_a_rank_that_leaves_while_adapters_are_merged_leaves_no_rank_waiting() -
 
 
 @on_the_device
-def test_a_rank_without_memory_for_the_largest_of_a_window_gives_its_word_for_one_bucket_at_a_time() -> None:
+def test_a_rank_without_memory_for_the_largest_of_a_window_promises_one_bucket_at_a_time() -> None:
     model, expected = sharded_net()
     promised = []
     promise = agreement.Agreement.promise
@@ -415,7 +415,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() 
 
 @everywhere
 def test_ctrl_c_after_the_others_went_on_is_heeded_when_the_promise_is_kept() -> None:
-    """The others have gathered what all gave their word for by then."""
+    """The others have gathered what all had promised by then."""
     model, expected = sharded_net()
     wait, come = agreement.Agreement._wait, agreement.Agreement._came_to_stage
     answer_with, is_heeded = agreement.Agreement._answer_with, threading.Event()

@@ -12,7 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
-from support.extraction import MIB, adapted, assert_same, extracted, mesh_over, on_the_device, shard_qwen1, tensors_of
+from support.extraction import (
+    MIB,
+    adapted,
+    assert_same,
+    extracted,
+    mesh_over,
+    on_the_device,
+    plan_for,
+    shard_qwen1,
+    tensors_of,
+)
 from support.ranks import accelerator, this_device
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
@@ -21,9 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_doctor import full_tensors
 from fsdp_doctor.extract import BUCKET_BYTES
 from fsdp_doctor.extract.buckets import Division
-from fsdp_doctor.extract.dtypes import OutputDtypes
-from fsdp_doctor.extract.plan import Arguments, plan_of
-from fsdp_doctor.extract.sources import FlatUnit, Rows, ShardGroup, Span, TensorSpec
+from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Rows, ShardGroup, Span, TensorSpec
 from fsdp_doctor.extract.transfers import UnitGather
 from fsdp_doctor.fsdp import private
 
@@ -216,8 +224,7 @@ def test_units_larger_than_a_bucket_stay_within_what_is_promised() -> None:
         net = Stack()
         expected = tensors_of(net)
         model = _fsdp1(net, use_orig_params=True, **options)
-        arguments = Arguments.given(None, None, (), bucket, "merged")
-        planned = plan_of(model, arguments)[0]
+        planned = plan_for(model, bucket)
         assert planned.most_bytes == bucket + largest
         assert all(isinstance(one, UnitGather) for part in planned.buckets for one in part.transfers)
         assert_same(extracted(model, bucket_bytes=bucket), expected)

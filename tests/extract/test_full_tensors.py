@@ -26,8 +26,11 @@ from support.extraction import (
     mesh_over,
     new_net,
     on_the_device,
+    plan_for,
     qwen,
     shard_qwen2,
+    sharded_net,
+    sharded_net1,
     tensors_of,
     train_step,
 )
@@ -48,16 +51,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor import compare_fingerprints, fingerprint, full_state_dict, full_tensors, local_shards, weights_info
-from fsdp_doctor.extract.plan import Arguments, plan_of
 from fsdp_doctor.extract.transfers import FlatGather
 
 
 @at_any_size
 def test_fsdp2_even_and_uneven_rows_are_as_before_sharding() -> None:
     for dims in (EVEN, UNEVEN):
-        net = new_net(**dims)
-        expected = tensors_of(net)
-        model = fsdp2(net)
+        model, expected = sharded_net(dims=dims)
         for options in ({}, {"bucket_bytes": FEW_BYTES}, {"bucket_bytes": 1}, {"bucket_bytes": 3 * MIB}):
             assert_same(extracted(model, **options), expected)
 
@@ -88,9 +88,7 @@ def test_a_parameter_sharded_by_columns_is_as_before_sharding() -> None:
 @on_ranks(Setting("cpu", 4))
 def test_hsdp_gathers_each_replica() -> None:
     for dims in (EVEN, UNEVEN):
-        net = new_net(**dims)
-        expected = tensors_of(net)
-        model = fsdp2(net, mesh_over(2, 2))
+        model, expected = sharded_net(mesh_over(2, 2), dims=dims)
         for options in ({}, {"bucket_bytes": FEW_BYTES}):
             assert_same(extracted(model, **options), expected)
 
@@ -158,9 +156,7 @@ def _mixed_fsdp1(net: nn.Module) -> nn.Module:
 def test_shards_under_a_policy_are_gathered_on_the_device() -> None:
     for pin_memory in (True, False):
         for dims in (EVEN, UNEVEN):
-            net = new_net(**dims)
-            expected = tensors_of(net)
-            model = fsdp2(net, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
+            model, expected = sharded_net(dims=dims, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
             assert model.embed.weight.device.type == "cpu"
             assert model.embed.weight.to_local().is_pinned() == pin_memory
             assert_same(extracted(model), expected)
@@ -173,9 +169,7 @@ def test_shards_under_a_policy_are_gathered_on_the_device() -> None:
 def test_a_model_moved_to_the_cpu_by_hand_is_gathered_on_the_device() -> None:
     # Of uneven shards that were moved without waiting torch itself makes something else.
     for dims, non_blocking in ((EVEN, False), (UNEVEN, False), (EVEN, True)):
-        net = new_net(**dims)
-        expected = tensors_of(net)
-        model = fsdp2(net)
+        model, expected = sharded_net(dims=dims)
         model.to("cpu", non_blocking=non_blocking)
         if non_blocking:
             accelerator().synchronize()
@@ -186,9 +180,7 @@ def test_a_model_moved_to_the_cpu_by_hand_is_gathered_on_the_device() -> None:
 @on_the_device
 def test_a_half_moved_model_is_gathered() -> None:
     """``model.to(device)`` under a pinned policy moves the local tensors and leaves torch's own references behind."""
-    net = new_net()
-    expected = tensors_of(net)
-    model = fsdp2(net, offload_policy=CPUOffloadPolicy(pin_memory=True))
+    model, expected = sharded_net(offload_policy=CPUOffloadPolicy(pin_memory=True))
     model.to(this_device())
     assert_same(extracted(model), expected)
     assert_same(extracted(model, dtype=torch.bfloat16, keep_dtype=INTEGERS), cast_of(expected, torch.bfloat16))
@@ -199,19 +191,15 @@ def test_fsdp1_is_as_before_sharding() -> None:
     for use_orig_params in (False, True):
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             for dims in (EVEN, UNEVEN):
-                net = new_net(**dims, empty=False)
-                net = net if use_orig_params else all_trainable(net)
-                expected = tensors_of(net)
-                model = fsdp1(net, use_orig_params=use_orig_params, sharding_strategy=strategy)
+                options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+                model, expected = sharded_net1(dims=dims, **options)
                 assert_same(extracted(model), expected)
 
 
 @everywhere
 def test_an_fsdp1_unit_larger_than_the_bucket_is_as_before_sharding() -> None:
     for use_orig_params in (False, True):
-        net = all_trainable(new_net(empty=False))
-        expected = tensors_of(net)
-        model = fsdp1(net, use_orig_params=use_orig_params)
+        model, expected = sharded_net1(use_orig_params=use_orig_params)
         for bucket_bytes in (64 << 10, 1_000_003, 3 * MIB):
             assert_same(extracted(model, bucket_bytes=bucket_bytes), expected)
             cast = extracted(model, bucket_bytes=bucket_bytes, dtype=torch.bfloat16, keep_dtype=(*INTEGERS, "embed*"))
@@ -226,8 +214,7 @@ def test_an_fsdp1_unit_of_several_buckets_comes_in_strips() -> None:
         expected = tensors_of(net)
         model = FullyShardedDataParallel(net, device_id=this_device(), use_orig_params=use_orig_params)
         for bucket_bytes in (30_000, 64 << 10, 200_003):
-            arguments = Arguments.given(None, None, (), bucket_bytes, "merged")
-            strips = [one for bucket in plan_of(model, arguments)[0].buckets for one in bucket.transfers]
+            strips = [transfer for bucket in plan_for(model, bucket_bytes).buckets for transfer in bucket.transfers]
             assert len(strips) > 2
             assert all(isinstance(one, FlatGather) for one in strips)
             assert_same(extracted(model, bucket_bytes=bucket_bytes), expected)
@@ -253,9 +240,8 @@ def test_an_empty_parameter_in_an_fsdp1_unit_is_yielded_once() -> None:
 @on_the_device
 def test_fsdp1_under_an_offload_is_gathered_on_the_device() -> None:
     for use_orig_params in (False, True):
-        net = all_trainable(new_net(empty=False))
-        expected = tensors_of(net)
-        model = fsdp1(net, use_orig_params=use_orig_params, cpu_offload=CPUOffload(offload_params=True))
+        offload = CPUOffload(offload_params=True)
+        model, expected = sharded_net1(use_orig_params=use_orig_params, cpu_offload=offload)
         assert_same(extracted(model), expected)
         train_step(model)
         changed = extracted(model, bucket_bytes=64 << 10)
@@ -341,12 +327,9 @@ def test_a_transformer_with_gradient_checkpointing_is_as_before_sharding() -> No
 
 @everywhere
 def test_a_cast_of_shards_is_the_cast_of_the_whole() -> None:
-    expected = tensors_of(new_net())
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
-            actual = extracted(model, dtype=dtype)
-            assert_same(actual, {name: tensor for name, tensor in cast_of(expected, dtype).items() if name in actual})
-            assert set(expected) - set(actual) <= {"empty"}
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn):
+        for model, expected in (sharded_net(), sharded_net1()):
+            assert _bits(extracted(model, dtype=dtype)) == _bits(cast_of(expected, dtype))
 
 
 class _OfManyDtypes(nn.Module):
@@ -402,9 +385,7 @@ def _whole_fsdp1(net: nn.Module) -> nn.Module:
 
 @everywhere
 def test_keep_dtype_takes_names_and_patterns() -> None:
-    net = new_net()
-    expected = tensors_of(net)
-    model = fsdp2(net)
+    model, expected = sharded_net()
     frozen = [f"layers.{index}.frozen" for index in range(2)]
     for keep, kept in (
         (("large.weight",), ["large.weight"]),
@@ -419,14 +400,12 @@ def test_keep_dtype_takes_names_and_patterns() -> None:
 
 @on_the_device
 def test_a_cast_of_offloaded_shards_is_the_cast_of_the_whole() -> None:
-    net = new_net()
-    expected = cast_of(tensors_of(net), torch.bfloat16, "scale")
-    model = fsdp2(net, offload_policy=CPUOffloadPolicy(pin_memory=True))
-    assert_same(extracted(model, dtype=torch.bfloat16, keep_dtype=(*INTEGERS, "sc*")), expected)
-    net = new_net(empty=False)
-    model = fsdp1(net, cpu_offload=CPUOffload(offload_params=True))
-    del expected["empty"]
-    assert_same(extracted(model, dtype=torch.bfloat16, keep_dtype=(*INTEGERS, "sc*")), expected)
+    for model, expected in (
+        sharded_net(offload_policy=CPUOffloadPolicy(pin_memory=True)),
+        sharded_net1(cpu_offload=CPUOffload(offload_params=True)),
+    ):
+        actual = extracted(model, dtype=torch.bfloat16, keep_dtype=(*INTEGERS, "sc*"))
+        assert_same(actual, cast_of(expected, torch.bfloat16, "scale"))
 
 
 # What gloo carries under no name of its own, and 16-bit integers, which NCCL does not carry either.
@@ -479,14 +458,6 @@ def test_fsdp1_units_of_8_bit_floats_are_gathered_bit_by_bit() -> None:
 
 
 @everywhere
-def test_a_cast_to_8_bit_floats_is_the_cast_of_the_whole() -> None:
-    dtype = torch.float8_e4m3fn
-    for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
-        expected = cast_of(extracted(model), dtype, *INTEGERS)
-        assert _bits(extracted(model, dtype=dtype, keep_dtype=INTEGERS)) == _bits(expected)
-
-
-@everywhere
 def test_weights_info_is_what_full_tensors_yields() -> None:
     bfloat16 = {"dtype": torch.bfloat16, "keep_dtype": (*INTEGERS, "scale")}
     for model in (fsdp2(new_net()), fsdp1(new_net(empty=False)), new_net().to(this_device())):
@@ -509,10 +480,7 @@ def test_weights_info_needs_no_other_rank() -> None:
 @everywhere
 def test_full_state_dict_is_on_the_cpu_of_rank_0_or_all() -> None:
     cpu = torch.device("cpu")
-    for shard, empty in ((fsdp2, True), (fsdp1, False)):
-        net = new_net(empty=empty)
-        expected = tensors_of(net)
-        model = shard(net)
+    for model, expected in (sharded_net(), sharded_net1()):
         for options in ({}, {"bucket_bytes": 64 << 10}):
             state = full_state_dict(model, **options)
             assert_same(state, expected if this_rank() == 0 else {}, cpu)

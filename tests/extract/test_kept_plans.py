@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,9 @@ from support.extraction import (
     mesh_over,
     new_net,
     on_the_device,
+    plan_for,
     shard_qwen2,
+    sharded_net,
     tensors_of,
     train_step,
 )
@@ -39,14 +40,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_doctor import full_tensors, weights_info
 from fsdp_doctor.extract import plan as plans
-from fsdp_doctor.extract.plan import Arguments, plan_of
 
-ARGUMENTS = Arguments.given(None, None, (), 256 << 20, "merged")
 DEFAULTS: dict[str, Any] = {}
-
-
-def plan(model: nn.Module) -> Any:
-    return plan_of(model, ARGUMENTS)[0]
 
 
 # What needs no second plan
@@ -58,25 +53,15 @@ def test_the_plan_is_kept_while_training_changes_values_only() -> None:
         model = build(new_net(empty=False))
         train_step(model)
         extracted(model)
-        first = plan(model)
+        first = plan_for(model)
         before = extracted(model)
         train_step(model, seed=1)
+        next(iter(model.parameters())).requires_grad_(False)
         after = extracted(model)
-        assert plan(model) is first
+        assert plan_for(model) is first
         assert not torch.equal(before["layers.0.up.weight"], after["layers.0.up.weight"])
         plans.forget(model)
         assert_same(after, extracted(model))
-
-
-@on_the_device
-def test_requires_grad_and_new_values_need_no_other_plan() -> None:
-    model = fsdp2(new_net())
-    first = plan(model)
-    model.large.weight.requires_grad_(False)
-    with torch.no_grad():
-        model.large.weight.fill_(3)
-    assert plan(model) is first
-    assert extracted(model)["large.weight"].eq(3).all()
 
 
 @on_the_device
@@ -98,79 +83,58 @@ def test_a_plan_keeps_neither_the_model_nor_its_device_memory() -> None:
 # What does
 
 
-def _replace_parameter(model: Any) -> None:
-    old = model.large.weight
-    model.large.weight = nn.Parameter(DTensor.from_local(old.to_local() + 1, old.device_mesh, old.placements))
+CHANGES = (
+    *("replace parameter", "replicate", "cast parameter", "untie", "replace buffer", "make buffer transient"),
+    *("add module", "remove module", "rename module"),
+)
 
 
-def _replicate(model: Any) -> None:
-    whole = model.large.weight.full_tensor().detach()
-    model.large.weight = nn.Parameter(DTensor.from_local(whole, mesh_over(), [Replicate()]))
+def _change(model: Any, change: str) -> None:
+    weight = model.large.weight
+    match change:
+        case "replace parameter":
+            model.large.weight = _like(weight, weight.to_local() + 1)
+        case "replicate":
+            whole = weight.full_tensor().detach()
+            model.large.weight = nn.Parameter(DTensor.from_local(whole, mesh_over(), [Replicate()]))
+        case "cast parameter":
+            model.large.weight = _like(weight, weight.to_local().to(torch.bfloat16))
+        case "untie":
+            model.head.weight = _like(model.head.weight, model.head.weight.to_local() * 2)
+        case "replace buffer":
+            model.table = torch.arange(20, device=this_device()).view(4, 5)
+        case "make buffer transient":
+            scale = model.scale
+            del model.scale
+            model.register_buffer("scale", scale, persistent=False)
+        case "add module":
+            torch.manual_seed(3)
+            model.extra = nn.Linear(4, 6).to(this_device())
+        case "remove module":
+            del model.large
+        case "rename module":
+            model.big = model.large
+            del model.large
+        case _:
+            raise AssertionError(change)
 
 
-def _add_module(model: Any) -> None:
-    torch.manual_seed(3)
-    model.extra = nn.Linear(4, 6).to(this_device())
-
-
-def _remove_module(model: Any) -> None:
-    del model.large
-
-
-def _rename_module(model: Any) -> None:
-    model.big = model.large
-    del model.large
-
-
-def _untie(model: Any) -> None:
-    old = model.head.weight
-    model.head.weight = nn.Parameter(DTensor.from_local(old.to_local() * 2, old.device_mesh, old.placements))
-
-
-def _make_buffer_transient(model: Any) -> None:
-    scale = model.scale
-    del model.scale
-    model.register_buffer("scale", scale, persistent=False)
-
-
-def _replace_buffer(model: Any) -> None:
-    model.table = torch.arange(20, device=this_device()).view(4, 5)
-
-
-def _cast_parameter(model: Any) -> None:
-    old = model.large.weight
-    local = old.to_local().to(torch.bfloat16)
-    model.large.weight = nn.Parameter(DTensor.from_local(local, old.device_mesh, old.placements))
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    change.__name__.removeprefix("_"): change
-    for change in (
-        _replace_parameter,
-        _replicate,
-        _add_module,
-        _remove_module,
-        _rename_module,
-        _untie,
-        _make_buffer_transient,
-        _replace_buffer,
-        _cast_parameter,
-    )
-}
+def _like(old: Any, local: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(DTensor.from_local(local, old.device_mesh, old.placements))
 
 
 @on_the_device
 def test_a_change_of_the_model_is_in_the_next_call() -> None:
     """As in what a model yields that was changed before its first call."""
-    for name, change in CHANGES.items():
+    for change in CHANGES:
         model, other = fsdp2(new_net(**EVEN)), fsdp2(new_net(**EVEN))
         before = extracted(model)
-        change(model)
-        change(other)
+        _change(model, change)
+        _change(other, change)
         after = extracted(model)
         assert_same(after, extracted(other))
-        assert list(after) == list(weights_info(model)), name
-        assert (name == "replicate") == _are_same(before, after), name
+        assert list(after) == list(weights_info(model)), change
+        assert (change == "replicate") == _are_same(before, after), change
 
 
 def _are_same(before: Tensors, after: Tensors) -> bool:
@@ -230,8 +194,7 @@ def test_an_fsdp1_unit_that_is_moved_between_calls_is_gathered_from_where_it_is(
 
 @on_the_device
 def test_a_forward_without_a_backward_between_calls_changes_nothing_that_is_yielded() -> None:
-    model = fsdp2(new_net())
-    expected = extracted(model)
+    model, expected = sharded_net()
     for _ in range(2):
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long, device=this_device()))
@@ -240,8 +203,7 @@ def test_a_forward_without_a_backward_between_calls_changes_nothing_that_is_yiel
 
 @on_the_device
 def test_each_calls_own_arguments_are_kept_apart() -> None:
-    model = fsdp2(new_net())
-    expected = extracted(model)
+    model, expected = sharded_net()
     half = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
     for _ in range(2):
         assert_same(extracted(model, **half), cast_of(expected, torch.bfloat16))
@@ -284,34 +246,33 @@ def test_a_model_that_is_sharded_over_another_group_of_the_same_ranks_has_anothe
     mesh = DeviceMesh.from_group(dist.new_group(every), device_type(), every, mesh_dim_names=mesh_over().mesh_dim_names)
     assert mesh == mesh_over()
     model = fsdp2(new_net(**EVEN))
-    expected, first = extracted(model), plan(model)
+    expected, first = extracted(model), plan_for(model)
     for parameter in model.parameters():
         # A parameter made of a DTensor over the new mesh has the old one: torch keeps what it knows of an equal mesh.
         parameter._spec = dataclasses.replace(parameter._spec, mesh=mesh)
     assert_same(extracted(model), expected)
-    groups = {source.shard_group.group for source in plan(model).sources if hasattr(source, "shard_group")}
-    assert plan(model) is not first
+    groups = {source.shard_group.group for source in plan_for(model).sources if hasattr(source, "shard_group")}
+    assert plan_for(model) is not first
     assert groups == {mesh.get_group()}
 
 
 @everywhere
 def test_an_fsdp1_unit_over_another_group_of_the_same_ranks_has_another_plan() -> None:
     model = fsdp1(new_net(empty=False))
-    expected, first = extracted(model), plan(model)
+    expected, first = extracted(model), plan_for(model)
     model._handle.process_group = dist.new_group(list(range(world_size())))
-    assert plan(model) is not first
+    assert plan_for(model) is not first
     assert_same(extracted(model), expected)
 
 
 @on_the_device
 def test_the_plan_that_was_not_used_for_the_longest_is_dropped_first() -> None:
     net = nn.Linear(2, 2)
-    by_bytes = [Arguments.given(None, None, (), nbytes, "merged") for nbytes in range(1, 6)]
-    made = [plan_of(net, arguments)[0] for arguments in by_bytes[:4]]
-    assert plan_of(net, by_bytes[0])[0] is made[0]
-    plan_of(net, by_bytes[4])
-    assert plan_of(net, by_bytes[0])[0] is made[0]
-    assert plan_of(net, by_bytes[1])[0] is not made[1]
+    made = [plan_for(net, nbytes) for nbytes in range(1, 5)]
+    assert plan_for(net, 1) is made[0]
+    plan_for(net, 5)
+    assert plan_for(net, 1) is made[0]
+    assert plan_for(net, 2) is not made[1]
 
 
 # Calls that overlap
@@ -319,8 +280,7 @@ def test_the_plan_that_was_not_used_for_the_longest_is_dropped_first() -> None:
 
 @everywhere
 def test_two_calls_that_are_read_in_turns_yield_what_one_does() -> None:
-    model = fsdp2(new_net())
-    expected = extracted(model)
+    model, expected = sharded_net()
     for options in (DEFAULTS, {"bucket_bytes": 4096}):
         pairs = list(zip(full_tensors(model, **options), full_tensors(model, **options), strict=True))
         for own in (dict(one for one, _ in pairs), dict(other for _, other in pairs)):
@@ -329,8 +289,7 @@ def test_two_calls_that_are_read_in_turns_yield_what_one_does() -> None:
 
 @everywhere
 def test_a_call_inside_of_another_yields_what_it_does_alone() -> None:
-    model = fsdp2(new_net())
-    expected = extracted(model)
+    model, expected = sharded_net()
     outer = {}
     for index, (name, tensor) in enumerate(full_tensors(model, bucket_bytes=4096)):
         outer[name] = tensor

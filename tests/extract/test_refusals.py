@@ -24,6 +24,7 @@ from support.extraction import (
     raises_soon,
     shard_qwen1,
     shard_qwen2,
+    sharded_net,
     tensors_of,
 )
 from support.ranks import this_device, this_rank, together, world_size
@@ -31,7 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_doctor import PlanMismatch, RankLeft, fingerprint, full_state_dict, full_tensors, local_shards, weights_info
+from fsdp_doctor import PlanMismatch, fingerprint, full_state_dict, full_tensors, local_shards, weights_info
 from fsdp_doctor.extract import full
 from fsdp_doctor.extract.transfers import LocalCopy
 
@@ -82,15 +83,15 @@ def test_what_is_refused_of_a_model_without_shards_is_known_to_the_ranks_that_wa
 def test_arguments_of_another_type_are_refused_in_a_sentence() -> None:
     model = fsdp2(new_net())
     for odd, words in (
-        ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, not 'bfloat16'"),
-        ({"bucket_bytes": None}, "bucket_bytes must be an int, not None"),
-        ({"bucket_bytes": float("nan")}, "bucket_bytes must be an int, not nan"),
-        ({"keep_dtype": None}, "keep_dtype must be names, or patterns of them, not None"),
-        ({"keep_dtype": [1]}, "keep_dtype must be names, or patterns of them, not [1]"),
+        ({"dtype": "bfloat16"}, "not 'bfloat16'"),
+        ({"bucket_bytes": None}, "not None"),
+        ({"bucket_bytes": float("nan")}, "not nan"),
+        ({"keep_dtype": None}, "not None"),
+        ({"keep_dtype": [1]}, "not [1]"),
     ):
         for call in (extracted, full_state_dict, lambda model, **odd: list(local_shards(model, **odd)), fingerprint):
             together()
-            with raises_soon(TypeError, words):
+            with raises_soon(TypeError, *odd, words):
                 call(model, **odd)  # type: ignore[operator]
 
 
@@ -105,8 +106,7 @@ def test_what_is_no_model_is_refused_in_a_sentence() -> None:
 
 @everywhere
 def test_a_shard_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
-    model = fsdp2(new_net())
-    expected = extracted(model)
+    model, expected = sharded_net()
     whole = model.large.weight._local_tensor
     if this_rank() == 1:
         model.large.weight._local_tensor = whole.to("meta")
@@ -120,15 +120,9 @@ def test_a_shard_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
 def test_an_fsdp1_unit_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
     model = fsdp1(new_net(empty=False))
     expected = extracted(model)
-    flat = model._handle.flat_param
-    whole = flat.data
-    shard = torch.nn.Parameter(whole.to("meta"))
-    with (
-        mock.patch("fsdp_doctor.fsdp.private.fsdp1.flat_shard", return_value=shard)
-        if this_rank() == 1
-        else mock.MagicMock(),
-        raises_soon(RuntimeError if this_rank() == 1 else RankLeft, "is on the meta device"),
-    ):
+    shard = torch.nn.Parameter(model._handle.flat_param.data.to("meta"))
+    on_meta = mock.patch("fsdp_doctor.fsdp.private.fsdp1.flat_shard", return_value=shard)
+    with on_meta if this_rank() == 1 else mock.MagicMock(), raised_by(1, RuntimeError, "is on the meta device"):
         extracted(model)
     assert_same(extracted(model), expected)
 
@@ -180,17 +174,6 @@ def test_adapters_that_are_active_on_some_ranks_only_are_known_to_all() -> None:
         for layer in layers:
             layer.enable_adapters(True)
         assert_close(extracted(model), expected)
-
-
-@on_the_device
-def test_a_word_that_is_none_refused_on_one_rank_is_known_to_all_where_adapters_are_merged() -> None:
-    pytest.importorskip("peft")
-    model = shard_qwen2(adapted())
-    for call in (local_shards, lambda model, **options: fingerprint(model, combined=False, **options)):
-        together()
-        with raised_by(0, ValueError, "lora"):
-            list(call(model, **({"lora": "other"} if this_rank() == 0 else {})))  # type: ignore[operator]
-    assert len(extracted(model)) == len(weights_info(model))
 
 
 @on_the_device

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor import RankLeft, full_tensors
+from fsdp_doctor.extract.plan import Arguments, Plan, plan_of
 from support.ranks import Setting, device_type, on_ranks, this_device, this_rank, world_size
 
 Tensors = dict[str, torch.Tensor]
@@ -110,11 +111,14 @@ def fsdp2(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.
     return fully_shard(net, mesh=mesh, **options)
 
 
-def sharded_net(mesh: DeviceMesh | None = None) -> tuple[Any, Tensors]:
+Sharded = tuple[Any, Tensors]
+
+
+def sharded_net(mesh: DeviceMesh | None = None, *, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded:
     """(a Net under FSDP2, what it was before)."""
-    net = new_net()
+    net = new_net(**dims)
     expected = tensors_of(net)
-    return fsdp2(net, mesh), expected
+    return fsdp2(net, mesh, **options), expected
 
 
 def fsdp1(net: nn.Module, *, use_orig_params: bool = True, **options: Any) -> nn.Module:
@@ -123,6 +127,14 @@ def fsdp1(net: nn.Module, *, use_orig_params: bool = True, **options: Any) -> nn
     for index, layer in enumerate(net.layers):
         net.layers[index] = FullyShardedDataParallel(layer, **every)
     return FullyShardedDataParallel(net, **every)
+
+
+def sharded_net1(*, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded:
+    """(a Net under FSDP1, what it was before)."""
+    net = new_net(**dims, empty=False)
+    net = net if options.get("use_orig_params", True) else all_trainable(net)
+    expected = tensors_of(net)
+    return fsdp1(net, **options), expected
 
 
 def all_trainable(net: nn.Module) -> nn.Module:
@@ -188,6 +200,10 @@ def shard_qwen1(model: Any, **options: Any) -> Any:
     for index, layer in enumerate(layers):
         layers[index] = FullyShardedDataParallel(layer, **every)
     return FullyShardedDataParallel(model, **every)
+
+
+def plan_for(model: nn.Module, bucket_bytes: int = 256 << 20) -> Plan:
+    return plan_of(model, Arguments.given(None, None, (), bucket_bytes, "merged"))[0]
 
 
 # Comparisons

@@ -57,7 +57,7 @@ MODULE_CALL = nn.Module._call_impl.__code__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSwitches:
-    """Of one unit; the defaults are torch's.
+    """How one unit reduces its gradients, as whoever set it last left it; the defaults are torch's.
 
     synchronizes: whether a backward reduces its gradients. all_reduces: over the replicas, too.
     ends: whether a backward is the last before the optimizer's step, at whose end torch waits for what it has reduced.

@@ -75,7 +75,7 @@ class Fsdp2Unit:
         It can where the parameter is placed as when it was sharded (``FSDPParam._sharding_spec``), in the same dtype
         (``orig_dtype``).
         """
-        found: list[tuple[nn.Parameter, bool]] = []
+        moved: list[tuple[nn.Parameter, bool]] = []
         for param, parameter in moved_parameters(self.state):
             spec = get(param, "_sharding_spec")
             is_placed = (parameter.device_mesh, parameter.placements, parameter.shape) == (  # type: ignore[attr-defined]
@@ -84,8 +84,8 @@ class Fsdp2Unit:
                 spec.shape,
             )
             is_same_dtype = parameter.dtype == get(param, "orig_dtype")
-            found.append((parameter, is_placed and is_same_dtype and bool(local_tensor(parameter).is_contiguous())))
-        return found
+            moved.append((parameter, is_placed and is_same_dtype and bool(local_tensor(parameter).is_contiguous())))
+        return moved
 
     def follow_moved(self) -> None:
         """Makes it gather from the memory that its parameters have now: ``FSDPParam.reset_sharded_param``.
