@@ -11,8 +11,8 @@ import torch
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import built_scenario, checkpoints
-from fsdp_doctor.case.extraction import Extraction
-from fsdp_doctor.case.loading import Loading
+from fsdp_doctor.case.extraction import ExtractionSteps
+from fsdp_doctor.case.loading import LoadingSteps
 from fsdp_doctor.case.paths.lookup import (
     PathArguments,
     PathFunction,
@@ -21,7 +21,7 @@ from fsdp_doctor.case.paths.lookup import (
     in_context,
     load_user_path,
 )
-from fsdp_doctor.case.recorder import Agreement, Recorder, RecordSink
+from fsdp_doctor.case.recorder import Recorder, RecordSink, SharedOutcome
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.side_effects import SideEffects, torch_functions
 from fsdp_doctor.case.trainer import Trainer, Unsupported
@@ -32,7 +32,11 @@ from fsdp_doctor.verdict.records import Record, failure_from
 
 
 class CaseRun:
-    """The life of one case of the matrix. :meth:`run` is all of it; the plugin calls its parts.
+    """The life of one case of the matrix: :meth:`run` is all of it, and the plugin calls its parts.
+
+    Build and train; take the reference; offload; stage; look at the state; run the method and verify what it did;
+    agree with the other ranks; offload again and load; train the next step; clean up the process; report the record.
+    Where a method that extracts and one that loads differ, ``ExtractionSteps`` and ``LoadingSteps`` say how.
 
     given: what the method is called with, once the case is prepared.
     undoes_staging: whether a staged module is moved back to the CPU before the next step.
@@ -58,12 +62,12 @@ class CaseRun:
         self._side_effects = side_effects
         self._recorder = Recorder(case.id, report)
         self.undoes_staging = method.undoes_staging
-        self._steps: Extraction | Loading
+        self._steps: ExtractionSteps | LoadingSteps
         match method.direction:
             case "out":
-                self._steps = Extraction(case.scenario, method, runtime, self._recorder)
+                self._steps = ExtractionSteps(case.scenario, method, runtime, self._recorder)
             case "in":
-                self._steps = Loading(case.scenario, method, runtime, self._recorder, saved)
+                self._steps = LoadingSteps(case.scenario, method, runtime, self._recorder, saved)
             case _:
                 assert_never(method.direction)
 
@@ -143,12 +147,12 @@ class CaseRun:
     def go_on(self, trainer: Trainer | None) -> Trainer | None:
         """Agrees with the other ranks and trains the next step. Returns the trainer if it may be used again."""
         recorder = self._recorder
-        agreement = Agreement() if self.record.unsupported else recorder.agree(self._runtime)
-        if agreement.works and recorder.unbroken and trainer:
+        outcome = SharedOutcome() if self.record.unsupported else recorder.agree(self._runtime)
+        if outcome.works and recorder.unbroken and trainer:
             with recorder.catching():
                 self._train_on(trainer)
-            agreement = recorder.agree(self._runtime)
-        reusable = recorder.unbroken and not agreement.poisoned and self._steps.is_reusable()
+            outcome = recorder.agree(self._runtime)
+        reusable = recorder.unbroken and not outcome.poisoned and self._steps.is_reusable()
         return trainer if reusable else None
 
     def _train_on(self, trainer: Trainer) -> None:
@@ -180,8 +184,8 @@ class CaseRun:
         """
         if not is_user_path(self._method.name) or self._runtime.with_ledgers or not self.record.healthy:
             return False
-        agreement = self._recorder.agree(self._runtime)
-        return agreement.works and agreement.sound
+        outcome = self._recorder.agree(self._runtime)
+        return outcome.works and outcome.sound
 
 
 class CaseRunner:

@@ -187,7 +187,7 @@ def _as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Ten
 
 
 def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
-    """What the model is to hold after a load of a checkpoint of that fit, in the dtypes of its parameters.
+    """The weights that the model must have after a load of a checkpoint of that fit, in the dtypes of its parameters.
 
     A name that the checkpoint lacks is left out.
     """
@@ -196,7 +196,7 @@ def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch
 
 
 def start_of(scenario: Scenario) -> Start:
-    """What a trainer has before a load: other weights, or none yet, and other options than the run that was saved."""
+    """The start of a trainer before a load: other weights, or none yet, and other options than the saved run."""
     return Start(
         weights="meta" if scenario.init.is_meta else "other",
         options=_OTHER_OPTIONS,
@@ -237,7 +237,7 @@ class SavedCheckpoints:
         return trainer
 
     def next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
-        """What the step after a load must end in: the next step of the run that was saved, if it can be compared.
+        """The outcome that the step after a load must have: that of the saved run's next step, if it can be compared.
 
         Where weights alone are loaded, or another number of ranks saved the run: the step of a model to which the
         same state is written by hand.

@@ -167,7 +167,7 @@ class ExtractionCheck:
         return max(0, now - allocated) if now is not None and allocated is not None else 0
 
 
-class Extraction:
+class ExtractionSteps:
     """The steps of a case of the matrix whose method extracts weights; see :class:`case_run.CaseRun`."""
 
     state: Any = None

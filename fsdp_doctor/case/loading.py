@@ -24,7 +24,7 @@ from fsdp_doctor.matrix.paths import Path
 from fsdp_doctor.verdict.records import failure_from
 
 
-class Loading:
+class LoadingSteps:
     """The steps of a case whose method loads weights, the optimizer's state, or both; see :class:`case_run.CaseRun`.
 
     A checkpoint that does not fit is either refused on every rank or loaded right.

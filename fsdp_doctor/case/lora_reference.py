@@ -1,4 +1,4 @@
-"""What the weights of a model with LoRA adapters are, merged and adapter alone: from the reference, on the host.
+"""The weights of a model with LoRA adapters, merged and adapter alone: from the reference, on the host.
 
 The product is computed in float64. A method that merges rounds three times: the product, its scaling, the sum. So not
 one value of a merged weight is right but all that are as near to the exact one as rounding can bring a method.

@@ -35,7 +35,7 @@ class _RankState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class SharedOutcome:
     """What the ranks know together after a call of the method.
 
     works: all ranks ended alike, and the model's process group carries a collective. poisoned: the training state of
@@ -130,7 +130,7 @@ class Recorder:
         self._torch_functions.reapply()
         self.add(retire=side_effects.undo())
 
-    def agree(self, runtime: Runtime) -> Agreement:
+    def agree(self, runtime: Runtime) -> SharedOutcome:
         """Tells the other ranks how this one ended, and tries their process group. Every rank must call it.
 
         Whether the group works decides whether the next case may run in the same workers.
@@ -154,10 +154,10 @@ class Recorder:
             if not failed:
                 self.add(failure=failure_from(error))
             self.add(healthy=False)
-            return Agreement()
+            return SharedOutcome()
         if alike and not works:
             self.note("poisoned", "a collective over the model's group gives a wrong sum")
-        return Agreement(
+        return SharedOutcome(
             works=works, poisoned=any(rank.poisoned for rank in ranks), sound=all(rank.sound for rank in ranks)
         )
 

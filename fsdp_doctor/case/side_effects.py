@@ -1,4 +1,4 @@
-"""What a method changes in the process beside its model: it is undone, or no other case runs in the process.
+"""Undoes what a method changes in the process beside its model, or says that no other case may run in the process.
 
 It decides no verdict: a case is judged with all that its method left in place.
 """

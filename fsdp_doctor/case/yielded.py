@@ -1,4 +1,4 @@
-"""What a method yields: each entry is read to the host and held against the contract and the reference."""
+"""Reads each entry that a method yields to the host, and compares it with the contract and the reference."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _pair(item: Any) -> tuple[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedYield:
-    """What a method is to yield on one rank, where, and in which dtype.
+    """The entries that a method must yield on one rank, their devices and dtypes.
 
     compute_dtype: to which FSDP casts parameters for the computation; None where it casts nothing.
     parameter_devices: the device that each parameter and buffer reports when the method starts, by its name.

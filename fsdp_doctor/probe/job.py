@@ -1,4 +1,4 @@
-"""What the ranks of a run have in common, which rank 0 tells the others over the store."""
+"""The job of a run, the same on all ranks; rank 0 shares it over the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every worker of the run is told, the same on all ranks.
+    """The cases of a run and how to run them, the same on all ranks.
 
     scratch: a directory that the run may write to; on another node than rank 0's, one of the same name.
     training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.

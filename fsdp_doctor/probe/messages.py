@@ -1,4 +1,4 @@
-"""What the processes of a run tell one another, as records, and the records as lines of JSON."""
+"""The messages between the processes of a run, as records, and their form as lines of JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Workers as their supervisor sees them: forked processes, what they say, how they end; alone, or one for each rank."""
+"""Starts workers, takes in their messages and ends them: one, or one for each rank of a node."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import signal
@@ -12,10 +13,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
+from typing_extensions import assert_never
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.probe import worker
@@ -52,29 +53,11 @@ def poll_seconds(since_beginning: float) -> float:
     return _SHORT_POLL if since_beginning < _SHORT_PHASE else _LONG_POLL
 
 
-@dataclass(kw_only=True)
-class _State:
-    """What is known of the case or start that is under way."""
-
-    record: Record | None = None
-    ready: Ready | None = None
-    refused: Refused | None = None
-    phase_report: PhaseReport | None = None
-    exit: str = ""
-    exit_time: float = 0.0
-    oom_killed: bool = False
-    oom_kills_before: int = field(default_factory=lambda: _kernel_oom_kills())
-    stopped: Stop = ""
-    stopped_detail: str = ""
-    process_state: str = ""
-    stack: str = ""
-    garbled: str = ""
-
-
 class WorkerProcess:
     """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again.
 
-    run: the worker's whole life, called in the fork.
+    run: the worker's whole life, called in the fork. ended: whether the process is gone.
+    phase_report: the report of pytest in the worker on its phase of a test.
     """
 
     def __init__(self, rank: int, run: Callable[[WorkerEnds], None]) -> None:
@@ -98,7 +81,6 @@ class WorkerProcess:
         theirs.close()
         os.close(output_write)
         os.close(stacks_write)
-        self._rank = rank
         self._channel = ours
         self._pipes = (output_read, stacks_read)
         self._selector = selectors.DefaultSelector()
@@ -114,14 +96,19 @@ class WorkerProcess:
         self._stacks = b""
         self.ended = False
         self._closed = False
-        self._state = _State()
         self._activity: Activity | None = None
+        self._report = RankReport(rank=rank)
+        self._oom_kills_before = _kernel_oom_kills()
+        self.phase_report: PhaseReport | None = None
 
     def begin(self, command: str) -> None:
         """Sends the worker its next command, a line. One that died since the last one reports that of this one."""
-        before, self._state = self._state, _State()
+        before = self._report
+        self._report = RankReport(rank=before.rank)
         if self.ended:
-            self._state.exit, self._state.exit_time = before.exit, before.exit_time
+            self._note(exit=before.exit, exit_time=before.exit_time)
+        self._oom_kills_before = _kernel_oom_kills()
+        self.phase_report = None
         self._output = b""
         self._activity = None
         with contextlib.suppress(OSError):
@@ -142,47 +129,32 @@ class WorkerProcess:
             self._reap()
 
     def report(self) -> RankReport:
-        """What is known of this rank's part in the case or the start that is under way."""
-        state = self._state
-        return RankReport(
-            rank=self._rank,
-            record=state.record,
-            exit=state.exit,
-            exit_time=state.exit_time,
-            oom_killed=state.oom_killed,
-            stopped=state.stopped,
-            stopped_detail=state.stopped_detail,
-            process_state=state.process_state,
-            stack=state.stack,
-            garbled=state.garbled,
-            output=short(self._output.decode(errors="replace")),
-            refused=state.refused,
-            ready=state.ready,
-        )
+        """This rank's part in the case or the start that is under way, as far as it is known."""
+        return dataclasses.replace(self._report, output=short(self._output.decode(errors="replace")))
 
     @property
     def record(self) -> Record | None:
         """The worker's last record of its case."""
-        return self._state.record
-
-    @property
-    def phase_report(self) -> PhaseReport | None:
-        """The report of pytest in the worker on its phase of a test."""
-        return self._state.phase_report
+        return self._report.record
 
     @property
     def settled(self) -> bool:
         """Whether the report of the case or the start is final."""
-        state = self._state
-        done = state.record is not None and state.record.done
-        return bool(done or state.ready or state.refused or state.exit or state.garbled or state.stopped)
+        report = self._report
+        done = report.record is not None and report.record.done
+        return bool(done or report.ready or self._has_ended)
 
     @property
     def in_trouble(self) -> bool:
         """Whether this rank can keep the others from finishing."""
-        state = self._state
-        failed = state.record is not None and state.record.failure is not None
-        return bool(failed or state.refused or state.exit or state.garbled or state.stopped)
+        report = self._report
+        failed = report.record is not None and report.record.failure is not None
+        return failed or self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
+        report = self._report
+        return bool(report.refused or report.exit or report.garbled or report.stopped)
 
     @property
     def suspended(self) -> bool:
@@ -217,12 +189,11 @@ class WorkerProcess:
         """Ends the worker for a reason that goes into the report, after its stacks are taken."""
         if self.settled:
             return
-        state = self._state
         # What the worker says from here on may come of being woken for its stack.
-        state.stopped, state.stopped_detail, state.exit_time = why, detail, time.time()
-        state.process_state = _STATE_IN_WORDS.get(self._process_status(), "")
+        state = _STATE_IN_WORDS.get(self._process_status(), "")
+        self._note(stopped=why, stopped_detail=detail, exit_time=time.time(), process_state=state)
         self._ask_for_stacks()
-        state.stack = short(self._stacks.decode(errors="replace"))
+        self._note(stack=short(self._stacks.decode(errors="replace")))
         self.kill()
 
     def kill(self) -> None:
@@ -284,9 +255,14 @@ class WorkerProcess:
         if by_us:
             return
         code = os.waitstatus_to_exitcode(status)
-        self._state.exit = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._state.exit_time = time.time()
-        self._state.oom_killed = code == -signal.SIGKILL and _kernel_oom_kills() > self._state.oom_kills_before
+        self._note(
+            exit=signal.Signals(-code).name if code < 0 else f"exit code {code}",
+            exit_time=time.time(),
+            oom_killed=code == -signal.SIGKILL and _kernel_oom_kills() > self._oom_kills_before,
+        )
+
+    def _note(self, **fields: Any) -> None:
+        self._report = dataclasses.replace(self._report, **fields)
 
     def _drain(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
@@ -302,29 +278,31 @@ class WorkerProcess:
 
     def _take_messages(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
-        if self._state.stopped:
+        if self._report.stopped:
             return
         for line in lines:
             self._take_message(line)
         if not data and self._partial:
-            self._state.garbled = _excerpt(self._partial)
+            self._note(garbled=_excerpt(self._partial))
             self._partial = b""
 
     def _take_message(self, line: bytes) -> None:
         try:
             message = decode(line, MESSAGES)
         except ValueError:
-            self._state.garbled = _excerpt(line)
+            self._note(garbled=_excerpt(line))
             return
         match message:
             case Record():
-                self._state.record = message
+                self._note(record=message)
             case Ready():
-                self._state.ready = message
+                self._note(ready=message)
             case Refused():
-                self._state.refused = message
+                self._note(refused=message)
             case PhaseReport():
-                self._state.phase_report = message
+                self.phase_report = message
+            case _:
+                assert_never(message)
 
     def _take_output(self, data: bytes) -> None:
         self._output = (self._output + data)[-_OUTPUT_KEPT:]

@@ -1,9 +1,8 @@
-"""From what all ranks report to one verdict. Pure functions over values; nothing here runs a case.
+"""Turns the reports of all ranks into one verdict. Pure functions over values; nothing here runs a case.
 
-Rules: a missing record is never a pass. Cause before cascade: what happened first outranks what
-followed from it, and "connection closed by peer" is never the cause while another rank has a
-better one. What the doctor itself did (ending a worker at a deadline) is not held against the
-worker.
+Rules: a missing record is never a pass. Cause before cascade: the first event outranks those that
+follow from it, and "connection closed by peer" is never the cause while another rank has a better one.
+A worker is not blamed for what the doctor did to it, such as ending it at a deadline.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ MEANING: dict[VerdictKind, str] = {
     "lost": "the doctor's own fault: no result",
 }
 
-# Of cases that ran, what is as it should be; and of cases that ran nothing.
+# The verdicts of cases that ran and are as they should be; and of cases that ran nothing.
 GOOD: frozenset[VerdictKind] = frozenset({"ok", "refused"})
 NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
 
 BAD_ON_EXACT = "bad on the exact checkpoint too"
 
-# Where the doctor works, and not the case.
+# The stages in which the doctor works, and not the case.
 OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "verify")
-# Where the path under test is at work.
+# The stages in which the method under test works.
 _PATH_STAGES = ("extract", "save", "load", "test")
 
 PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
@@ -100,28 +99,28 @@ class Verdict:
         return self.kind not in GOOD | NOT_RUN
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Event:
-    """Something that ended a rank's part in the case, with the time at which it did."""
+    """Something that ended a rank's part in the case. In their order: causes first, then by time and rank."""
 
+    cascade: bool
     time: float
     rank: int
     kind: VerdictKind
     text: str
-    cascade: bool = False
 
 
 def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
-    """The verdict over all ranks' reports of one case.
-
-    A refusal is none until :func:`judged_refusal` has said so.
-    """
+    """The verdict over all ranks' reports of one case; a refusal must then go through :func:`judged_refusal`."""
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
         return Verdict(kind="lost", reason=f"no report came from {_ranks(missing)}", ranks=tuple(missing))
     if refusals := _refusals(reports):
         return Verdict(kind="refused", reason=refusals[0])
-    events = sorted((event for report in reports for event in _events(report)), key=_by_cause)
+    events = sorted(
+        (event for report in reports for event in _events(report)),
+        key=lambda event: (event.cascade, event.time, event.rank),
+    )
     hanging = [report for report in reports if report.stopped == "deadline"]
     if hanging and all(event.cascade for event in events):
         return _hang(hanging, reports)
@@ -135,9 +134,9 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
 
 
 def judged_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
-    """The verdict of a case that every rank refused. exact: that of the same path with the exact checkpoint.
+    """The verdict of a case that every rank refused. exact: that of the same method with the exact checkpoint.
 
-    A path that is bad on that one protects nobody by refusing another: it raised an exception, no more.
+    A method that is bad on the exact checkpoint refuses nothing: it raised an exception.
     """
     if exact.kind in GOOD:
         return refusal
@@ -147,27 +146,27 @@ def judged_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict
 
 
 def workers_are_whole(reports: Sequence[RankReport]) -> bool:
-    """Whether every rank went through the case alike and its group still works, so that its worker can go on."""
+    """Whether every rank ended the case alike and the process group still works, so that the workers can go on."""
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
-    if any(map(_left, reports)):
+    if any(map(_ended, reports)):
         return False
     return len({record.failure is None for record in records if record is not None}) == 1
 
 
 def died_before(reports: Sequence[RankReport]) -> bool:
-    """Whether a worker was gone when the case came."""
+    """Whether a worker had ended when the case began."""
     return any(report.exit and report.record is None for report in reports)
 
 
 def fold(text: str) -> str:
-    """``text`` without the device indices in which equal failures differ from rank to rank."""
+    """``text`` without device indices, in which equal failures differ from rank to rank."""
     return _DEVICE_INDEX.sub(r"\1", text)
 
 
 def without_seconds(text: str) -> str:
-    """``text`` without how long was waited for what did not come."""
+    """``text`` without the seconds of a deadline."""
     return _SECONDS.sub("", text)
 
 
@@ -177,9 +176,9 @@ def is_cascade(failure: Failure) -> bool:
 
 
 def waiting_in(stack: str) -> str:
-    """What the stopped rank waited in: a function of torch.distributed, or the device; empty if neither.
+    """The function of torch.distributed, or the device, for which the rank waited; empty if it did not.
 
-    ``stack`` is what faulthandler wrote; its current thread is the main thread of the worker.
+    stack: as faulthandler wrote it; its current thread is the main thread of the worker.
     """
     frames = _frames(stack)
     if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
@@ -196,25 +195,21 @@ def _frames(stack: str) -> list[tuple[str, str]]:
 
 
 def _is_idle(stack: str) -> bool:
-    """Whether the rank waited for something of its own process, or of the system, and for no other rank."""
+    """Whether the rank waited for a thread, process or file, and for no other rank."""
     frames = _frames(stack)
     return bool(frames and _WAITS_OF_PYTHON.search(frames[0][0]))
 
 
 def _refusals(reports: Sequence[RankReport]) -> list[str]:
-    """The exceptions with which all ranks refused a checkpoint and nothing else was found; none where one did not."""
-    records = [report.record for report in reports if report.record is not None and not _left(report)]
-    refusals = [one.refusal for one in records if one.done and one.refusal and not one.problems]
+    """The exceptions with which all ranks refused a checkpoint; empty where a rank did not, or found problems."""
+    records = [report.record for report in reports if report.record is not None and not _ended(report)]
+    refusals = [record.refusal for record in records if record.done and record.refusal and not record.problems]
     return refusals if len(refusals) == len(reports) else []
 
 
-def _left(report: RankReport) -> bool:
+def _ended(report: RankReport) -> bool:
     """Whether the rank ended, or its supervisor ended it."""
     return bool(report.exit or report.garbled or report.stopped)
-
-
-def _by_cause(event: _Event) -> tuple[bool, float, int]:
-    return (event.cascade, event.time, event.rank)
 
 
 def _events(report: RankReport) -> list[_Event]:
@@ -227,17 +222,16 @@ def _events(report: RankReport) -> list[_Event]:
         kind = _kind_of(failure, record.stage)
         before = "" if kind != "crash" or record.stage in _PATH_STAGES else f"{record.stage}: "
         text = record.call_in_words + before + failure.summary
-        events.append(_Event(failure.time, report.rank, kind, text, cascade))
+        events.append(_Event(cascade, failure.time, report.rank, kind, text))
     if report.exit:
         kind = "oom" if report.oom_killed else "died"
-        text = f"ended with {report.exit}" + (
-            ": the kernel's out-of-memory killer was at work" if report.oom_killed else ""
-        )
-        events.append(_Event(report.exit_time, report.rank, kind, text + _in_stage(report)))
+        killer = ": the kernel's out-of-memory killer was at work" if report.oom_killed else ""
+        text = f"ended with {report.exit}{killer}"
+        events.append(_Event(False, report.exit_time, report.rank, kind, text + _in_stage(report)))
     if report.stopped == "memory":
-        events.append(_Event(report.exit_time, report.rank, "oom", report.stopped_detail))
+        events.append(_Event(False, report.exit_time, report.rank, "oom", report.stopped_detail))
     if report.garbled:
-        events.append(_Event(float("inf"), report.rank, "lost", f"wrote half a record: {report.garbled}"))
+        events.append(_Event(False, float("inf"), report.rank, "lost", f"wrote half a record: {report.garbled}"))
     return events
 
 
@@ -250,39 +244,31 @@ def _kind_of(failure: Failure, stage: str) -> VerdictKind:
 
 
 def _from_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
-    """The first event is the cause; the rest is told as what followed."""
+    """The verdict where something ended a rank: the first event is the cause, the others followed."""
     first = events[0]
     alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
     cause = min(alike, key=lambda event: event.rank)
     ranks = tuple(sorted({event.rank for event in alike}))
     where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
-    found = _problems(reports)
-    if cause.kind == "poisoned" and found and _severity(found[0].kind) < _severity("poisoned"):
+    problems = _problems(reports)
+    if cause.kind == "poisoned" and problems and _severity(problems[0].kind) < _severity("poisoned"):
         # The extraction itself was bad already; that training fails too comes second.
-        worst, *others = found
-        followed = [problem.sentence for problem in others] + [f"next training step: {where}{cause.text}"]
-        return Verdict(kind=worst.kind, reason=worst.text, ranks=worst.ranks, also=tuple(followed))
-    others_said = [_what_of(report, events) for report in reports if report.rank not in ranks]
-    return Verdict(
-        kind=cause.kind,
-        reason=where + cause.text,
-        ranks=ranks,
-        also=tuple(text for text in (*others_said, *(problem.sentence for problem in found)) if text),
-    )
+        return _worst(problems, f"next training step: {where}{cause.text}")
+    others = [_other_rank(report, events) for report in reports if report.rank not in ranks]
+    sentences = (*others, *(problem.sentence for problem in problems))
+    return Verdict(kind=cause.kind, reason=where + cause.text, ranks=ranks, also=tuple(filter(None, sentences)))
 
 
-def _what_of(report: RankReport, events: list[_Event]) -> str:
-    """One sentence on a rank that is not the cause."""
-    own = [event for event in events if event.rank == report.rank]
-    if own:
-        return f"rank {report.rank} then: {own[0].text}"
-    if report.stopped:
-        return f"rank {report.rank} {_standing(report)}"
-    return ""
+def _other_rank(report: RankReport, events: list[_Event]) -> str:
+    """A sentence on a rank that is not the cause; empty if nothing happened to it."""
+    event = next((event for event in events if event.rank == report.rank), None)
+    if event is not None:
+        return f"rank {report.rank} then: {event.text}"
+    return f"rank {report.rank} {_activity(report)}" if report.stopped else ""
 
 
-def _standing(report: RankReport) -> str:
-    """Where a rank stood when it was stopped."""
+def _activity(report: RankReport) -> str:
+    """What a rank was doing when it was stopped."""
     if report.process_state:
         return report.process_state + _in_stage(report)
     if waits := waiting_in(report.stack):
@@ -294,31 +280,26 @@ def _in_stage(report: RankReport) -> str:
     if report.record is None:
         return " before the case began"
     stage = report.record.stage
-    told = (report.record.call_in_words + ("" if stage in _PATH_STAGES else stage)).removesuffix(": ")
-    return f" ({told})" if told else ""
+    where = (report.record.call_in_words + ("" if stage in _PATH_STAGES else stage)).removesuffix(": ")
+    return f" ({where})" if where else ""
 
 
 def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
-    """The ranks to look at: those that wait for nobody, else those still in the path, else all."""
-    still_in = [r for r in hanging if r.process_state or not _agreeing(r)]
+    """The verdict on a hang. Its ranks are those that wait for no other, else those still in the method, else all."""
+    stages = {report.rank: report.record.stage if report.record else None for report in hanging}
+    still_in = [r for r in hanging if r.process_state or stages[r.rank] != "agree"]
     busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
-    named = busy or still_in or list(hanging)
-    standing = "; ".join(f"rank {report.rank} {_standing(report)}" for report in hanging)
-    own = all(report.record and report.record.stage in OWN_STAGES for report in hanging)
+    activities = "; ".join(f"rank {report.rank} {_activity(report)}" for report in hanging)
     return Verdict(
-        kind="lost" if own else "hang",
-        reason=f"{hanging[0].stopped_detail}: {standing}",
-        ranks=tuple(report.rank for report in named),
+        kind="lost" if all(stage in OWN_STAGES for stage in stages.values()) else "hang",
+        reason=f"{hanging[0].stopped_detail}: {activities}",
+        ranks=tuple(report.rank for report in busy or still_in or hanging),
         also=tuple(problem.sentence for problem in _problems(reports)),
     )
 
 
-def _agreeing(report: RankReport) -> bool:
-    return report.record is not None and report.record.stage == "agree"
-
-
 @dataclass(frozen=True)
-class _Found:
+class _SharedProblem:
     kind: ProblemKind
     text: str
     ranks: tuple[int, ...]
@@ -328,17 +309,23 @@ class _Found:
         return f"{self.kind}: {self.text}"
 
 
-def _problems(reports: Sequence[RankReport]) -> list[_Found]:
-    """All problems, worst kind first; one that all ranks share is told once."""
+def _problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
+    """All problems, the worst kind first, each once with the ranks that share it."""
     ranks_of: dict[tuple[ProblemKind, str], list[int]] = {}
     for report in reports:
         for problem in report.record.problems if report.record else ():
             ranks_of.setdefault((problem.kind, fold(problem.detail)), []).append(report.rank)
-    found = []
+    problems = []
     for (kind, detail), ranks in ranks_of.items():
         where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
-        found.append(_Found(kind, where + detail, tuple(ranks)))
-    return sorted(found, key=lambda problem: _severity(problem.kind))
+        problems.append(_SharedProblem(kind, where + detail, tuple(ranks)))
+    return sorted(problems, key=lambda problem: _severity(problem.kind))
+
+
+def _worst(problems: Sequence[_SharedProblem], *also: str) -> Verdict:
+    worst, *others = problems
+    sentences = (*(problem.sentence for problem in others), *also)
+    return Verdict(kind=worst.kind, reason=worst.text, ranks=worst.ranks, also=sentences)
 
 
 def _severity(kind: ProblemKind) -> int:
@@ -347,20 +334,12 @@ def _severity(kind: ProblemKind) -> int:
 
 def _from_records(reports: Sequence[RankReport]) -> Verdict:
     reasons = {r.record.unsupported for r in reports if r.record and r.record.unsupported}
-    found = _problems(reports)
-    if reasons and not found:
+    problems = _problems(reports)
+    if reasons and not problems:
         if not all(r.record and r.record.unsupported for r in reports):
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
-    if not found:
-        return Verdict(kind="ok")
-    worst = found[0]
-    return Verdict(
-        kind=worst.kind,
-        reason=worst.text,
-        ranks=worst.ranks,
-        also=tuple(problem.sentence for problem in found[1:]),
-    )
+    return _worst(problems) if problems else Verdict(kind="ok")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

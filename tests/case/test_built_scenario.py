@@ -74,15 +74,20 @@ def _in_its_state(scenario: Scenario) -> Trainer:
     return trainer
 
 
-def _named(trainer: Trainer, scenario: Scenario) -> set[str]:
+@functools.cache
+def _facts(scenario: Scenario) -> BuiltFacts:
+    trainer = _in_its_state(scenario)
+    return facts_of(trainer.model, trainer.optimizer)
+
+
+def _named(facts: BuiltFacts, scenario: Scenario) -> set[str]:
     asked = asked_for(scenario, device="emulated", ranks=world_size())
-    found = mismatches(facts_of(trainer.model, trainer.optimizer), asked)
-    return {sentence.partition(":")[0] for sentence in found}
+    return {sentence.partition(":")[0] for sentence in mismatches(facts, asked)}
 
 
 @on_ranks(_TWO)
 def test_what_is_built_otherwise_than_its_id_says_is_noticed_by_the_name_of_each_fact() -> None:
-    named = [_named(_in_its_state(built), asked) for built, asked, _ in _OTHERWISE]
+    named = [_named(_facts(built), asked) for built, asked, _ in _OTHERWISE]
     assert named == [facts for _, _, facts in _OTHERWISE]
 
 
@@ -90,7 +95,7 @@ def test_what_is_built_otherwise_than_its_id_says_is_noticed_by_the_name_of_each
 def test_what_is_built_as_its_id_says_differs_in_nothing() -> None:
     scenarios = dict.fromkeys(scenario for built, asked, _ in _OTHERWISE for scenario in (built, asked))
     # The process group of this test is one for all of them.
-    named = {one.id: _named(_in_its_state(one), one) for one in scenarios if one.backend == "mixed"}
+    named = {scenario.id: _named(_facts(scenario), scenario) for scenario in scenarios if scenario.backend == "mixed"}
     assert not any(named.values()), named
 
 
@@ -98,7 +103,8 @@ def test_what_is_built_as_its_id_says_differs_in_nothing() -> None:
 def test_experts_on_no_mesh_of_their_own_and_another_number_of_ranks_are_noticed() -> None:
     trainer = _in_its_state(_PLAIN.changed(model="qwen3-moe"))
     if private.has_placements_on_meshes():
-        assert _named(trainer, _PLAIN.changed(model="qwen3-moe", sharding="experts")) == {"groups"}
+        facts = facts_of(trainer.model, trainer.optimizer)
+        assert _named(facts, _PLAIN.changed(model="qwen3-moe", sharding="experts")) == {"groups"}
     with pytest.raises(NotAsNamed, match=r"spreads: .* ranks: 2 where 3 was asked for"):
         check(trainer.model, trainer.optimizer, trainer.scenario, device="emulated", ranks=3)
 
@@ -115,9 +121,9 @@ def test_a_model_of_anybodys_is_held_against_facts_that_are_asked_for_alone() ->
 
 
 def test_every_fact_can_be_asked_for_by_an_id() -> None:
-    asked = [asked_for(one, device="cuda", ranks=2) for one in (_PLAIN, _PLAIN.changed(staging="staged"))]
+    asked = [asked_for(scenario, device="cuda", ranks=2) for scenario in (_PLAIN, _PLAIN.changed(staging="staged"))]
     fields = [field.name for field in dataclasses.fields(BuiltFacts)]
-    assert [name for name in fields if all(getattr(one, name) is None for one in asked)] == []
+    assert [name for name in fields if all(getattr(facts, name) is None for facts in asked)] == []
 
 
 def test_an_offload_that_does_nothing_is_no_verdict_about_a_method(tmp_path: pathlib.Path) -> None:

@@ -54,7 +54,7 @@ def test_what_is_found_on_one_rank_keeps_all_from_a_second_call() -> None:
 
 @_TWO_RANKS
 def test_what_is_left_in_the_process_of_one_rank_keeps_all_from_a_second_call() -> None:
-    assert _calls(f"{_SCENARIO}/faults.leftovers:thread_on_rank_1") == 1
+    assert _calls(f"{_SCENARIO}/faults.side_effects:thread_on_rank_1") == 1
 
 
 @_TWO_RANKS

@@ -75,7 +75,7 @@ def test_the_modules_of_the_paths_import_nothing_of_ours() -> None:
     """A script of ``fsdp-doctor repro`` has their functions as they stand."""
     room = ROOT / "fsdp_doctor" / "case" / "paths"
     modules = [*room.glob("on_*.py"), *room.glob("into_*.py")]
-    assert len(modules) == 6
+    assert len(modules) == 5
     for module in modules:
         for node in ast.walk(ast.parse(module.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -116,3 +116,17 @@ def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
     assert (done.code, done.stdout) == (2, "")
     assert f"a path has no argument {parameter!r}" in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("no_such_module:function", "cannot import no_such_module: ModuleNotFoundError"),
+        ("faults.values:no_such_function", "no_such_function in faults.values does not exist"),
+        ("faults.values:not_a_function", "is a str, not a function"),
+    ],
+)
+def test_what_is_no_function_of_the_users_is_a_usage_error(path: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence) as refusal:
+        load_user_path(path)
+    assert "\n" not in str(refusal.value)

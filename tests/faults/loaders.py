@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ import fsdp_doctor
 from fsdp_doctor import promises
 
 State = dict[str, Any]
+Loader = Callable[[nn.Module, State], None]
 _NORM, _HEAD = "model.norm.weight", "lm_head.weight"
 _loads = promises(direction="in")
+_loads_optimizer = promises(direction="in", loads="optimizer")
 
 
 def _load(model: nn.Module, state: State) -> None:
@@ -25,6 +28,25 @@ def _load(model: nn.Module, state: State) -> None:
 def _local(model: nn.Module, name: str) -> torch.Tensor:
     parameter = model.get_parameter(name)
     return parameter.to_local().detach()  # type: ignore[attr-defined, no-any-return]
+
+
+def _loads_other(change: Callable[[torch.Tensor], torch.Tensor]) -> Loader:
+    """The honest loader, given other tensors."""
+
+    def loader(model: nn.Module, state: State) -> None:
+        _load(model, {name: change(tensor) for name, tensor in state.items()})
+
+    return _loads(loader)
+
+
+def _then(act: Callable[[Any], object]) -> Loader:
+    """The honest loader, and then something is done to the model."""
+
+    def loader(model: nn.Module, state: State) -> None:
+        _load(model, state)
+        act(model)
+
+    return _loads(loader)
 
 
 @_loads
@@ -37,19 +59,21 @@ def loads_nothing(model: nn.Module, state: State) -> None:
     """As a load under the wrong names does with strict=False."""
 
 
-@_loads
-def leaves_one_out(model: nn.Module, state: State) -> None:
+def _leave_one_out(model: nn.Module, state: State, ranks: tuple[int, ...]) -> None:
     before = _local(model, _NORM).clone()
     _load(model, state)
-    _local(model, _NORM).copy_(before)
+    if dist.get_rank() in ranks:
+        _local(model, _NORM).copy_(before)
+
+
+@_loads
+def leaves_one_out(model: nn.Module, state: State) -> None:
+    _leave_one_out(model, state, (0, 1))
 
 
 @_loads
 def leaves_one_out_on_rank_1(model: nn.Module, state: State) -> None:
-    before = _local(model, _NORM).clone()
-    _load(model, state)
-    if dist.get_rank() == 1:
-        _local(model, _NORM).copy_(before)
+    _leave_one_out(model, state, (1,))
 
 
 @_loads
@@ -58,44 +82,52 @@ def loads_the_other_ranks_rows(model: nn.Module, state: State) -> None:
     _load(model, {**state, _HEAD: torch.cat([bottom, top])})
 
 
-@_loads
-def flips_one_bit(model: nn.Module, state: State) -> None:
-    _load(model, state)
+def _flip_one_bit(model: nn.Module) -> None:
     if dist.get_rank() == 1:
         _local(model, _HEAD).view(torch.int32).view(-1)[7] ^= 1
 
 
-@_loads
-def rounds_through_bfloat16(model: nn.Module, state: State) -> None:
-    _load(model, {name: tensor.bfloat16().float() for name, tensor in state.items()})
+def _first_buffer(model: nn.Module) -> torch.Tensor:
+    return next(iter(model.buffers()))
 
 
-@_loads
-def flushes_what_is_subnormal(model: nn.Module, state: State) -> None:
-    smallest = torch.finfo(torch.float32).tiny
-    _load(model, {name: tensor.where(tensor.abs() >= smallest, tensor * 0) for name, tensor in state.items()})
+def _cast_a_buffer(model: nn.Module) -> None:
+    _first_buffer(model).data = _first_buffer(model).data.double()
 
 
-@_loads
-def loses_the_sign_of_zero(model: nn.Module, state: State) -> None:
-    _load(model, {name: tensor + 0.0 for name, tensor in state.items()})
+def _move_a_buffer(model: nn.Module) -> None:
+    _first_buffer(model).data = _first_buffer(model).data.cpu()
 
 
-@_loads
-def replaces_nan(model: nn.Module, state: State) -> None:
-    keep = {"posinf": torch.inf, "neginf": -torch.inf}
-    _load(model, {name: tensor.nan_to_num(nan=0.0, **keep) for name, tensor in state.items()})
+def _lose_a_parameter(model: nn.Module) -> None:
+    del model.get_submodule("model.norm")._parameters["weight"]
 
 
-@_loads
-def replaces_infinity(model: nn.Module, state: State) -> None:
-    _load(model, {name: tensor.nan_to_num(nan=torch.nan) for name, tensor in state.items()})
+def _lie_in_wait_for_the_step(model: nn.Module) -> None:
+    shard = _local(model, _NORM)
+
+    def spoil(*_: object) -> None:
+        shard.add_(1)
+
+    model.register_forward_pre_hook(spoil)
 
 
-@_loads
-def replaces_the_parameters(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    model.load_state_dict(dict(model.state_dict()), assign=True)
+_SMALLEST = torch.finfo(torch.float32).tiny
+_INFINITIES = {"posinf": torch.inf, "neginf": -torch.inf}
+rounds_through_bfloat16 = _loads_other(lambda tensor: tensor.bfloat16().float())
+flushes_what_is_subnormal = _loads_other(lambda tensor: tensor.where(tensor.abs() >= _SMALLEST, tensor * 0))
+loses_the_sign_of_zero = _loads_other(lambda tensor: tensor + 0.0)
+replaces_nan = _loads_other(lambda tensor: tensor.nan_to_num(nan=0.0, **_INFINITIES))
+replaces_infinity = _loads_other(lambda tensor: tensor.nan_to_num(nan=torch.nan))
+flips_one_bit = _then(_flip_one_bit)
+replaces_the_parameters = _then(lambda model: model.load_state_dict(dict(model.state_dict()), assign=True))
+freezes_a_parameter = _then(lambda model: model.get_parameter(_NORM).requires_grad_(False))
+leaves_one_layer_in_eval_mode = _then(lambda model: model.get_submodule("model.layers.1.mlp").eval())
+spoils_a_buffer_that_no_state_dict_has = _then(lambda model: _first_buffer(model).mul_(2))
+casts_a_buffer_that_no_state_dict_has = _then(_cast_a_buffer)
+moves_a_buffer_that_no_state_dict_has_to_the_host = _then(_move_a_buffer)
+loses_a_parameter = _then(_lose_a_parameter)
+loads_when_the_step_comes = _then(_lie_in_wait_for_the_step)
 
 
 @_loads
@@ -108,38 +140,6 @@ def leaves_the_old_values_in_the_flat_parameter(model: Any, state: State) -> Non
     _load(model, state)
     for flat, old in zip(flat_parameters, before, strict=True):
         flat.data = old
-
-
-@_loads
-def freezes_a_parameter(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    model.get_parameter(_NORM).requires_grad_(False)
-
-
-@_loads
-def leaves_one_layer_in_eval_mode(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    model.get_submodule("model.layers.1.mlp").eval()
-
-
-@_loads
-def spoils_a_buffer_that_no_state_dict_has(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    next(iter(model.buffers())).mul_(2)
-
-
-@_loads
-def casts_a_buffer_that_no_state_dict_has(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    first = next(iter(model.buffers()))
-    first.data = first.data.double()
-
-
-@_loads
-def moves_a_buffer_that_no_state_dict_has_to_the_host(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    first = next(iter(model.buffers()))
-    first.data = first.data.cpu()
 
 
 @_loads
@@ -164,24 +164,6 @@ def refuses_what_does_not_fit_and_spoils_what_does(model: nn.Module, state: Stat
 
 
 @_loads
-def loses_a_parameter(model: nn.Module, state: State) -> None:
-    _load(model, state)
-    del model.get_submodule("model.norm")._parameters["weight"]
-
-
-@_loads
-def loads_when_the_step_comes(model: nn.Module, state: State) -> None:
-    """The weights are right until the next training step begins."""
-    _load(model, state)
-    shard = _local(model, _NORM)
-
-    def spoil(*_: object) -> None:
-        shard.add_(1)
-
-    model.register_forward_pre_hook(spoil)
-
-
-@_loads
 def raises_on_rank_0_alone(model: nn.Module, state: State) -> None:
     if dist.get_rank() == 0:
         raise KeyError("planted on rank 0")
@@ -195,39 +177,39 @@ def ends_the_process_on_rank_1(model: nn.Module, state: State) -> None:
     dist.barrier()
 
 
-@promises(direction="in", loads="optimizer")
+@_loads_optimizer
 def honest_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     fsdp_doctor.load_optimizer_state(model, optimizer, state)
 
 
-@promises(direction="in", loads="optimizer")
+@_loads_optimizer
 def forgets_the_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     honest_optimizer(model, optimizer, state)
     optimizer.state.clear()
 
 
-@promises(direction="in", loads="optimizer")
+@_loads_optimizer
 def is_a_step_behind(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     honest_optimizer(model, optimizer, state)
     for values in optimizer.state.values():
         values["step"] -= 1
 
 
-@promises(direction="in", loads="optimizer")
+@_loads_optimizer
 def keeps_the_new_learning_rate(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     before = optimizer.param_groups[0]["lr"]
     honest_optimizer(model, optimizer, state)
     optimizer.param_groups[0]["lr"] = before
 
 
-@promises(direction="in", loads="optimizer")
+@_loads_optimizer
 def swaps_the_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     honest_optimizer(model, optimizer, state)
     for values in optimizer.state.values():
         values["exp_avg"], values["exp_avg_sq"] = values["exp_avg_sq"], values["exp_avg"]
 
 
-@promises(direction="in", loads="optimizer")
+@_loads_optimizer
 def rounds_the_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     honest_optimizer(model, optimizer, state)
     for values in optimizer.state.values():

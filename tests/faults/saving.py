@@ -5,6 +5,7 @@ A worker imports this module when it starts, one that saves too: so it can chang
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
@@ -54,11 +55,12 @@ def _double_the_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _save(trainer: Any, directory: pathlib.Path) -> None:
-    """Rank 1 fails in the way that the environment names, in one scenario; rank 0 waits for it."""
-    if trainer.scenario.id != os.environ["FSDP_DOCTOR_TEST_SCENARIO"]:
+    """Rank 1 fails in the way that the environment names for the scenario; rank 0 waits for it."""
+    fault = json.loads(os.environ["FSDP_DOCTOR_TEST_FAULTS"]).get(trainer.scenario.id)
+    if fault is None:
         _AS_IT_IS(trainer, directory)
     elif dist.get_rank() == 1:
-        _FAULTS[os.environ["FSDP_DOCTOR_TEST_FAULT"]]()
+        _FAULTS[fault]()
     dist.barrier(group=trainer.runtime.control)
 
 
@@ -78,5 +80,5 @@ def _hang() -> None:
 
 
 _FAULTS = {"raise": _raise, "die": _die, "hang": _hang}
-if "FSDP_DOCTOR_TEST_FAULT" in os.environ:
+if "FSDP_DOCTOR_TEST_FAULTS" in os.environ:
     checkpoints.save_as_frameworks = _save

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 import fsdp_doctor
 
 Entries = Iterator[tuple[str, torch.Tensor]]
+_NORM, _HEAD = "model.norm.weight", "lm_head.weight"
 
 _kept: list[Any] = []
 
@@ -23,8 +24,27 @@ def honest(model: nn.Module) -> Entries:
     yield from fsdp_doctor.full_tensors(model)
 
 
+def _each(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[[nn.Module], Entries]:
+    """The honest function, but that each tensor is changed."""
+    return lambda model: ((name, change(name, tensor)) for name, tensor in honest(model))
+
+
+def _then(act: Callable[[Any], object]) -> Callable[[nn.Module], Entries]:
+    """The honest function, and then something is done to the model."""
+
+    def function(model: nn.Module) -> Entries:
+        yield from honest(model)
+        with torch.no_grad():
+            act(model)
+
+    return function
+
+
+# What is yielded.
+
+
 def drops_a_key(model: nn.Module) -> Entries:
-    return (entry for entry in honest(model) if entry[0] != "model.norm.weight")
+    return (entry for entry in honest(model) if entry[0] != _NORM)
 
 
 def invents_a_key(model: nn.Module) -> Entries:
@@ -35,7 +55,7 @@ def invents_a_key(model: nn.Module) -> Entries:
 def yields_a_key_twice(model: nn.Module) -> Entries:
     for name, tensor in honest(model):
         yield name, tensor
-        if name == "model.norm.weight":
+        if name == _NORM:
             yield name, tensor
 
 
@@ -53,18 +73,16 @@ def flips_one_bit(model: nn.Module) -> Entries:
         yield name, tensor
 
 
-def changes_a_shape(model: nn.Module) -> Entries:
-    for name, tensor in honest(model):
-        yield name, tensor.T.contiguous() if name == "lm_head.weight" else tensor
-
-
-def returns_bfloat16(model: nn.Module) -> Entries:
-    return ((name, tensor.to(torch.bfloat16)) for name, tensor in honest(model))
-
-
-@fsdp_doctor.promises(dtype="any")
-def returns_bfloat16_and_says_so(model: nn.Module) -> Entries:
-    return returns_bfloat16(model)
+_SMALLEST = torch.finfo(torch.float32).tiny
+_INFINITIES = {"posinf": torch.inf, "neginf": -torch.inf}
+changes_a_shape = _each(lambda name, tensor: tensor.T.contiguous() if name == _HEAD else tensor)
+flushes_what_is_subnormal = _each(lambda _, tensor: tensor.where(tensor.abs() >= _SMALLEST, tensor * 0))
+loses_the_sign_of_zero = _each(lambda _, tensor: tensor + 0.0)
+replaces_nan = _each(lambda _, tensor: tensor.nan_to_num(nan=0.0, **_INFINITIES))
+replaces_infinity = _each(lambda _, tensor: tensor.nan_to_num(nan=torch.nan))
+yields_what_has_no_data = _each(lambda n, tensor: torch.empty_like(tensor, device="meta") if n == _HEAD else tensor)
+returns_bfloat16 = _each(lambda _, tensor: tensor.to(torch.bfloat16))
+returns_bfloat16_and_says_so = fsdp_doctor.promises(dtype="any")(_each(lambda _, tensor: tensor.to(torch.bfloat16)))
 
 
 def returns_data_on_rank_0_only(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,156 +99,10 @@ def yields_shards(model: nn.Module) -> Any:
     return model.state_dict()
 
 
-def flushes_what_is_subnormal(model: nn.Module) -> Entries:
-    smallest = torch.finfo(torch.float32).tiny
-    return ((name, tensor.where(tensor.abs() >= smallest, tensor * 0)) for name, tensor in honest(model))
-
-
-def loses_the_sign_of_zero(model: nn.Module) -> Entries:
-    return ((name, tensor + 0.0) for name, tensor in honest(model))
-
-
-def replaces_nan(model: nn.Module) -> Entries:
-    keep = {"posinf": torch.inf, "neginf": -torch.inf}
-    return ((name, tensor.nan_to_num(nan=0.0, **keep)) for name, tensor in honest(model))
-
-
-def replaces_infinity(model: nn.Module) -> Entries:
-    return ((name, tensor.nan_to_num(nan=torch.nan)) for name, tensor in honest(model))
-
-
-def keeps_memory(model: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = dict(honest(model))
-    _kept.append(tensors)
-    return tensors
-
-
-def changes_a_weight(model: nn.Module) -> Entries:
-    yield from honest(model)
-    with torch.no_grad():
-        next(model.parameters()).mul_(1.5)
-
-
-def changes_weights_when_the_model_is_loaded(model: nn.Module) -> Entries:
-    """Leaves everything as it was, and lies in wait for the framework's next model.to(device)."""
-    yield from honest(model)
-    original = model.to
-
-    def to(*args: Any, **kwargs: Any) -> nn.Module:
-        with torch.no_grad():
-            next(model.parameters()).mul_(3)
-        return original(*args, **kwargs)
-
-    model.to = to  # type: ignore[method-assign]
-
-
-def changes_a_weight_on_rank_1(model: nn.Module) -> Entries:
-    yield from honest(model)
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            next(iter(model.parameters())).add_(1)
-
-
-def leaves_eval_mode(model: nn.Module) -> Entries:
-    yield from honest(model.eval())
-
-
-def freezes_a_parameter(model: nn.Module) -> Entries:
-    yield from honest(model)
-    next(model.parameters()).requires_grad_(False)
-
-
-def leaves_a_hook(model: nn.Module) -> Entries:
-    yield from honest(model)
-    model.model.layers[1].register_full_backward_hook(lambda module, coming, going: None)
-
-
-def leaves_no_hook(model: nn.Module) -> Entries:
-    handle = model.model.layers[1].register_full_backward_hook(lambda module, coming, going: None)
-    yield from honest(model)
-    handle.remove()
-
-
-def leaves_another_divisor(model: Any) -> Entries:
-    yield from honest(model)
-    model.model.layers[1].set_gradient_divide_factor(4.0)
-
-
-def leaves_the_number_of_ranks_as_divisor(model: Any) -> Entries:
-    """What torch divides by anyway."""
-    yield from honest(model)
-    model.set_gradient_divide_factor(dist.get_world_size())
-
-
-def leaves_a_layer_unsynchronized(model: Any) -> Entries:
-    model.model.layers[1].set_requires_gradient_sync(False)
-    yield from honest(model)
-
-
-def leaves_it_synchronized(model: Any) -> Entries:
-    model.set_requires_gradient_sync(False)
-    yield from honest(model)
-    model.set_requires_gradient_sync(True)
-
-
-def leaves_backwards_that_do_not_end(model: Any) -> Entries:
-    yield from honest(model)
-    model.set_is_last_backward(False)
-
-
-def leaves_a_layer_unsharded(model: Any) -> Entries:
-    yield from honest(model)
-    model.model.layers[1].unshard()
-
-
-def leaves_a_layer_sharded_again(model: Any) -> Entries:
-    model.model.layers[1].unshard()
-    model.model.layers[1].reshard()
-    yield from honest(model)
-
-
-def wraps_a_forward(model: nn.Module) -> Entries:
-    yield from honest(model)
-    layer = model.model.layers[0].self_attn
-    layer.forward = functools.partial(layer.forward)
-
-
-def casts_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
-    yield from honest(model)
-    first = next(iter(model.buffers()))
-    first.data = first.data.double()
-
-
-def moves_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
-    yield from honest(model)
-    first = next(iter(model.buffers()))
-    first.data = first.data.cpu()
-
-
-def changes_a_buffer_of_no_state_dict(model: nn.Module) -> Entries:
-    yield from honest(model)
-    model.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq.flip(0))
-
-
-def changes_an_option_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
-    yield from honest(model)
-    optimizer.param_groups[0]["weight_decay"] = 0.5
-
-
-def has_the_optimizer_do_nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
-    yield from honest(model)
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-
-
 def never_ends(model: nn.Module) -> Entries:
     yield from honest(model)
     for number in itertools.count():
         yield f"model.surprise.{number}", torch.zeros(1)
-
-
-def yields_what_has_no_data(model: nn.Module) -> Entries:
-    for name, tensor in honest(model):
-        yield name, torch.empty_like(tensor, device="meta") if name == "lm_head.weight" else tensor
 
 
 @fsdp_doctor.promises(device="cpu")
@@ -251,23 +123,8 @@ def returns_what_has_arrived(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def replaces_a_parameter(model: nn.Module) -> Entries:
-    """With an equal one, which the optimizer does not know."""
-    yield from honest(model)
-    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
-
-
 def yields_names_that_are_none(model: nn.Module) -> Any:
     return (([name], tensor) for name, tensor in honest(model))
-
-
-def breaks_the_next_step(model: nn.Module) -> Entries:
-    yield from honest(model)
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("planted in the next training step")
-
-    model.register_forward_pre_hook(refuse)
 
 
 def raises_everywhere(model: nn.Module) -> Any:
@@ -294,3 +151,101 @@ def good(model: nn.Module) -> Entries:
 good_1 = good_2 = good_3 = honest
 
 not_a_function = "text"
+
+
+# What is left behind.
+
+
+def keeps_memory(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = dict(honest(model))
+    _kept.append(tensors)
+    return tensors
+
+
+def _first(model: nn.Module) -> Any:
+    return next(model.parameters())
+
+
+def _cast_a_buffer(model: nn.Module) -> None:
+    first = next(iter(model.buffers()))
+    first.data = first.data.double()
+
+
+def _move_a_buffer(model: nn.Module) -> None:
+    first = next(iter(model.buffers()))
+    first.data = first.data.cpu()
+
+
+def _replace_a_parameter(model: Any) -> None:
+    """With an equal one, which the optimizer does not know."""
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+
+
+def _wrap_a_forward(model: Any) -> None:
+    layer = model.model.layers[0].self_attn
+    layer.forward = functools.partial(layer.forward)
+
+
+def _lie_in_wait_for_the_load(model: nn.Module) -> None:
+    """Everything is as it was until the framework's next ``model.to(device)``."""
+    original = model.to
+
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        with torch.no_grad():
+            _first(model).mul_(3)
+        return original(*args, **kwargs)
+
+    model.to = to  # type: ignore[method-assign]
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("planted in the next training step")
+
+
+def _hook(model: Any) -> Any:
+    return model.model.layers[1].register_full_backward_hook(lambda module, coming, going: None)
+
+
+changes_a_weight = _then(lambda model: _first(model).mul_(1.5))
+changes_a_weight_on_rank_1 = _then(lambda model: _first(model).add_(1) if dist.get_rank() == 1 else None)
+changes_weights_when_the_model_is_loaded = _then(_lie_in_wait_for_the_load)
+leaves_eval_mode = _then(lambda model: model.eval())
+freezes_a_parameter = _then(lambda model: _first(model).requires_grad_(False))
+replaces_a_parameter = _then(_replace_a_parameter)
+leaves_a_hook = _then(_hook)
+leaves_no_hook = _then(lambda model: _hook(model).remove())
+leaves_another_divisor = _then(lambda model: model.model.layers[1].set_gradient_divide_factor(4.0))
+# What torch divides by anyway.
+leaves_the_number_of_ranks_as_divisor = _then(lambda model: model.set_gradient_divide_factor(dist.get_world_size()))
+leaves_a_layer_unsynchronized = _then(lambda model: model.model.layers[1].set_requires_gradient_sync(False))
+leaves_backwards_that_do_not_end = _then(lambda model: model.set_is_last_backward(False))
+leaves_a_layer_unsharded = _then(lambda model: model.model.layers[1].unshard())
+wraps_a_forward = _then(_wrap_a_forward)
+casts_a_buffer_of_no_state_dict = _then(_cast_a_buffer)
+moves_a_buffer_of_no_state_dict = _then(_move_a_buffer)
+changes_a_buffer_of_no_state_dict = _then(
+    lambda model: model.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq.flip(0))
+)
+breaks_the_next_step = _then(lambda model: model.register_forward_pre_hook(_refuse))
+
+
+def leaves_it_synchronized(model: Any) -> Entries:
+    model.set_requires_gradient_sync(False)
+    yield from honest(model)
+    model.set_requires_gradient_sync(True)
+
+
+def leaves_a_layer_sharded_again(model: Any) -> Entries:
+    model.model.layers[1].unshard()
+    model.model.layers[1].reshard()
+    yield from honest(model)
+
+
+def changes_an_option_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
+    yield from honest(model)
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def has_the_optimizer_do_nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
+    yield from honest(model)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]

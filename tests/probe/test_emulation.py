@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 import torch
-from program import Run, doctor, probe, user_paths
+from program import Run, doctor, probe
 from support.emulation import needs_emulation
 
 from fsdp_doctor.known.catalogue import KnownFailure, expected_failures, known_failures
@@ -99,8 +99,14 @@ def _of_four_ranks(entry: KnownFailure) -> bool:
     return "tp" in entry.evidence.split("/")
 
 
-def _probe_cases(directory: pathlib.Path, *cases: str, options: tuple[str, ...] = (), device: str = "emulated") -> Run:
-    return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device=device)
+def _probe_cases(
+    directory: pathlib.Path,
+    *cases: str,
+    options: tuple[str, ...] = (),
+    device: str = "emulated",
+    env: dict[str, str] | None = None,
+) -> Run:
+    return probe(directory, *options, *(word for case in cases for word in ("--case", case)), device=device, env=env)
 
 
 def _case(case_id: str) -> Case:
@@ -146,8 +152,15 @@ def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: Kn
     assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
 
 
-def test_without_late_completion_no_race_shows(tmp_path: pathlib.Path) -> None:
-    run = _probe_cases(tmp_path, *_RACES, options=("--no-late-completion",))
+def test_without_an_accelerator_the_emulated_device_is_the_default_and_without_late_completion_no_race_shows(
+    tmp_path: pathlib.Path,
+) -> None:
+    needs_emulation()
+    options = ("--no-late-completion", "--expect", "known")
+    run = _probe_cases(tmp_path, *_RACES, options=options, device="auto", env=_without_gpus())
+    assert run.code == 0, run.stderr
+    assert run.report is not None
+    assert run.report.device == "emulated"
     assert {result.verdict.kind for result in run.report.results} == {"ok"}
     assert any("Late completion is off" in note for note in run.report.notes)
 
@@ -162,31 +175,6 @@ def test_a_path_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> No
     assert "OutOfMemoryError: emulated out of memory" in result.verdict.reason
     assert "total capacity of 600.00 KiB" in result.verdict.reason
     assert {report.record.stage for report in result.ranks if report.record} == {"extract"}
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
-    paths = user_paths("values:keeps_memory", "values:changes_a_weight_on_rank_1")
-    needs_emulation()
-    return probe(tmp_path_factory.mktemp("faults"), *scenario, *paths, device="auto", env=_without_gpus())
-
-
-def test_it_is_the_default_where_there_is_no_accelerator(faults: Run) -> None:
-    assert faults.report is not None
-    assert faults.report.device == "emulated"
-
-
-def test_a_leak_is_counted_in_bytes_of_the_device(faults: Run) -> None:
-    verdict = faults.result(":keeps_memory").verdict
-    assert verdict.kind == "leak"
-    assert "bytes of device memory not given back" in verdict.reason
-
-
-def test_a_change_on_one_rank_alone_has_both_ranks_build_anew(faults: Run) -> None:
-    """Otherwise one of them would go on with its model while the other builds: the next case would hang."""
-    assert faults.kind(":changes_a_weight_on_rank_1") == "poisoned"
-    assert faults.kind("/state_dict") == "ok"
 
 
 def test_without_a_compiler_the_refusal_is_one_sentence_and_names_the_cpu(tmp_path: pathlib.Path) -> None:

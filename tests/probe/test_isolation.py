@@ -31,7 +31,7 @@ def _run(directory: pathlib.Path, faults: tuple[str, ...], *limits: str) -> Run:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return _run(tmp_path_factory.mktemp("faulty"), _FAULTS, "--grace", "2", "--host-memory", "3GiB")
+    return _run(tmp_path_factory.mktemp("faulty"), _FAULTS, "--grace", "2", "--host-memory", "1536MiB")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_bad_verdicts_are_exit_code_1(faulty: Run, hanging: Run) -> None:
         ("sys_exit_3", "rank 0: ended with exit code 3"),
         ("stopped", "rank 1 was stopped by a signal"),
         ("endless_loop", "no progress in stage extract for 5 s: rank 0 waited in all_reduce; rank 1 was busy"),
-        ("eats_memory", "the limit is 3072 MiB"),
+        ("eats_memory", "the limit is 1536 MiB"),
     ],
 )
 def test_the_reason_says_what_happened(run_of: Callable[[str], Run], fault: str, reason: str) -> None:

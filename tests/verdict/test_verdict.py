@@ -27,7 +27,7 @@ from fsdp_doctor.verdict.classification import (
     judged_refusal,
     workers_are_whole,
 )
-from fsdp_doctor.verdict.records import Problem, RankReport
+from fsdp_doctor.verdict.records import Failure, Problem, RankReport
 
 
 @pytest.mark.parametrize("kind", get_args(VerdictKind))
@@ -66,17 +66,6 @@ def test_a_missing_report_outranks_what_the_others_say():
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_record_that_is_not_done_is_never_a_pass_at_any_stage(stage):
     verdict = classify([fine(0), RankReport(rank=1, record=record(stage, done=False))], 2)
-    assert (verdict.kind, verdict.ranks) == ("lost", (1,))
-
-
-def test_a_report_without_a_record_is_never_a_pass():
-    verdict = classify([RankReport(rank=0), fine(1)], 2)
-    assert (verdict.kind, verdict.ranks) == ("lost", (0,))
-
-
-@pytest.mark.parametrize("problems", [(), (("wrong", "w differs"),)])
-def test_a_rank_that_was_stopped_for_the_sake_of_others_is_never_a_pass(problems):
-    verdict = classify([fine(0), stopped(1, why="others", record={"problems": problems})], 2)
     assert (verdict.kind, verdict.ranks) == ("lost", (1,))
 
 
@@ -197,10 +186,6 @@ def test_what_goes_wrong_in_the_second_call_says_so(report, reason):
     assert classify([_in_the_second_call(report)], 1).reason == reason
 
 
-def test_a_death_is_told_though_the_record_was_done():
-    assert classify([dataclasses.replace(fine(0), exit="SIGSEGV", exit_time=3.0)], 1).kind == "died"
-
-
 # Garbled records.
 
 
@@ -299,3 +284,28 @@ def test_an_exception_beside_unsupported_is_no_crash():
 )
 def test_folding_takes_device_indices_away_and_nothing_else(text, folded):
     assert fold(text) == folded
+
+
+# The line by which a verdict reports an exception.
+
+_CARRIED = """CheckpointException ranks:dict_keys([0, 1])
+Traceback (most recent call last): (RANK 0)
+  File "torch/distributed/checkpoint/default_planner.py", line 495, in create_default_local_load_plan
+    raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
+RuntimeError: Missing key in checkpoint state_dict: model.norm.weight.
+Traceback (most recent call last): (RANK 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("", "E"),
+        ("first\nsecond", "E: first"),
+        ("Error(s) in loading:\n\tMissing key(s)\n\tmore", "E: Error(s) in loading: Missing key(s)"),
+        (_CARRIED, "E: RuntimeError: Missing key in checkpoint state_dict: model.norm.weight."),
+        (_CARRIED.splitlines()[0] + "\n" + _CARRIED.splitlines()[1], "E: CheckpointException ranks:dict_keys([0, 1])"),
+    ],
+)
+def test_the_line_says_what_went_wrong_and_no_heading(message: str, expected: str) -> None:
+    assert Failure(type="E", message=message, traceback="", time=0.0).summary == expected

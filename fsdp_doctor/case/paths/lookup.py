@@ -1,4 +1,4 @@
-"""From the name of a method to the function behind it, the user's own included, and what it is called with."""
+"""Finds the function behind the name of a method, also one of the user's, and calls it with what it asks for."""
 
 from __future__ import annotations
 

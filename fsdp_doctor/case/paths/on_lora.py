@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import peft
 import torch
 from peft import get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
@@ -51,6 +52,11 @@ def layered_summon(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
                 if (whole_name := _unwrapped(prefix + name)) not in seen:
                     seen.add(whole_name)
                     yield whole_name, full.detach().cpu()
+
+
+def set_peft_model_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> Any:
+    """Loading an adapter as peft does it."""
+    return peft.set_peft_model_state_dict(model, state)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Paths that deliver what they promise and leave something behind in the process; and one that looks for it.
+"""Methods that deliver what they promise, and then leave one thing behind in the process, on every rank or on rank 1.
 
-Each leaves one thing, on every rank or on rank 1 alone.
+Each raises AssertionError if the one before it has left anything.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import nn
 import fsdp_doctor
 
 Entries = Iterator[tuple[str, torch.Tensor]]
-Path = Callable[[nn.Module], Entries]
+Method = Callable[[nn.Module], Entries]
 
 _kept: list[Any] = []
 _random_numbers: list[Any] = []
 _DESCRIPTORS = 100
 
 
-def _leaving(leave: Callable[[], object]) -> Path:
-    def path(model: nn.Module) -> Entries:
-        yield from fsdp_doctor.full_tensors(model)
+def _leaving(leave: Callable[[], object]) -> Method:
+    def method(model: nn.Module) -> Entries:
+        yield from looks(model)
         leave()
 
-    return path
+    return method
 
 
 def _enter(context: Any) -> Callable[[], object]:
@@ -98,7 +98,7 @@ environment = _leaving(_change_the_environment)
 signal_handler = _leaving(lambda: signal.signal(signal.SIGCHLD, lambda *_: None))
 signal_that_asks_for_the_stack = _leaving(lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
 blocked_signals = _leaving(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}))
-timer = _leaving(lambda: signal.setitimer(signal.ITIMER_REAL, 0.2))
+timer = _leaving(lambda: signal.setitimer(signal.ITIMER_REAL, 600))
 garbage_collection = _leaving(gc.disable)
 descriptors = _leaving(lambda: _kept.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(_DESCRIPTORS)))
 closed_stdout = _leaving(lambda: os.close(1))
@@ -111,7 +111,7 @@ device = _leaving(_change_the_device)
 
 
 def looks(model: nn.Module) -> Entries:
-    """Raises AssertionError if anything of the above is left."""
+    """Leaves nothing."""
     state = {
         "grad mode": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype() == torch.float32,
@@ -151,13 +151,6 @@ def _random_numbers_go_on() -> bool:
     if not _random_numbers:
         _random_numbers.extend(state)
     return _random_numbers == state
-
-
-def __getattr__(name: str) -> Path:
-    """``looks_2``, ``looks_3``: the same function under as many names as a run has places for it."""
-    if name.startswith("looks_"):
-        return looks
-    raise AttributeError(name)
 
 
 if os.environ.get("FSDP_DOCTOR_TEST_NOTHING_BUILDS") and "RANK" in os.environ:
