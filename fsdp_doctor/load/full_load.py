@@ -1,4 +1,13 @@
-"""``load_full_tensors``: the life of one load of full tensors into a sharded model."""
+"""``load_full_tensors``: one load from its arguments to its report.
+
+1. read the model: every tensor is a target, with its names, its layout over the ranks, and this rank's part of it
+2. the ranks agree on targets and arguments, and who has the source; an error of one is an error of all from here on
+3. match the names, shapes and dtypes of the source with the targets
+4. allocate what the load needs, agree once more, and prepare the model for the writes
+5. read each part from the source and write it where the shard lies: each rank its own, or rank 0 everybody's
+6. check that no file changed meanwhile, and agree that no rank failed
+7. copy to the second memory of FSDP1's shards where there is one
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -233,8 +233,3 @@ def _initialize_lazily(model: Any) -> None:
     elif isinstance(model, FSDPModule):
         model.unshard()
         model.reshard()
-
-
-def recipes(strategy: Strategy, number: int) -> Iterator[Recipe]:
-    for seed in range(number):
-        yield draw(strategy, seed)
