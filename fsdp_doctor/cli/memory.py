@@ -20,7 +20,6 @@ from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.named_shapes import MOST_LAYERS
 
 if TYPE_CHECKING:
-    from fsdp_doctor.plan.job import PlanOptions
     from fsdp_doctor.report.formats import Format
 
 MEASURE_EXIT_CODES = (
@@ -140,28 +139,13 @@ class JobSizeOptions:
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.  [default: as configured]")] = None
     gpu_memory: Annotated[int, size(help="Of each device.", show_default="80GiB")] = 80 << 30
     host_memory: Annotated[int | None, size(help="Of each node.")] = None
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.  [default: as configured]")] = None
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences that are computed at once.  [default: as configured]")
+    length: Annotated[
+        int | None, typer.Option("--seq-len", min=1, help="Tokens of a sequence.  [default: as configured]")
     ] = None
-
-    def read(self, framework_version: str | None) -> PlanOptions:
-        from fsdp_doctor.plan.job import PlanOptions
-
-        for option, memory in (("--gpu-memory", self.gpu_memory), ("--host-memory", self.host_memory)):
-            if memory is not None and memory < _LEAST_MEMORY:
-                raise UsageError(f"{option} {memory}: that is {memory} bytes; give a unit, as in 80GiB")
-        return PlanOptions(
-            model=self.model,
-            layers=self.layers,
-            gpus=self.gpus,
-            nodes=self.nodes,
-            gpu_memory=self.gpu_memory,
-            host_memory=self.host_memory,
-            length=self.seq_len,
-            sequences=self.micro_batch,
-            framework_version=framework_version,
-        )
+    sequences: Annotated[
+        int | None,
+        typer.Option("--micro-batch", min=1, help="Sequences that are computed at once.  [default: as configured]"),
+    ] = None
 
 
 def plan(
@@ -182,10 +166,12 @@ def plan(
     Prints each stage of each model, what shares a device at once, and where it does not fit, each setting that
     alone makes it fit.
     """
-    asked = job.read(framework_version)
-    from fsdp_doctor.plan.job import read_job
+    for option, memory in (("--gpu-memory", job.gpu_memory), ("--host-memory", job.host_memory)):
+        if memory is not None and memory < _LEAST_MEMORY:
+            raise UsageError(f"{option} {memory}: that is {memory} bytes; give a unit, as in 80GiB")
+    from fsdp_doctor.plan.job import PlanOptions, read_job
 
-    job_setup = read_job(config, asked)
+    job_setup = read_job(config, PlanOptions(framework_version=framework_version, **vars(job)))
     options.check_versions()
     from fsdp_doctor.ledgers.ledger_views import ledgers_svg
     from fsdp_doctor.plan.job_plan import Planner
@@ -212,8 +198,8 @@ class TrainerOptions:
     strategy: Annotated[str, one_of(STRATEGIES)] = "fsdp2"
     sharding: Annotated[str, one_of(("size1", "full"))] = "size1"
     dtype: Annotated[str, one_of(("bf16", "fp32"), help="Of the trainer's parameters:")] = "bf16"
-    nproc: Annotated[
-        int, typer.Option(min=1, help="Number of ranks of the trainer; the engine is on the first device.")
+    ranks: Annotated[
+        int, typer.Option("--nproc", min=1, help="Number of ranks of the trainer; the engine is on the first device.")
     ] = 1
 
 
@@ -221,12 +207,19 @@ class TrainerOptions:
 class EngineOptions:
     PANEL: ClassVar[str] = "Engine"
 
-    gpu_memory_utilization: Annotated[
+    utilization: Annotated[
         float,
-        typer.Option(min=0.001, max=1, help="The share of the device's memory that the engine wants."),
+        typer.Option(
+            "--gpu-memory-utilization",
+            min=0.001,
+            max=1,
+            help="The share of the device's memory that the engine wants.",
+        ),
     ] = 0.8
     device: Annotated[str, one_of(devices.NAMES, help="One of")] = "auto"
-    device_memory: Annotated[int | None, size(help="Memory that each device has, for example 24GiB.")] = None
+    memory: Annotated[int | None, size("--device-memory", help="Memory that each device has, for example 24GiB.")] = (
+        None
+    )
 
 
 def rollout(
@@ -246,17 +239,8 @@ def rollout(
         from fsdp_doctor.memory import rollout
         from fsdp_doctor.plan.meta_model import on_meta
 
-    request = rollout.RolloutRequest(
-        model=trainer.model,
-        layers=trainer.layers,
-        strategy=trainer.strategy,
-        sharding="size1" if trainer.sharding == "size1" else "full",
-        dtype=trainer.dtype,
-        utilization=engine.gpu_memory_utilization,
-        device=devices.resolve(engine.device),
-        memory=engine.device_memory,
-        ranks=trainer.nproc,
-    )
+    asked = {**vars(trainer), **vars(engine), "device": devices.resolve(engine.device)}
+    request = rollout.RolloutRequest(**asked)
     weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
     attempts = rollout.start_engine_beside_trainer(request, weights, load_trainer)
     sys.stdout.write(rollout.rollout_as_text(request, attempts))

@@ -129,10 +129,6 @@ def probe(
             cases=selected.cases,
             device=ranks.run_device,
             model=selected.model,
-            timeout=limits.timeout,
-            start_timeout=limits.start_timeout,
-            grace=limits.grace,
-            host_memory=limits.host_memory,
             saved_by=ranks.saved_by,
             confirm=confirm,
             with_ledgers=outputs.memory,
@@ -142,6 +138,7 @@ def probe(
             expect=options.read_expectation(expect),
             resume_from=read_report(earlier) if earlier and earlier.exists() else None,
             host_name=outputs.host_name,
+            **vars(limits),
         ),
         ranks,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import sys
 from collections.abc import Iterator
 
-from support.rooms import EMULATED, ROOMS
+from program import run
+from support.rooms import EMULATED, ROOMS, WITHOUT_TORCH
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "fsdp_doctor"
 # What the package's root offers to users: reached by the two entry points and nobody else.
@@ -93,3 +95,11 @@ def test_a_public_type_is_defined_once() -> None:
         for name in _public_types(module):
             where.setdefault(name, []).append(_name(module))
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+
+
+def test_a_module_that_the_command_line_needs_can_be_imported_without_torch() -> None:
+    modules = [f"fsdp_doctor.{_name(module)}" for module in MODULES if _room(_name(module)) in WITHOUT_TORCH]
+    code = "import importlib, sys; sys.modules['torch'] = None; print(*map(importlib.import_module, sys.argv[1:]))"
+    done = run(sys.executable, "-c", code, *modules)
+    assert (done.code, done.stdout.count("<module ")) == (0, len(modules)), done.stderr
+    assert len(modules) > 50
