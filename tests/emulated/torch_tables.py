@@ -324,7 +324,7 @@ def exceptions() -> dict[str, str]:
     return {name: why for reasons in tomllib.loads(EXCEPTIONS.read_text()).values() for name, why in reasons.items()}
 
 
-def unforeseen(entries: Sequence[Entry], known: dict[str, str]) -> list[Entry]:
+def unexpected(entries: Sequence[Entry], known: dict[str, str]) -> list[Entry]:
     def is_known(entry: Entry) -> bool:
         names = (entry.name, f"{entry.table} {entry.name}", f"{entry.name} {entry.dtype}")
         return any(name in known for name in names)
@@ -363,12 +363,12 @@ def main() -> int:
     for entry in run_tables(options.dtypes.split(","), options.one_in, options.samples):
         entries.append(entry)
         if entry.is_unequal:
-            mark = "NEW " if unforeseen([entry], known) else "    "
+            mark = "NEW " if unexpected([entry], known) else "    "
             print(
                 f"{mark}{entry.table:15} {entry.name:44} {entry.dtype:10} {entry.outcome:9} {entry.detail}", flush=True
             )
     print(summary(entries))
-    return 1 if unforeseen(entries, known) else 0
+    return 1 if unexpected(entries, known) else 0
 
 
 if __name__ == "__main__":

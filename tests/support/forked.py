@@ -13,7 +13,6 @@ import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -28,7 +28,8 @@ from support.emulation import needs_emulation
 from support.places import ROOT, TESTS
 
 _SECONDS_OF_A_SCRIPT = 180
-_SECONDS_OF_A_PROBE = 600
+# The default matrix takes minutes, and longer beside other work.
+_SECONDS_OF_A_PROBE = 1800
 # For the other ranks, once rank 0 has ended, and for what they started.
 _SECONDS_AFTER = 10
 
@@ -127,12 +128,12 @@ def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> Doc
 def _end_all_that_hold(pipe: str) -> list[str]:
     """The command lines of the processes that have the pipe open."""
     left = []
-    for process in pathlib.Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(process.name)
-            if pid != os.getpid() and pipe in [os.readlink(file) for file in (process / "fd").iterdir()]:
-                left.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-                os.kill(pid, signal.SIGKILL)
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(OSError):
+            files = pathlib.Path(f"/proc/{process.pid}/fd").iterdir()
+            if process.pid != os.getpid() and pipe in [os.readlink(file) for file in files]:
+                left.append(" ".join(process.info["cmdline"]))
+                process.kill()
     return left
 
 
