@@ -86,10 +86,10 @@ class Started:
         return self._process.stderr.readline()
 
     def told(self, fifo: pathlib.Path) -> str:
-        """What it, or a process of its, writes into the FIFO; it may not end before that."""
+        """The text that it, or a process that it started, writes into the FIFO before it ends."""
         with open(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)) as pipe, open(os.pidfd_open(self.pid), "rb") as process:
             ready, _, _ = select.select([pipe, process], [], [], LIMIT_SECONDS)
-            assert pipe in ready, f"it told nothing: {self.wait() if ready else 'it goes on'}"
+            assert pipe in ready, f"it wrote nothing: {self.wait() if ready else 'it goes on'}"
             os.set_blocking(pipe.fileno(), True)
             return pipe.read()
 

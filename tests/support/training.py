@@ -243,9 +243,9 @@ def gradient_shards_of(model: nn.Module) -> Tensors:
 
 @contextlib.contextmanager
 def raises_saying(message: str) -> Iterator[None]:
-    said = "nothing was raised"
+    raised = "nothing was raised"
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        said = str(error)
-    assert message in said, f"{message!r} was expected: {said}"
+        raised = str(error)
+    assert message in raised, f"{message!r} was expected: {raised}"
