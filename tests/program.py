@@ -1,7 +1,8 @@
-"""Runs the real program with real processes, and sees to it that none outlives its run."""
+"""Runs the real program with real processes, and ends those that outlive its run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -14,6 +15,8 @@ import sys
 import time
 import uuid
 
+import psutil
+import pytest
 from support.emulation import needs_emulation
 from support.forked import run_doctor
 from support.places import ROOT, SHARED_DIRECTORY, TESTS
@@ -23,7 +26,7 @@ from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.records import RankReport
 
-# Guards against what never ends: the default matrix takes minutes, and longer beside other work.
+# For what never ends: the default matrix takes minutes, and longer beside other work.
 LIMIT_SECONDS = 1800
 _TAG = "FSDP_DOCTOR_TEST_RUN"
 
@@ -45,8 +48,8 @@ class Run:
     def result(self, ending: str) -> CaseResult:
         """The one case whose id ends so."""
         assert self.report is not None, self.stderr
-        (found,) = [result for result in self.report.results if result.id.endswith(ending)]
-        return found
+        (result,) = [result for result in self.report.results if result.id.endswith(ending)]
+        return result
 
     def kind(self, ending: str) -> str:
         return self.result(ending).verdict.kind
@@ -83,26 +86,20 @@ class Started:
         return self._process.stderr.readline()
 
     def told(self, fifo: pathlib.Path) -> str:
-        """What it, or a process of its, writes into the FIFO; it may not end before that."""
+        """The text that it, or a process that it started, writes into the FIFO before it ends."""
         with open(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)) as pipe, open(os.pidfd_open(self.pid), "rb") as process:
             ready, _, _ = select.select([pipe, process], [], [], LIMIT_SECONDS)
-            assert pipe in ready, f"it told nothing: {self.wait() if ready else 'it goes on'}"
+            assert pipe in ready, f"it wrote nothing: {self.wait() if ready else 'it goes on'}"
             os.set_blocking(pipe.fileno(), True)
             return pipe.read()
 
-    def alive(self) -> dict[int, str]:
-        """Process ids and command lines of all that carries this run's tag."""
-        found = {}
-        for entry in pathlib.Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    tagged = f"{_TAG}={self._tag}".encode() in (entry / "environ").read_bytes()
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if tagged and state != "Z":
-                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:
-                    continue
-        return found
+    def _tagged(self) -> list[psutil.Process]:
+        """All processes of this run that have not ended."""
+        return [
+            process
+            for process in psutil.process_iter(["environ", "cmdline", "status"])
+            if (process.info["environ"] or {}).get(_TAG) == self._tag and process.info["status"] != psutil.STATUS_ZOMBIE
+        ]
 
     def wait(self, json_file: pathlib.Path | None = None) -> Run:
         try:
@@ -115,14 +112,12 @@ class Started:
     def _end_what_is_left(self) -> list[str]:
         """What the kernel is told to kill with its supervisor may need a moment to be gone."""
         end = time.monotonic() + 5
-        while (alive := self.alive()) and time.monotonic() < end:
-            os.sched_yield()
-        for pid in alive:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        return list(alive.values())
+        while (alive := self._tagged()) and time.monotonic() < end:
+            psutil.wait_procs(alive, timeout=0.1)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        return [_command_line(process) for process in alive]
 
 
 def run(*command: str, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> Run:
@@ -130,7 +125,7 @@ def run(*command: str, env: dict[str, str] | None = None, cwd: pathlib.Path | No
 
 
 def python_prints(code: str, env: dict[str, str] | None = None) -> str:
-    """What a process of its own prints; a failure of it is one of the test."""
+    """What the code prints in a new interpreter; its failure is one of the test."""
     done = run(sys.executable, "-W", "ignore", "-c", code, env=env)
     assert done.code == 0, done.stderr
     return done.stdout
@@ -174,16 +169,18 @@ def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: di
 def default_matrix_file() -> pathlib.Path:
     """The report of the default matrix with the fix on the emulated device, run once for all tests that read it.
 
-    pytest's workers share it: the first that asks runs it, and the others wait.
+    pytest's workers share it: the first that asks runs it, and the others wait. If it fails, it fails for all of them.
     """
     directory = pathlib.Path(os.environ[SHARED_DIRECTORY])
+    problem = directory / "problem"
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (directory / "whole").exists():
-            run = probe(directory, "--fix", device="emulated")
-            assert run.report is not None, run.stderr
-            assert run.report.complete, run.stderr
-            (directory / "whole").touch()
+        if not problem.exists():
+            problem.write_text("the run of the default matrix raised in another test")
+            whole = probe(directory, "--fix", device="emulated")
+            problem.write_text("" if whole.report is not None and whole.report.complete else whole.stderr or str(whole))
+    if why := problem.read_text():
+        pytest.fail(why, pytrace=False)
     return directory / "report.json"
 
 
@@ -212,6 +209,10 @@ def torchrun_script(script: pathlib.Path, directory: pathlib.Path) -> Run:
 
 def user_paths(*names: str) -> list[str]:
     return [word for name in names for word in ("--path", f"faults.{name}")]
+
+
+def _command_line(process: psutil.Process) -> str:
+    return " ".join(process.info["cmdline"] or ())
 
 
 def _of_torchrun(name: str) -> bool:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from support.collectives import completes, input_of, inputs_of_all, unfilled
 from support.ranks import Setting, accelerator, control, on_ranks, this_device, this_rank, together, world_size
 from support.training import (
     all_ranks,
@@ -36,6 +35,27 @@ from torch.utils._pytree import tree_map_only
 
 on_two = on_ranks(Setting("emulated", 2))
 on_four = on_ranks(Setting("emulated", 4))
+
+
+def input_of(rank: int | None = None, numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank brings, on the CPU: different everywhere, small enough to be exact in bfloat16."""
+    return (torch.arange(1, numel + 1) + 4 * (this_rank() if rank is None else rank)).to(dtype)
+
+
+def inputs_of_all(dtype: torch.dtype = torch.float32, numel: int = 4) -> torch.Tensor:
+    return torch.stack([input_of(rank, numel, dtype) for rank in all_ranks()])
+
+
+def unfilled(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(sizes, -1, dtype=dtype, device=this_device())
+
+
+def completes(work: dist.Work, seconds: float = 2) -> bool:
+    end = time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.01)
+    return work.is_completed()
+
 
 _REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda all_ranks: all_ranks.sum(0),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from program import Run, Started, python_prints, run
+from program import Run, Started, run
 
 emulated: Any = pytest.importorskip("fsdp_doctor.emulated", exc_type=ImportError)
 build, EmulationUnavailable = emulated.build, emulated.EmulationUnavailable
@@ -240,82 +240,3 @@ def test_a_machine_without_a_compiler_uses_the_wheel(tmp_path: pathlib.Path) -> 
     without = {"CXX": str(tmp_path / "no-compiler"), "FSDP_DOCTOR_CACHE": str(tmp_path / "cache")}
     assert start(f"import sys; sys.path.append({str(tmp_path)!r})\n{_IMPORT}", without).wait().stdout == "5.0\n"
     assert not (tmp_path / "cache").exists()
-
-
-# Processes
-
-
-_BACKWARD = """
-import torch, fsdp_doctor.emulated
-model = torch.nn.Linear(4, 4, device="emulated")
-model(torch.ones(2, 4, device="emulated")).sum().backward()
-"""
-
-
-def test_a_program_may_end_right_after_a_backward() -> None:
-    ends = [process.wait() for process in [start(_BACKWARD) for _ in range(4)]]
-    assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 4
-
-
-def test_there_are_as_many_devices_as_ranks_on_the_host_and_a_mesh_chooses_by_local_rank() -> None:
-    code = (
-        "import torch, fsdp_doctor.emulated, torch.distributed as dist; print(torch.accelerator.device_count());"
-        "dist.init_process_group('cpu:gloo,emulated:emulated', store=dist.HashStore(), rank=0, world_size=1);"
-        "dist.init_device_mesh('emulated', (1,)); print(torch.emulated.current_device());"
-        "torch.accelerator.empty_host_cache()"
-    )
-    assert python_prints(code, env={"LOCAL_WORLD_SIZE": "12", "LOCAL_RANK": "3"}) == "12\n3\n"
-
-
-def test_a_device_of_another_name_in_its_place_is_named() -> None:
-    assert start("import torch; torch.utils.rename_privateuse1_backend('other')" + _IMPORT).wait().stdout == (
-        "EmulationUnavailable: torch has room for one device of this kind, and other is registered already\n"
-    )
-
-
-_FORK = """
-import os, torch, fsdp_doctor.emulated
-{use}
-child = os.fork()
-if child == 0:
-    try: print(torch.ones(2, device="emulated").sum().item(), flush=True)
-    except RuntimeError as error: print(error, flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-"""
-
-
-def test_a_process_that_forks_before_the_device_was_used_has_it_and_one_that_forks_after_is_refused() -> None:
-    assert python_prints(_FORK.format(use="torch.emulated.device_count()")) == "2.0\n"
-    assert python_prints(_FORK.format(use='torch.ones(1, device="emulated")')) == (
-        "Cannot re-initialize the emulated device in forked subprocess. To use the emulated device with "
-        "multiprocessing, you must use the 'spawn' start method\n"
-    )
-
-
-def test_the_device_is_initialized_when_it_is_used() -> None:
-    code = (
-        "import torch, fsdp_doctor.emulated; e = torch.emulated; print(e.is_initialized());"
-        "e.memory_allocated(); e.device_count(); torch.manual_seed(0); print(e.is_initialized());"
-        "torch.ones(1, device='emulated'); print(e.is_initialized(), e._initialized)"
-    )
-    assert python_prints(code) == "False\nFalse\nTrue True\n"
-
-
-_DESTROYED = """
-import torch, torch.distributed as dist, fsdp_doctor.emulated
-dist.init_process_group("cpu:gloo,emulated:emulated", store=dist.HashStore(), rank=0, world_size=1)
-tensor = torch.ones(2, device="emulated")
-dist.all_reduce(tensor)
-dist.destroy_process_group()
-try: dist.all_reduce(tensor)
-except ValueError as error: print(error)
-print(tensor.sum().item())
-"""
-
-
-def test_a_tensor_outlives_its_process_group_and_a_collective_on_it_is_refused_by_torch() -> None:
-    assert python_prints(_DESTROYED).splitlines() == [
-        "Default process group has not been initialized, please make sure to call init_process_group.",
-        "2.0",
-    ]

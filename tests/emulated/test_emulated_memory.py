@@ -6,14 +6,12 @@ On request it reserves memory in segments, poisons freed memory, and reports rac
 from __future__ import annotations
 
 import gc
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from program import python_prints
 from support.emulated_device import DEVICE, OTHER, Used, check_each, emulated, on_device, pinned
 from torch import Tensor
 
@@ -283,39 +281,6 @@ def test_a_data_loader_pins_its_batches() -> None:
 
 # Modes: segments, poison, races
 
-# In a process of its own: the allocator cannot be changed while there are tensors.
-_CACHING = """
-import torch, fsdp_doctor.emulated
-from torch import emulated
-MIB = 2**20
-emulated.use_caching_allocator()
-def block(mib): return torch.empty(int(mib * MIB), dtype=torch.uint8, device="emulated")
-def say():
-    kinds = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
-    print(*(emulated.memory_stats()[f"{kind}.all.current"] / MIB for kind in kinds))
-a = block(0.5); say()
-b, c, d = block(4), block(4), block(4); say()
-del c; say()
-e = block(12); say()
-del e; say(); emulated.empty_cache(); say()
-emulated.set_memory_limit(30 * MIB)
-try: block(11)
-except torch.OutOfMemoryError as error: print(error)
-"""
-
-
-def test_memory_is_reserved_in_segments_that_fragment_as_those_of_cuda() -> None:
-    lines = python_prints(_CACHING).splitlines()
-    assert lines[:-1] == [
-        "0.5 2.0 1.5",
-        "12.5 22.0 9.5",
-        "8.5 22.0 13.5",
-        "20.5 34.0 13.5",
-        "8.5 34.0 13.5",
-        "8.5 22.0 13.5",
-    ]
-    assert "8.50 MiB is allocated by PyTorch, and 13.50 MiB is reserved by PyTorch but unallocated" in lines[-1]
-
 
 def copied_on_a_stream_and_freed(*, record: bool = False, wait: str = "") -> list[float]:
     """What a copy on another stream delivers of a tensor that is freed while it is in flight.
@@ -402,56 +367,6 @@ def test_halves_of_one_memory_are_no_race() -> None:
         with emulated.stream(side):
             tensor[4:].fill_(2)
         emulated.synchronize()
-
-
-# Devices that several processes share
-
-# A process forked before either has used the device; each waits for what the other says.
-_TWO_PROCESSES = """
-import json, os, sys, torch
-import fsdp_doctor.emulated
-
-def used_by(nbytes):
-    device.share_devices({file!r})
-    device.set_memory_limit(64 << 20)
-    return torch.empty(nbytes, dtype=torch.uint8, device="emulated")
-
-device = torch.emulated
-to_child, from_child = os.pipe(), os.pipe()
-child = os.fork()
-if child == 0:
-    held = used_by(40 << 20)
-    os.write(from_child[1], b".")
-    os.read(to_child[0], 1)
-    os._exit(0)
-os.read(from_child[0], 1)
-found = {{"with both": None}}
-held = used_by(8 << 20)
-found["with both"] = device.mem_get_info()
-try:
-    torch.empty(20 << 20, dtype=torch.uint8, device="emulated")
-except torch.OutOfMemoryError as error:
-    found["refused"] = str(error)
-found["allocated"] = device.memory_allocated()
-os.write(to_child[1], b".")
-os.waitpid(child, 0)
-found["when the other has ended"] = device.mem_get_info()
-try:
-    device.share_devices({file!r})
-except RuntimeError as error:
-    found["twice"] = str(error).splitlines()[0]
-print(json.dumps(found))
-"""
-
-
-def test_devices_that_processes_share_have_one_memory_and_one_limit(tmp_path: pathlib.Path) -> None:
-    seen = json.loads(python_prints(_TWO_PROCESSES.format(file=str(tmp_path / "shared"))))
-    assert seen["with both"] == [16 * MIB, 64 * MIB]
-    assert seen["allocated"] == 8 * MIB
-    assert "Tried to allocate 20.00 MiB" in seen["refused"]
-    assert "16.00 MiB is free" in seen["refused"]
-    assert seen["when the other has ended"] == [56 * MIB, 64 * MIB]
-    assert seen["twice"] == "this process shares its devices already"
 
 
 def test_a_file_that_cannot_be_made_is_a_value_error(tmp_path: pathlib.Path) -> None:

@@ -101,8 +101,8 @@ def _parts(sparse: Tensor) -> tuple[Any, ...]:
     return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
 
 
-def compared(found: Any, expected: Any) -> tuple[Outcome, str]:
-    ours, theirs = tree_leaves(found), tree_leaves(expected)
+def compared(actual: Any, expected: Any) -> tuple[Outcome, str]:
+    ours, theirs = tree_leaves(actual), tree_leaves(expected)
     if len(ours) != len(theirs):
         return "differs", f"{len(ours)} results, not {len(theirs)}"
     worst: tuple[Outcome, str] = ("equal", "")
@@ -138,10 +138,10 @@ def outcome_of(run: Callable[[str], Any]) -> tuple[Outcome, str]:
         return "skipped", "the CPU raises"
     try:
         torch.manual_seed(0)
-        found = run(DEVICE)
+        actual = run(DEVICE)
     except Exception as error:
         return "raises", f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-    return compared(found, expected)
+    return compared(actual, expected)
 
 
 # The tables
@@ -227,10 +227,10 @@ def errors(*, one_in: int = 1) -> Iterator[Entry]:
     for op in [op for op in op_db if op.error_inputs_func is not None][::one_in]:
         for index, expected in enumerate(op.error_inputs(DEVICE)):
             sample = (expected.sample_input.input, *expected.sample_input.args), expected.sample_input.kwargs
-            found = _error_of(op, sample)
+            error = _error_of(op, sample)
             outcome: tuple[Outcome, str]
-            if found is not None:
-                outcome = _as_expected(found, expected)
+            if error is not None:
+                outcome = _as_expected(error, expected)
             elif _error_of(op, tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, sample)) is None:
                 outcome = ("skipped", "the CPU raises nothing either")
             else:
@@ -324,7 +324,7 @@ def exceptions() -> dict[str, str]:
     return {name: why for reasons in tomllib.loads(EXCEPTIONS.read_text()).values() for name, why in reasons.items()}
 
 
-def unforeseen(entries: Sequence[Entry], known: dict[str, str]) -> list[Entry]:
+def unexpected(entries: Sequence[Entry], known: dict[str, str]) -> list[Entry]:
     def is_known(entry: Entry) -> bool:
         names = (entry.name, f"{entry.table} {entry.name}", f"{entry.name} {entry.dtype}")
         return any(name in known for name in names)
@@ -363,12 +363,12 @@ def main() -> int:
     for entry in run_tables(options.dtypes.split(","), options.one_in, options.samples):
         entries.append(entry)
         if entry.is_unequal:
-            mark = "NEW " if unforeseen([entry], known) else "    "
+            mark = "NEW " if unexpected([entry], known) else "    "
             print(
                 f"{mark}{entry.table:15} {entry.name:44} {entry.dtype:10} {entry.outcome:9} {entry.detail}", flush=True
             )
     print(summary(entries))
-    return 1 if unforeseen(entries, known) else 0
+    return 1 if unexpected(entries, known) else 0
 
 
 if __name__ == "__main__":

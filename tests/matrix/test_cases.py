@@ -50,10 +50,10 @@ def test_an_id_holds_three_axes_always_and_the_others_away_from_their_default(fi
     assert scenario_of(BASE | fields).id == expected
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(("fsdp2", "policy", "staged", "uneven"))))
-def test_the_values_of_an_id_are_understood_in_any_order(order):
+def test_the_values_of_an_id_are_understood_in_any_order():
     expected = scenario_of({"strategy": "fsdp2", "offload": "policy", "staging": "staged", "dims": "uneven"})
-    assert parse_case_id("/".join([*order, "dcp"]), PATH_NAMES) == Case(expected, "dcp")
+    for order in itertools.permutations(("fsdp2", "policy", "staged", "uneven")):
+        assert parse_case_id("/".join([*order, "dcp"]), PATH_NAMES) == Case(expected, "dcp")
 
 
 def test_a_default_spelled_out_in_an_id_makes_no_other_case():

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-
-import pytest
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.selection import Selection, select
 
-_ONE_VALUE = [{axis.name: (value,)} for axis in AXES for value in axis.values if value != "custom"]
 _LAST_VALUES = [{axis.name: (list(axis.values)[-1],)} for axis in AXES if axis.name != "model"]
-_TWO_VALUES = [a | b for a, b in itertools.combinations(_LAST_VALUES, 2)]
+# Every fourth pair of axes: one selection of the full matrix takes a while.
+_TWO_VALUES = [a | b for a, b in itertools.combinations(_LAST_VALUES, 2)][::4]
 # Two values that the full matrix has together nowhere.
 _TOGETHER_NOWHERE = {"model": ("qwen3-moe",), "dims": ("uneven",)}
+
+
+@functools.cache
+def _whole() -> list[Case]:
+    return _full()
 
 
 def _full(**axes: tuple[str, ...]) -> list[Case]:
     return select(Selection(level="full", axes=axes))
 
 
-_FULL = _full()
-
-
-@pytest.mark.parametrize("asked", _ONE_VALUE, ids=lambda asked: "-".join(*asked.values()))
-def test_a_filter_beside_full_leaves_exactly_the_cases_of_full_that_have_the_value(
-    asked: dict[str, tuple[str, ...]],
-) -> None:
-    (axis, (value,)) = next(iter(asked.items()))
-    assert _full(**asked) == [case for case in _FULL if case.scenario.values[axis] == value]
+def test_a_filter_beside_full_leaves_exactly_the_cases_of_full_that_have_the_value() -> None:
+    for axis in AXES:
+        for value in set(axis.values) - {"custom"}:
+            expected = [case for case in _whole() if case.scenario.values[axis.name] == value]
+            assert _full(**{axis.name: (value,)}) == expected, (axis.name, value)
 
 
 def test_two_filters_beside_full_never_select_more_than_one_of_them_where_full_has_both() -> None:
-    whole = set(_FULL)
+    whole = set(_whole())
     met = 0
     for asked in _TWO_VALUES:
         selected = set(_full(**asked))
@@ -41,7 +41,7 @@ def test_two_filters_beside_full_never_select_more_than_one_of_them_where_full_h
             met += 1
             (first, one), (second, other) = asked.items()
             assert selected == set(_full(**{first: one})) & set(_full(**{second: other}))
-    assert met > 5
+    assert met > 1
 
 
 def test_values_that_full_has_together_nowhere_are_taken_as_without_full() -> None:
@@ -52,12 +52,12 @@ def test_values_that_full_has_together_nowhere_are_taken_as_without_full() -> No
 
 def test_the_parts_of_full_by_strategy_add_up_to_it() -> None:
     parts = [_full(strategy=(strategy,)) for strategy in AXIS["strategy"].values]
-    assert sum(map(len, parts)) == len(_FULL)
+    assert sum(map(len, parts)) == len(_whole())
 
 
 def test_a_model_of_the_users_own_takes_the_place_of_the_default_one_and_departures_to_other_models_go() -> None:
     selected = select(Selection(level="full", custom_model=True))
     assert {case.scenario.model for case in selected} == {"custom"}
     assert {case.scenario.changed(model="qwen3") for case in selected} == {
-        case.scenario for case in _FULL if case.scenario.model == "qwen3"
+        case.scenario for case in _whole() if case.scenario.model == "qwen3"
     }

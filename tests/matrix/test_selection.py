@@ -33,9 +33,9 @@ def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_st
         for path in paths_for(scenario_of({"strategy": strategy, "offload": offload, "staging": staging}), "out")
         if not path.is_fix
     }
-    found = [(c.scenario.strategy, str(c.scenario.offload), c.scenario.staging, c.path) for c in cases]
-    assert set(found) == expected
-    assert len(found) == len(expected)
+    pairs = [(c.scenario.strategy, str(c.scenario.offload), c.scenario.staging, c.path) for c in cases]
+    assert set(pairs) == expected
+    assert len(pairs) == len(expected)
     for axis in AXES:
         if not axis.always_in_id:
             assert values(cases, axis.name) == {axis.default}
@@ -112,74 +112,54 @@ def test_full_contains_the_default_matrix():
     assert set(ids()) < set(ids(level="full"))
 
 
-@pytest.mark.parametrize("level", ["default", "full"])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"strategy": ("fsdp1-orig",)},
-        {"offload": ("policy", "none")},
-        {"staging": ("staged",)},
-        {"phase": ("fresh",)},
-        {"backend": ("device-only",)},
-        {"model": ("qwen2", "qwen3-moe")},
-        {"strategy": ("fsdp2",), "dims": ("uneven",), "transfer": ("nonblocking",)},
-        {"sharding": ("hsdp", "full")},
-    ],
+ASKED = (
+    {"strategy": ("fsdp1-orig",)},
+    {"offload": ("policy", "none")},
+    {"phase": ("fresh",)},
+    {"backend": ("device-only",)},
+    {"model": ("qwen2", "qwen3-moe")},
+    {"strategy": ("fsdp2",), "dims": ("uneven",), "transfer": ("nonblocking",)},
+    {"sharding": ("hsdp", "full")},
 )
-def test_a_selected_case_has_no_value_that_was_not_asked_for(asked, level):
-    cases = select(Selection(axes=asked, level=level))
-    for axis, wanted in asked.items():
-        assert values(cases, axis) == set(wanted)
 
 
 @pytest.mark.parametrize("level", ["default", "full"])
-def test_a_custom_model_takes_the_place_of_all_others(level):
-    assert values(select(Selection(custom_model=True, level=level)), "model") == {"custom"}
+def test_a_selected_case_has_no_value_that_was_not_asked_for(level):
+    for asked in ASKED:
+        cases = select(Selection(axes=asked, level=level))
+        for axis, wanted in asked.items():
+            assert values(cases, axis) == set(wanted)
 
 
-def test_a_custom_model_joins_the_models_that_are_named():
+def test_a_custom_model_takes_the_place_of_all_others_or_joins_those_that_are_named():
+    for level in ("default", "full"):
+        assert values(select(Selection(custom_model=True, level=level)), "model") == {"custom"}
     cases = select(Selection(custom_model=True, axes={"model": ("qwen2", "custom")}))
     assert values(cases, "model") == {"qwen2", "custom"}
 
 
-@pytest.mark.parametrize("options", [{"level": "full", "fix": True}, {"level": "full", "paths": ("mod:fn",)}])
-def test_no_case_is_selected_twice(options):
-    found = ids(**options)
-    assert len(found) == len(set(found))
+def test_no_case_is_selected_twice():
+    for options in ({"level": "full", "fix": True}, {"level": "full", "paths": ("mod:fn",)}):
+        selected = ids(**options)
+        assert len(selected) == len(set(selected))
+    assert ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/even/dcp")) == ["fsdp2/none/staged/dcp"]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        select(Selection(level="full", fix=True)),
-        select(
-            Selection(
-                case_ids=(
-                    "fsdp2/none/staged/device-only/dcp",
-                    "fsdp2/none/staged/dcp",
-                    "fsdp2/policy/staged/dcp",
-                    "fsdp2/none/staged/device-only/unshard",
-                    "fsdp2/none/staged/unshard",
-                )
-            )
-        ),
-    ],
-    ids=["full", "ids"],
-)
-def test_cases_of_one_scenario_run_together_and_so_do_scenarios_of_one_backend(cases):
-    scenarios = [scenario for scenario, _ in itertools.groupby(case.scenario for case in cases)]
-    assert len(scenarios) == len(set(scenarios))
-    backends = [backend for backend, _ in itertools.groupby(scenario.backend for scenario in scenarios)]
-    assert backends == ["mixed", "device-only"]
+def test_cases_of_one_scenario_run_together_and_so_do_scenarios_of_one_backend():
+    mixed = [f"fsdp2/none/staged/{rest}" for rest in ("device-only/dcp", "dcp", "device-only/unshard", "unshard")]
+    for selection in (
+        Selection(level="full", fix=True),
+        Selection(case_ids=(*mixed[:2], "fsdp2/policy/staged/dcp", *mixed[2:])),
+    ):
+        scenarios = [scenario for scenario, _ in itertools.groupby(case.scenario for case in select(selection))]
+        assert len(scenarios) == len(set(scenarios))
+        backends = [backend for backend, _ in itertools.groupby(scenario.backend for scenario in scenarios)]
+        assert backends == ["mixed", "device-only"]
 
 
 def test_cases_by_id_run_in_the_order_in_which_they_are_given():
     asked = ("fsdp2/policy/staged/unshard", "fsdp1/none/staged/state_dict", "fsdp1/none/staged/full_state_dict")
     assert ids(case_ids=asked) == list(asked)
-
-
-def test_a_case_given_twice_runs_once():
-    assert ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/even/dcp")) == ["fsdp2/none/staged/dcp"]
 
 
 def test_fix_adds_the_fix_once_to_each_scenario():

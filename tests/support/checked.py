@@ -1,4 +1,4 @@
-"""Configurations to be checked, and what is found in them."""
+"""Configurations to be checked, and parts of the results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def flag(name: str, value: str = "true", section: str = f"{ACTOR}.fsdp_config") 
 
 
 def use_of(result: CheckResult, role: str) -> Use:
-    (found,) = [use for use in result.uses if use.role == role]
-    return found
+    (use,) = [use for use in result.uses if use.role == role]
+    return use
 
 
 def ids(use: Use) -> list[str]:

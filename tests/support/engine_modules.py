@@ -83,18 +83,18 @@ def verl(origin: Origin) -> Iterator[Any]:
 
 
 def _directory(engine: str) -> pathlib.Path:
-    """Where its package is."""
+    """The directory that has the engine's package."""
     if named := os.environ.get("FSDP_DOCTOR_ENGINE_FILES"):
         return pathlib.Path(named)
-    found = importlib.util.find_spec(engine)
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec(engine)
+    if package is None or package.origin is None:
         pytest.skip(f"{engine} is not installed, and FSDP_DOCTOR_ENGINE_FILES does not name its files")
-    return pathlib.Path(found.origin).parent.parent
+    return pathlib.Path(package.origin).parent.parent
 
 
 @contextlib.contextmanager
 def _in_place(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """In ``sys.modules``, their packages too, for as long as it lasts."""
+    """Context in which the modules and their packages are in ``sys.modules``."""
     packages = {name.rpartition(".")[0] for name in modules}
     while parents := {name.rpartition(".")[0] for name in packages if "." in name} - packages:
         packages |= parents
@@ -118,7 +118,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """The files as modules, each seeing those before it and the stubs."""
+    """The files as modules; each can import the stubs and the files before it."""
     modules = {name: _module(name, **content) for name, content in stubs.items()}
     for name, path in paths.items():
         spec = importlib.util.spec_from_file_location(name, path)
@@ -131,7 +131,7 @@ def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) ->
 
 
 def _parts_of(path: pathlib.Path, names: set[str], **imported: Any) -> dict[str, Any]:
-    """Some definitions of a file whose imports are too many."""
+    """The named definitions of a file, without what it imports."""
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     assert len(tree.body) == len(names), f"{path} does not define {names}"
@@ -221,8 +221,8 @@ def _sglang_bucket(name: str) -> ModuleType:
     def tensors(content: Any) -> list[tuple[str, torch.Tensor]]:
         whole = content["flattened_tensor"]
         return [
-            (one.name, whole[one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape))
-            for one in content["metadata"]
+            (part.name, whole[part.start_idx : part.end_idx].view(part.dtype).reshape(part.shape))
+            for part in content["metadata"]
         ]
 
     return _module(name, FlattenedTensorMetadata=metadata, tensors=tensors)

@@ -99,16 +99,16 @@ def kinds(examination: Examination, severity: str = "") -> list[str]:
 
 
 def finding(model: nn.Module, kind: str, optimizer: torch.optim.Optimizer | None = None) -> Finding:
-    found = examine(model, optimizer)
-    (one,) = [finding for finding in found.findings if finding.kind == kind] or [None]
-    assert one is not None, f"{kind} is not among {kinds(found)}"
-    return one
+    examination = examine(model, optimizer)
+    findings = [finding for finding in examination.findings if finding.kind == kind]
+    assert len(findings) == 1, f"{kind} is not among {kinds(examination)} once"
+    return findings[0]
 
 
 def row(model: nn.Module, name: str) -> TensorFacts:
-    found = examine(model)
-    (one,) = [row for row in found.parameters + found.buffers if row.name == name]
-    return one
+    examination = examine(model)
+    (facts,) = [row for row in examination.parameters + examination.buffers if row.name == name]
+    return facts
 
 
 def equal(actual: object, expected: object) -> None:

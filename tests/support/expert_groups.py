@@ -42,7 +42,7 @@ def moe(count: int) -> nn.Module:
 
 
 def reference() -> Tensors:
-    """All experts."""
+    """The weights with all experts."""
     generator = torch.Generator().manual_seed(3)
     return {name: t.cpu().clone() for name, t in moe(NUM_EXPERTS).state_dict().items()} | {
         NAME: torch.randn(NUM_EXPERTS, WIDTH, HIDDEN, generator=generator)
@@ -50,7 +50,7 @@ def reference() -> Tensors:
 
 
 def half_of(group: int) -> Tensors:
-    """With the experts of one of the two groups."""
+    """The weights with the experts of one of the two groups."""
     every = reference()
     return every | {NAME: every[NAME].chunk(2)[group]}
 
@@ -67,14 +67,14 @@ def grid(*names: str) -> DeviceMesh:
 
 @functools.cache
 def mesh_apart(*groups: tuple[int, ...]) -> DeviceMesh:
-    """Of this rank's group, a slice of no other mesh."""
+    """The mesh of this rank's group, which is no slice of another mesh."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-    own = next(ranks for ranks in groups if this_rank() in ranks)
-    return DeviceMesh.from_group(made[own], device_type(), list(own), mesh_dim_names=("efsdp",))
+    ranks = groups[group_of(groups)]
+    return DeviceMesh.from_group(made[ranks], device_type(), list(ranks), mesh_dim_names=("efsdp",))
 
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> int:
-    """This rank's."""
+    """The index of this rank's group."""
     return next(index for index, ranks in enumerate(groups) if this_rank() in ranks)
 
 

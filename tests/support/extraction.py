@@ -237,17 +237,17 @@ def assert_close(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torc
 
 @contextlib.contextmanager
 def raises_soon(kind: type[BaseException], *words: str) -> Iterator[None]:
-    """Soon, and with these words."""
+    """Context that must raise ``kind`` soon, with all of these words in its message."""
     begin = time.monotonic()
     try:
         yield
     except kind as error:
-        said = str(error)
+        message = str(error)
     else:
         raise AssertionError(f"no {kind.__name__}")
     took = time.monotonic() - begin
-    missing = [word for word in words if word not in said]
-    assert not missing, f"{kind.__name__} does not say {missing}: {said} (after {took:.1f} seconds)"
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{kind.__name__} does not say {missing}: {message} (after {took:.1f} seconds)"
     assert took < SECONDS_TO_NOTICE, f"{kind.__name__} only after {took:.1f} seconds"
 
 

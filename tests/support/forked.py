@@ -13,7 +13,6 @@ import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -28,7 +28,8 @@ from support.emulation import needs_emulation
 from support.places import ROOT, TESTS
 
 _SECONDS_OF_A_SCRIPT = 180
-_SECONDS_OF_A_PROBE = 600
+# The default matrix takes minutes, and longer beside other work.
+_SECONDS_OF_A_PROBE = 1800
 # For the other ranks, once rank 0 has ended, and for what they started.
 _SECONDS_AFTER = 10
 
@@ -44,24 +45,24 @@ class Job:
         return self.stream("stdout") + self.stream("stderr")
 
     def stream(self, name: Literal["stdout", "stderr"]) -> str:
-        """What the ranks wrote into it, one rank after the other."""
+        """The text that the ranks wrote to it, one rank after the other."""
         files = (_file(self.directory, name, rank) for rank in range(len(self.ranks)))
-        # A rank that was only just started has none.
+        # A rank that was only just started has no file.
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
 @contextlib.contextmanager
 def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Job]:
-    """A rank for each tuple of arguments, which calls ``target`` with it; none outlives the context."""
+    """Context with a rank for each tuple of arguments, which calls ``target`` with it; no rank outlives the context."""
     # Listens on the loopback interface alone.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:
         started = Job([], pathlib.Path(directory))
-        for rank, own in enumerate(arguments):
+        for rank, of_rank in enumerate(arguments):
             place = _place(rank, len(arguments), store.port)
             files = [_file(started.directory, name, rank) for name in ("stdout", "stderr")]
             # No daemon, which may have no children.
-            started.ranks.append(_fork_server().Process(target=_rank, args=(place, files, target, own)))
+            started.ranks.append(_fork_server().Process(target=_rank, args=(place, files, target, of_rank)))
             started.ranks[-1].start()
         try:
             yield started
@@ -83,7 +84,7 @@ class ScriptRun:
 def run_script(
     script: pathlib.Path, device: str = "emulated", ranks: int = 2, arguments: Sequence[str] = ()
 ) -> ScriptRun:
-    """A standalone script on every rank, as torchrun runs it."""
+    """Runs a standalone script on every rank, as torchrun does."""
     if device == "emulated":
         needs_emulation()
     with job(_run_as_main, [([str(script), *arguments], device)] * ranks) as started:
@@ -103,11 +104,12 @@ class DoctorRun:
 
 
 def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> DoctorRun:
-    """``fsdp-doctor ARGUMENTS`` as torchrun starts it on every rank."""
-    alive, held = multiprocessing.Pipe(duplex=False)
-    kept_by_all = os.readlink(f"/proc/self/fd/{held.fileno()}")
-    with job(_run_the_doctor, [(list(arguments), env, held)] * ranks) as started:
-        held.close()
+    """Runs ``fsdp-doctor ARGUMENTS`` on every rank, as torchrun does."""
+    # The write end stays open in the ranks and in the processes that they fork.
+    alive, write_end = multiprocessing.Pipe(duplex=False)
+    pipe = os.readlink(f"/proc/self/fd/{write_end.fileno()}")
+    with job(_run_the_doctor, [(list(arguments), env, write_end)] * ranks) as started:
+        write_end.close()
         first, *others = started.ranks
         first.join(_SECONDS_OF_A_PROBE)
         assert first.exitcode is not None, f"no end within {_SECONDS_OF_A_PROBE} seconds: {started.printed()}"
@@ -119,20 +121,20 @@ def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> Doc
         printed = started.stream("stdout"), started.stream("stderr")
     with alive, contextlib.suppress(EOFError):
         if not alive.poll(_SECONDS_AFTER):
-            return DoctorRun(first.exitcode, *printed, _end_all_that_hold(kept_by_all))
+            return DoctorRun(first.exitcode, *printed, _end_all_with(pipe))
         alive.recv()
     return DoctorRun(first.exitcode, *printed, left=[])
 
 
-def _end_all_that_hold(pipe: str) -> list[str]:
-    """The command lines of the processes that have the pipe open."""
+def _end_all_with(pipe: str) -> list[str]:
+    """Ends the processes that have the pipe open, and returns their command lines."""
     left = []
-    for process in pathlib.Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(process.name)
-            if pid != os.getpid() and pipe in [os.readlink(file) for file in (process / "fd").iterdir()]:
-                left.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-                os.kill(pid, signal.SIGKILL)
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(OSError):
+            files = pathlib.Path(f"/proc/{process.pid}/fd").iterdir()
+            if process.pid != os.getpid() and pipe in [os.readlink(file) for file in files]:
+                left.append(" ".join(process.info["cmdline"]))
+                process.kill()
     return left
 
 
@@ -149,8 +151,8 @@ def _fork_server() -> ForkServerContext:
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
     size, address = str(ranks), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return own | address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return of_rank | address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _file(directory: pathlib.Path, stream: str, rank: int) -> pathlib.Path:
@@ -181,8 +183,7 @@ def _run_as_main(command: list[str], device: str) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _run_the_doctor(arguments: list[str], env: dict[str, str], held: Any) -> None:
-    """``held`` stays open in this process and in those that it forks."""
+def _run_the_doctor(arguments: list[str], env: dict[str, str], write_end: Any) -> None:
     os.environ |= env
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = ["fsdp-doctor", *arguments]

@@ -43,7 +43,7 @@ class PytestRun:
 
 
 def run_pytest(directory: pathlib.Path, *arguments: str, suites: Sequence[str] = (), plugin: bool = True) -> PytestRun:
-    """pytest in ``directory``, of the suites of those names; nothing of the run may be left."""
+    """Runs pytest in ``directory`` on copies of the named suites; no process of it may be left."""
     junit = directory / "junit.xml"
     report = ("--junitxml", str(junit), "-o", "junit_logging=all")
     done = start_pytest(directory, *report, *arguments, suites=suites, plugin=plugin).wait()
@@ -60,8 +60,8 @@ def start_pytest(
 ) -> Started:
     for suite in suites:
         shutil.copy(SUITES / f"{suite}.py", directory / f"test_{suite}.py")
-    own = ("--rootdir", str(directory), "-c", "/dev/null")
-    command = (sys.executable, "-m", "pytest", *(_PLUGIN if plugin else ()), *own, *arguments)
+    here = ("--rootdir", str(directory), "-c", "/dev/null")
+    command = (sys.executable, "-m", "pytest", *(_PLUGIN if plugin else ()), *here, *arguments)
     return Started(*command, env={**_ALONE, **(env or {})}, cwd=directory)
 
 
@@ -70,11 +70,11 @@ def _results(junit: pathlib.Path) -> dict[str, TestResult]:
 
 
 def _result(case: ElementTree.Element) -> TestResult:
-    told = [child for child in case if child.tag in ("failure", "error", "skipped")]
+    outcomes = [child for child in case if child.tag in ("failure", "error", "skipped")]
     printed = "".join(child.text or "" for child in case if child.tag.startswith("system-"))
     return TestResult(
-        outcome={"failure": "failed"}.get(told[0].tag, told[0].tag) if told else "passed",
-        message=told[0].attrib.get("message", "") if told else "",
-        text="".join(child.text or "" for child in told) + printed,
+        outcome={"failure": "failed"}.get(outcomes[0].tag, outcomes[0].tag) if outcomes else "passed",
+        message=outcomes[0].attrib.get("message", "") if outcomes else "",
+        text="".join(child.text or "" for child in outcomes) + printed,
         seconds=float(case.attrib["time"]),
     )

@@ -1,4 +1,4 @@
-"""What ranks say of a case, made up."""
+"""Made-up reports of ranks about a case."""
 
 from typing import get_args
 
@@ -69,12 +69,11 @@ Current thread 0x00007f01 (most recent call first):
 
 
 def record(stage="extract", *, done=True, failure=None, problems=(), unsupported=""):
-    found = tuple(Problem(kind=kind, detail=detail) for kind, detail in problems)
     return Record(
         case_id="fsdp2/none/staged/dcp",
         stage=stage,
         failure=failure,
-        problems=found,
+        problems=tuple(Problem(kind=kind, detail=detail) for kind, detail in problems),
         unsupported=unsupported,
         done=done,
     )

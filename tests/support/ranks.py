@@ -51,7 +51,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of a check on one rank."""
+    """How a check ended on one rank."""
 
     kind: Literal["passed", "failed", "skipped"]
     text: str = ""
@@ -61,7 +61,10 @@ class Outcome:
 
 
 def on_ranks(*settings: Setting, last_of_its_ranks: bool = False, seconds: int | None = None) -> Callable[[Check], Any]:
-    """``last_of_its_ranks``: the check leaves its ranks as no other can find them. ``seconds``: that it may take."""
+    """Makes a check a test, run by the ranks of each setting, within ``seconds`` at most.
+
+    ``last_of_its_ranks``: the check leaves its ranks in a state in which no other check can run on them.
+    """
 
     def decorate(check: Check) -> Any:
         @pytest.mark.parametrize("setting", settings, ids=str)
@@ -77,7 +80,7 @@ def on_ranks(*settings: Setting, last_of_its_ranks: bool = False, seconds: int |
 
 
 class Groups:
-    """The ranks that are running, by setting."""
+    """The groups of ranks that are running, one for each setting."""
 
     def __init__(self, seconds_of_a_check: int = SECONDS_OF_A_CHECK) -> None:
         self._seconds = seconds_of_a_check
@@ -87,12 +90,12 @@ class Groups:
         if setting not in self._running:
             self._running[setting] = _Group(setting)
         outcomes = self._running[setting].run(check, seconds or self._seconds)
-        failed = [f"rank {rank}: {one.text}" for rank, one in enumerate(outcomes) if one.kind == "failed"]
+        failed = [f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes) if outcome.kind == "failed"]
         if failed or last:
             printed = self._end(setting)
         if failed:
             pytest.fail("\n".join([*failed, "What the ranks printed:", printed[-4000:]]), pytrace=False)
-        if skipped := [one.text for one in outcomes if one.kind == "skipped"]:
+        if skipped := [outcome.text for outcome in outcomes if outcome.kind == "skipped"]:
             pytest.skip(skipped[0])
 
     def end(self) -> None:
@@ -104,7 +107,7 @@ class Groups:
 
 
 class _Group:
-    """Ranks that wait for a check, run it, and say how it ended."""
+    """Ranks that wait for a check, run it, and report how it ended."""
 
     def __init__(self, setting: Setting) -> None:
         if setting.device == "emulated":
@@ -116,7 +119,7 @@ class _Group:
         self._job = self._stack.enter_context(forked.job(_serve, arguments))
 
     def end(self) -> str:
-        """What the ranks printed."""
+        """Ends the ranks, and returns the text that they printed."""
         printed = self._job.printed()
         self._stack.close()
         return printed
@@ -125,21 +128,21 @@ class _Group:
         for rank in self._ours:
             with contextlib.suppress(BrokenPipeError):
                 rank.send((check.__code__.co_filename, check.__name__, seconds))
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + seconds + _GRACE
-        while len(found) < len(self._ours):
-            waiting = [rank for rank in range(len(self._ours)) if rank not in found]
+        while len(outcomes) < len(self._ours):
+            waiting = [rank for rank in range(len(self._ours)) if rank not in outcomes]
             sources = [source for rank in waiting for source in (self._ours[rank], self._job.ranks[rank].sentinel)]
             if not connection.wait(sources, max(0.0, end - time.monotonic())):
                 break
-            found |= {rank: outcome for rank in waiting if (outcome := self._outcome(rank)) is not None}
-            if any(outcome.kind == "failed" for outcome in found.values()):
+            outcomes |= {rank: outcome for rank in waiting if (outcome := self._outcome(rank)) is not None}
+            if any(outcome.kind == "failed" for outcome in outcomes.values()):
                 end = min(end, time.monotonic() + _GRACE)
         stuck = Outcome("failed", "came to no end")
-        return [found.get(rank, stuck) for rank in range(len(self._ours))]
+        return [outcomes.get(rank, stuck) for rank in range(len(self._ours))]
 
     def _outcome(self, rank: int) -> Outcome | None:
-        """None while there is none."""
+        """None while the rank is still at it."""
         process = self._job.ranks[rank]
         try:
             if self._ours[rank].poll():
@@ -184,9 +187,10 @@ def together() -> None:
     dist.barrier(control())
 
 
-def of_all_ranks(said: Any) -> list[Any]:
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks; all ranks must call it."""
     everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, said, control())
+    dist.all_gather_object(everyone, value, control())
     return everyone
 
 

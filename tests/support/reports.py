@@ -1,4 +1,4 @@
-"""Reports that are made up, to be written in every format."""
+"""Made-up reports, to be written in every format."""
 
 import dataclasses
 
@@ -88,7 +88,7 @@ def everything():
         ready=Ready(environment=facts),
     )
     verdict = Verdict(kind="leak", reason="1 byte", ranks=(1,), also=("poisoned: w",))
-    one = CaseResult(
+    complete = CaseResult(
         **case_fields(case),
         verdict=verdict,
         seconds=0.5,
@@ -98,7 +98,7 @@ def everything():
         ranks=(rank, RankReport(rank=0)),
     )
     return report(
-        one,
+        complete,
         *every_kind(),
         environment=facts,
         rerun_options="--nproc 2",

@@ -47,23 +47,22 @@ UNEVEN = Dims(vocabulary=11, width=7, hidden=5)
 
 
 class Block(nn.Module):
-    def __init__(self, dims: Dims, dropout: float) -> None:
+    def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dims.width)
         self.up = nn.Linear(dims.width, dims.hidden)
         self.down = nn.Linear(dims.hidden, dims.width, bias=False)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
 
 
 class Net(nn.Module):
-    def __init__(self, dims: Dims, *, checkpointed: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, dims: Dims, *, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.embed = nn.Embedding(dims.vocabulary, dims.width)
-        self.blocks = nn.ModuleList(Block(dims, dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dims) for _ in range(3))
         self.head = nn.Linear(dims.width, dims.vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -84,9 +83,7 @@ def tokens_of(step: int, rank: int, vocabulary: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens)
-    logits = getattr(logits, "logits", logits)
-    return functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
+    return functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def backward(
@@ -120,7 +117,7 @@ def train(
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 @functools.cache
@@ -246,9 +243,9 @@ def gradient_shards_of(model: nn.Module) -> Tensors:
 
 @contextlib.contextmanager
 def raises_saying(message: str) -> Iterator[None]:
-    said = "nothing was raised"
+    raised = "nothing was raised"
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        said = str(error)
-    assert message in said, f"{message!r} was expected: {said}"
+        raised = str(error)
+    assert message in raised, f"{message!r} was expected: {raised}"

@@ -1,4 +1,4 @@
-"""Logs that a test writes, line by line, and what ``explain`` makes of them."""
+"""Logs that a test writes, and their explanations."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def explained(tmp_path: pathlib.Path, lines: list[str] | str) -> Explanation:
     return explain([file])
 
 
-def entry_of(found: Explanation) -> str:
-    """The entry that it is for certain."""
-    return found.entry.id if found.entry is not None else ""
+def entry_of(explanation: Explanation) -> str:
+    """The id of the catalogue's entry that explains it for certain."""
+    return explanation.entry.id if explanation.entry is not None else ""
