@@ -242,15 +242,14 @@ def rollout(
     """
     options.check_versions()
     with imports.of_what_stays():
-        from fsdp_doctor.bench.sharded_model import load_trainer
-        from fsdp_doctor.memory import rollout
+        from fsdp_doctor.bench import rollout
         from fsdp_doctor.plan.meta_model import on_meta
 
     request = rollout.RolloutRequest(
         model=trainer.model,
         layers=trainer.layers,
-        strategy=trainer.strategy,
-        sharding="size1" if trainer.sharding == "size1" else "full",
+        strategy=Strategy(trainer.strategy),
+        sharding=Sharding(trainer.sharding),
         dtype=trainer.dtype,
         utilization=engine.gpu_memory_utilization,
         device=devices.resolve(engine.device),
@@ -258,7 +257,7 @@ def rollout(
         ranks=trainer.nproc,
     )
     weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
-    attempts = rollout.start_engine_beside_trainer(request, weights, load_trainer)
+    attempts = rollout.start_engine_beside_trainer(request, weights)
     sys.stdout.write(rollout.rollout_as_text(request, attempts))
     if json_file is not None:
         output.write(json_file, rollout.rollout_as_json(request, attempts))
