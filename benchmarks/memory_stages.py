@@ -117,7 +117,7 @@ def measured(
     trainer.resize(steps[0])
     with watch.stage("offloaded"):
         trainer.offload()
-    if scenario.staging == "staged":
+    if scenario.staging.is_staged:
         with watch.stage("staged"):
             trainer.stage()
     with watch.stage("extracted", _PATH):
@@ -136,7 +136,7 @@ def measured(
 def estimated(shape: str, trainer: ShapeTrainer, world_size: int) -> dict[str, int]:
     whole = of_accelerate(shape)
     found = {"accelerate estimate-memory": whole, "accelerate estimate-memory / ranks": whole // world_size}
-    if trainer.scenario.version == 2 and trainer.scenario.offload == "none":
+    if trainer.scenario.version == 2 and not trainer.scenario.offload:
         found |= of_fsdp_mem_tracker(trainer)
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 

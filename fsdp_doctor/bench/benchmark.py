@@ -1,4 +1,4 @@
-"""Measures the links, then each path over each sharded model, on every rank."""
+"""Measures the links, then each method over each sharded model, on every rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from typing_extensions import assert_never
 
 from fsdp_doctor.bench.measure import Clock, Links, measure_links
-from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, extractions_of
+from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, Source, extractions_of
 from fsdp_doctor.bench.results import BenchResult, Measured
 from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, sharded
 from fsdp_doctor.case import offloading
@@ -43,13 +44,16 @@ from fsdp_doctor.plan.meta_model import on_meta
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _LINK_BYTES = 1 << 30
 _SMALL_LINK_BYTES = 16 << 20
-# The arguments that a path can ask for: nothing is trained here.
+# The arguments that a method can ask for: nothing is trained here.
 _GIVEN = ("model", "device")
 _OURS, _BROADCAST, _ = LOADS
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Every rank must call it. Raises UsageError for a path that cannot be called with a model and a device."""
+    """Measures everything that the options name. Every rank must call it.
+
+    Raises UsageError for a method that cannot be called with a model and a device.
+    """
     here = place()
     for path in filter(is_user_path, options.paths):
         load_user_path(path, _GIVEN)
@@ -105,16 +109,19 @@ def _processor() -> str:
 
 
 class _Model:
-    """A sharded model of one scenario. dtypes: as the options have them; dtype: in which its tensors are yielded."""
+    """A sharded model of one scenario.
+
+    dtypes: of the shards and the output, as in the options. dtype: of the yielded tensors, None for that of the shards.
+    """
 
     def __init__(self, options: BenchOptions, scenario: Scenario, dtypes: str, clock: Clock) -> None:
         self.scenario = scenario
         self.dtypes = dtypes
         self.clock = clock
-        of_shards, _, of_outputs = dtypes.partition(":")
-        self.dtype = DTYPE[of_outputs] if of_outputs else None
+        self.shard_dtype, _, output_dtype = dtypes.partition(":")
+        self.dtype = DTYPE[output_dtype] if output_dtype else None
         mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
-        self.model = sharded(on_meta(options.model, options.layers, dtype=DTYPE[of_shards]), scenario, mesh)
+        self.model = sharded(on_meta(options.model, options.layers, dtype=DTYPE[self.shard_dtype]), scenario, mesh)
         self.tensors = [spec for source in sources_of(reader.read(self.model)) for spec in specs(source)]
         self.shard_bytes = clock.highest(shard_bytes(self.model))
 
@@ -124,11 +131,11 @@ class _Model:
 
 
 def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
-    """Every rank must go through it."""
+    """Every rank must exhaust it."""
     model, scenario, clock = sharded.model, sharded.scenario, sharded.clock
     arguments = PathArguments(model=model, device=clock.device)
     there = extractions_of(scenario)
-    is_staged = scenario.staging == "staged"
+    is_staged = scenario.staging.is_staged
 
     def restore() -> None:
         if is_staged:
@@ -176,7 +183,7 @@ def _extraction(
 
 
 def _consume(result: Any, dtype: torch.dtype | None) -> None:
-    """Goes through everything that a path yields, casts what it did not cast, and keeps no more than the last."""
+    """Exhausts the result of a method, casts what it did not cast, and keeps no more than the last tensor."""
     for _, value in result.items() if isinstance(result, Mapping) else result:
         if isinstance(value, torch.Tensor) and dtype is not None:
             value.to(dtype)
@@ -185,21 +192,20 @@ def _consume(result: Any, dtype: torch.dtype | None) -> None:
 def _least_extraction_seconds(sharded: _Model, links: Links) -> float | None:
     """The time that the bounding link needs; None where there is none.
 
-    The link from the host bounds an extraction if the shards lie there, else the one between the ranks.
+    The link from the host bounds an extraction if the shards are there, else the one between the ranks.
     """
     size, scenario = dist.get_world_size(), sharded.scenario
     if not scenario.offload or links.h2d_pinned is None or links.h2d_pageable is None:
         rate, nbytes = links.all_gather, sharded.full_bytes * (size - 1) / size
     else:
-        is_pinned = scenario.policy and scenario.pinning == "pinned"
+        is_pinned = scenario.policy and scenario.pinning.is_pinned
         rate, nbytes = links.h2d_pinned if is_pinned else links.h2d_pageable, sharded.shard_bytes
     return None if rate is None else nbytes / rate
 
 
 def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
-    """Every rank must go through it."""
+    """Every rank must exhaust it."""
     scenario, clock = sharded.scenario, sharded.clock
-    of_shards, _, _ = sharded.dtypes.partition(":")
     full_bytes = sum(spec.numel * spec.dtype.itemsize for spec in sharded.tensors)
     tensors = _filled(sharded.tensors, clock.device)
     for source in options.sources:
@@ -215,9 +221,9 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
                 rows.append(
                     Measured(
                         scenario=scenario,
-                        dtypes=of_shards,
+                        dtypes=sharded.shard_dtype,
                         path=name,
-                        source=source,
+                        source=source.value,
                         timing=timing,
                         full_bytes=full_bytes,
                         ratio=least / timing.seconds if least is not None and not timing.error else None,
@@ -229,11 +235,11 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
 def _compared_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
     broadcast = next((row.timing for row in rows if row.path == _BROADCAST and not row.timing.error), None)
     for row in rows:
-        is_comparable = broadcast is not None and not row.timing.error
-        yield replace(row, times_torch=broadcast.seconds / row.timing.seconds) if broadcast and is_comparable else row
+        times = broadcast.seconds / row.timing.seconds if broadcast and not row.timing.error else None
+        yield replace(row, times_torch=times)
 
 
-def _least_load_seconds(source: str, scenario: Scenario, links: Links, full: float, shards: float) -> float | None:
+def _least_load_seconds(source: Source, scenario: Scenario, links: Links, full: float, shards: float) -> float | None:
     """The time that the bounding link needs; None where there is none, as between two hosts' memories.
 
     full, shards: bytes of all full tensors, and of the shards on the rank that has the most.
@@ -243,17 +249,19 @@ def _least_load_seconds(source: str, scenario: Scenario, links: Links, full: flo
         return None
     is_resident = not scenario.offload
     match source:
-        case "rank0":
-            # Rank 0 keeps its own part to itself.
+        case Source.RANK0:
+            # Rank 0 sends nothing of its own part.
             return full / h2d if is_resident else max((full - shards) / h2d, shards / host)
-        case "files":
+        case Source.FILES:
             return shards / min(h2d, file) if is_resident else shards / file
-        case _:
+        case Source.RANKS:
             return shards / (h2d if is_resident else host)
+        case _:
+            assert_never(source)
 
 
 def _filled(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
-    """Full tensors, each once, the same on every rank, in pinned memory where there is a device."""
+    """Makes full tensors, each once, the same on every rank, in pinned memory where there is a device."""
     torch.manual_seed(0)
     tensors = {}
     for spec in wanted:
@@ -264,10 +272,10 @@ def _filled(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
 
 
 @contextlib.contextmanager
-def _given(source: str, tensors: Tensors) -> Iterator[Any]:
-    """The argument of a load: a mapping, a directory of files, or None on ranks that have nothing."""
-    if source != "files":
-        yield tensors if source == "ranks" or dist.get_rank() == 0 else None
+def _given(source: Source, tensors: Tensors) -> Iterator[Any]:
+    """Yields the argument of a load: a mapping, a directory of files, or None on ranks that have nothing."""
+    if source is not Source.FILES:
+        yield tensors if source is Source.RANKS or dist.get_rank() == 0 else None
         return
     name = [tempfile.mkdtemp(prefix="fsdp-doctor-bench-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
@@ -287,12 +295,12 @@ def _given(source: str, tensors: Tensors) -> Iterator[Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _can_load(name: str, source: str, scenario: Scenario) -> bool:
-    """Whether the path can: torch loads FSDP1 on the device; without a broadcast every rank needs the tensors."""
+def _can_load(name: str, source: Source, scenario: Scenario) -> bool:
+    """Whether the method can: torch loads FSDP1 on the device; without a broadcast every rank needs the tensors."""
     if name == _OURS:
         return True
-    is_on_host = scenario.strategy == "fsdp1" and scenario.param_offload
-    return not is_on_host and (name == _BROADCAST or source != "rank0")
+    is_flat = scenario.version == 1 and not scenario.strategy.uses_original_parameters
+    return not (is_flat and scenario.param_offload) and (name == _BROADCAST or source is not Source.RANK0)
 
 
 def _load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Module, Any], object]:
@@ -309,7 +317,7 @@ def _load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Modu
         options = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=is_broadcast, cpu_offload=is_offloaded, strict=False
         )
-        # A copy: torch changes the dictionary.
+        # A copy, because torch changes the dictionary.
         set_model_state_dict(model, dict(state or {}), options=options)
 
     return load_by_torch

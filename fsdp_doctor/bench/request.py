@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 from fsdp_doctor.matrix.axes import AXIS, Offload
 from fsdp_doctor.matrix.cases import Scenario, scenario_of
@@ -14,7 +15,7 @@ from fsdp_doctor.matrix.paths import is_user_path, paths_for
 STRATEGIES = tuple(AXIS["strategy"].values)
 # An offload of the optimizer makes no difference here: there is none.
 OFFLOADS: tuple[str, ...] = tuple(map(str, (Offload(), Offload.of(param=True), Offload.of(policy=True))))
-# The paths of the matrix that are compared, and full_state_dict, which is no path of it.
+# The methods of the matrix that are compared, and full_state_dict, which is no method of it.
 FULL_STATE_DICT = "fsdp_doctor:full_state_dict"
 EXTRACTIONS = (
     *("full_tensors", FULL_STATE_DICT, "state_dict.to.full_tensor", "unshard"),
@@ -22,28 +23,33 @@ EXTRACTIONS = (
     *("get_model_state_dict.full", "get_model_state_dict.full+cpu"),
 )
 LOADS = ("load_full_tensors", "set_model_state_dict.broadcast", "set_model_state_dict.full")
-# Where the full tensors of a load are.
-SOURCES: dict[str, str] = {
-    "rank0": "in pinned memory of rank 0 alone",
-    "ranks": "in pinned memory of each rank",
-    "files": "in safetensors files that are in the page cache",
-}
 DTYPES = ("bf16", "fp32", "fp32:bf16")
+
+
+class Source(str, Enum):
+    """Where the full tensors of a load are."""
+
+    RANK0 = "rank0"  # in pinned memory of rank 0 alone
+    RANKS = "ranks"  # in pinned memory of each rank
+    FILES = "files"  # in safetensors files that are in the page cache
+
+
+SOURCES = tuple(source.value for source in Source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """A benchmark of each path over each scenario and dtype.
+    """A benchmark of each method over each scenario and dtype.
 
     model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
     dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: each is measured, of a load the
     first; None for the default. paths: of EXTRACTIONS, or module:function of the user; of a load, of LOADS; empty for
-    all. sources: of SOURCES, for a load.
+    all. sources: for a load.
     """
 
     direction: Direction
     scenarios: tuple[Scenario, ...]
-    sources: tuple[str, ...]
+    sources: tuple[Source, ...]
     model: str
     layers: int | None
     dtypes: tuple[str, ...]
@@ -56,7 +62,7 @@ class BenchOptions:
 def scenarios_of(
     strategies: Iterable[str], offloads: Iterable[str], stagings: Iterable[str], pinnings: Iterable[str]
 ) -> tuple[Scenario, ...]:
-    """The combinations that there are; of those that are staged, the ones that have something to move."""
+    """Returns the combinations that can be built; of the staged ones, those that have something to move."""
     names = ("strategy", "offload", "staging", "pinning")
     combined = (
         scenario_of(dict(zip(names, values, strict=True)))
@@ -65,18 +71,18 @@ def scenarios_of(
     return tuple(
         scenario
         for scenario in combined
-        if not scenario.contradiction and (scenario.staging == "unstaged" or scenario.param_offload)
+        if not scenario.contradiction and (not scenario.staging.is_staged or scenario.param_offload)
     )
 
 
 def extractions_of(scenario: Scenario) -> tuple[str, ...]:
-    """The paths that are measured in a scenario: not those that are known to unshard nothing there.
+    """Returns the methods that are measured in a scenario, without those that are known to unshard nothing there.
 
     FSDP2 ignores summon_full_params, and torch cannot unshard what a manual offload has moved to the host.
     """
     there = {path.name for path in paths_for(scenario, "out")}
     if scenario.version == 2:
         there.discard("summon_full_params")
-    if scenario.param_offload and scenario.staging == "unstaged":
+    if scenario.param_offload and not scenario.staging.is_staged:
         there &= {"full_tensors"} if scenario.version == 1 else there - {"unshard"}
     return tuple(name for name in EXTRACTIONS if is_user_path(name) or name in there)

@@ -19,12 +19,12 @@ from fsdp_doctor.matrix.cases import Scenario
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One path over one model.
+    """One method over one model.
 
-    timing: each time the slowest rank's; the peak that of the rank that took the most, None on the CPU. full_bytes: of
-    all full tensors, each once. ratio: the least time in which the bounding link carries the bytes, over the seconds.
+    timing: of the slowest rank; its peak is of the rank with the highest, None on the CPU. full_bytes: of all full
+    tensors, each once. ratio: the least time in which the bounding link carries the bytes, divided by the seconds.
     bucket_bytes: the size that it was given, None for the default. source: of a load, where the full tensors are.
-    times_torch: how often it fits into the time of torch's broadcast from rank 0, from the same source.
+    times_torch: the seconds of torch's broadcast from rank 0 and the same source, divided by its own.
     """
 
     scenario: Scenario
@@ -52,9 +52,10 @@ class BenchResult:
 def as_json(result: BenchResult) -> str:
     head = {"schema": "fsdp-doctor/bench", "schema_version": 2, "version": __version__}
     body = dataclasses.asdict(result)
-    for row in body["measured"]:
-        scenario = row.pop("scenario")
-        row |= row.pop("timing") | {name: scenario[name] for name in ("strategy", "offload", "staging", "pinning")}
+    for row, measured in zip(body["measured"], result.measured, strict=True):
+        del row["scenario"]
+        values = measured.scenario.values
+        row |= row.pop("timing") | {name: values[name] for name in ("strategy", "offload", "staging", "pinning")}
     return json.dumps(head | body, indent=1) + "\n"
 
 
@@ -81,8 +82,8 @@ def as_text(result: BenchResult, width: int) -> str:
 
 def _cells(row: Measured, is_load: bool) -> list[str]:
     scenario, timing = row.scenario, row.timing
-    words = [str(scenario.strategy), str(scenario.offload), *(["staged"] if scenario.staging == "staged" else [])]
-    words += ["unpinned"] if scenario.pinning == "unpinned" else []
+    words = [str(scenario.strategy), str(scenario.offload), *(["staged"] if scenario.staging.is_staged else [])]
+    words += [] if scenario.pinning.is_pinned else ["unpinned"]
     first = [" ".join([*words, row.dtypes]), *([row.source] if is_load else [])]
     if timing.error:
         return [*first, f"{row.path}: {timing.error[:60]}"]

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_doctor.case import offloading
-from fsdp_doctor.case.runtime import start as start_runtime
 from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
 from fsdp_doctor.extract.sources import device_of
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.axes import Backend, Sharding
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
-from fsdp_doctor.memory.rollout import RolloutRequest, TrainerState
-from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.matrix.cases import Scenario
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def load_trainer(
-    request: RolloutRequest, state: TrainerState, rank: int, scratch: pathlib.Path
-) -> tuple[torch.device, nn.Module]:
-    """Joins a trainer's process group, and loads the model there if ``state`` says so. Every rank must call it."""
-    runtime = start_runtime(
-        dist.FileStore(str(scratch / "store"), request.ranks),
-        place=Place(rank=rank, world_size=request.ranks, local_rank=rank, num_nodes=1),
-        run_device=RunDevice(type=request.device, memory=request.memory),
-        backend=Backend.MIXED,
-        scratch=scratch,
-        custom_model=None,
-    )
-    model = nn.Module()
-    if state == "loaded":
-        whole = on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
-        scenario = scenario_of({"strategy": request.strategy, "offload": "none", "staging": "unstaged"})
-        model = sharded(whole, scenario, runtime.mesh(Sharding(request.sharding)))
-    runtime.synchronize()
-    return runtime.device, model
 
 
 def sharded(whole: nn.Module, scenario: Scenario, mesh: DeviceMesh) -> nn.Module:
@@ -67,7 +38,7 @@ def _sharded_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: 
         mesh,
         compute_dtype=torch.bfloat16,
         policy=scenario.policy,
-        pin_memory=scenario.pinning == "pinned" and device.type != "cpu",
+        pin_memory=scenario.pinning.is_pinned and device.type != "cpu",
     )
     model.to_empty(device="cpu" if scenario.policy else device)
     whole.tie_weights()
@@ -86,7 +57,7 @@ def _sharded_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: 
         device,
         compute_dtype=torch.bfloat16,
         policy=scenario.policy,
-        use_orig_params=scenario.strategy == "fsdp1-orig",
+        use_orig_params=scenario.strategy.uses_original_parameters,
     )
     private.fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:

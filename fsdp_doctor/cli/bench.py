@@ -18,6 +18,7 @@ from fsdp_doctor.bench.request import (
     SOURCES,
     STRATEGIES,
     BenchOptions,
+    Source,
     extractions_of,
     scenarios_of,
 )
@@ -98,7 +99,7 @@ class MeasuredOptions:
         ]
         return BenchOptions(
             direction=direction,
-            sources=tuple(self.source or SOURCES),
+            sources=tuple(map(Source, self.source or SOURCES)),
             model=self.model,
             layers=self.layers,
             scenarios=scenarios,

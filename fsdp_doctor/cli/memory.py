@@ -16,6 +16,7 @@ from fsdp_doctor.cli.options import DeviceOptions, model_shape, one_of, output_f
 from fsdp_doctor.cli.selection import Selected, SelectionOptions, axis_option
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
+from fsdp_doctor.matrix.axes import Sharding, Strategy
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.named_shapes import MOST_LAYERS
 
@@ -235,14 +236,19 @@ def rollout(
     """
     options.check_versions()
     with imports.of_what_stays():
-        from fsdp_doctor.bench.sharded_model import load_trainer
-        from fsdp_doctor.memory import rollout
+        from fsdp_doctor.bench import rollout
         from fsdp_doctor.plan.meta_model import on_meta
 
-    asked = {**vars(trainer), **vars(engine), "device": devices.resolve(engine.device)}
-    request = rollout.RolloutRequest(**asked)
+    fields = {
+        **vars(trainer),
+        **vars(engine),
+        "strategy": Strategy(trainer.strategy),
+        "sharding": Sharding(trainer.sharding),
+        "device": devices.resolve(engine.device),
+    }
+    request = rollout.RolloutRequest(**fields)
     weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
-    attempts = rollout.start_engine_beside_trainer(request, weights, load_trainer)
+    attempts = rollout.start_engine_beside_trainer(request, weights)
     sys.stdout.write(rollout.rollout_as_text(request, attempts))
     if json_file is not None:
         output.write(json_file, rollout.rollout_as_json(request, attempts))

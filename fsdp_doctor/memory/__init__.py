@@ -2,7 +2,6 @@
 
 snapshot      the ledger of a live job
 stage_watch   the ledgers of the stages of a job, by watching every operator
-rollout       the start of a rollout engine beside a trainer's worker
 """
 
 from __future__ import annotations

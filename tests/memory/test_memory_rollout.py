@@ -15,6 +15,15 @@ from program import Run, doctor
 from support import inside
 from support.emulation import needs_emulation
 
+from fsdp_doctor.bench import rollout
+from fsdp_doctor.bench.rollout import (
+    EngineStart,
+    RolloutAttempt,
+    RolloutRequest,
+    RunningProcess,
+    find_remedies,
+    rollout_as_text,
+)
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.ledgers.ledger import (
     Bytes,
@@ -25,15 +34,7 @@ from fsdp_doctor.ledgers.ledger import (
     ledgers_from_json,
     total,
 )
-from fsdp_doctor.memory import rollout
-from fsdp_doctor.memory.rollout import (
-    EngineStart,
-    RolloutAttempt,
-    RolloutRequest,
-    RunningProcess,
-    find_remedies,
-    rollout_as_text,
-)
+from fsdp_doctor.matrix.axes import Sharding, Strategy
 
 _MIB = 1 << 20
 # The model has 8 MiB in bfloat16.
@@ -112,8 +113,8 @@ def _attempt(*, share: float, weights: int, free: int) -> RolloutAttempt:
 _REQUEST = RolloutRequest(
     model="small",
     layers=None,
-    strategy="fsdp2",
-    sharding="size1",
+    strategy=Strategy.FSDP2,
+    sharding=Sharding.SIZE1,
     dtype="bf16",
     utilization=0.1,
     device="emulated",
@@ -156,7 +157,8 @@ def test_a_worker_that_has_no_room_for_the_model_sends_the_first_line_of_the_err
 ) -> None:
     monkeypatch.setattr(rollout, "_share_devices", lambda *_: None)
     ours, theirs = multiprocessing.Pipe()
-    rollout._run_trainer(theirs, _REQUEST, "loaded", tmp_path, _has_no_room, 0)
+    monkeypatch.setattr(rollout, "_load_trainer", _has_no_room)
+    rollout._run_trainer(theirs, _REQUEST, "loaded", tmp_path, 0)
     assert ours.recv() == "emulated out of memory"
 
 

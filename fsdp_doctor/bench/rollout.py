@@ -1,7 +1,7 @@
 """``fsdp-doctor memory rollout``: starts a rollout engine on a device beside a trainer's worker (verl issue 4229).
 
-The worker and the engine are processes of their own. Each reports over a pipe the memory that it holds, and keeps it
-until it is asked to end. The engine is a stand-in: it asks for its share of the device's memory as vLLM does, and takes
+The worker and the engine are processes of their own. Each reports over a pipe the memory that it uses, and keeps it
+until it is told to end. The engine is a stand-in: it asks for its share of the device's memory as vLLM does, and takes
 it for weights and a cache.
 """
 
@@ -15,15 +15,18 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fsdp_doctor.bench.sharded_model import DTYPE, sharded
+from fsdp_doctor.case.runtime import start as start_runtime
 from fsdp_doctor.errors import CannotRun, first_line
 from fsdp_doctor.ledgers.ledger import (
     CLASSES,
@@ -38,15 +41,19 @@ from fsdp_doctor.ledgers.ledger import (
 from fsdp_doctor.ledgers.ledger_views import unit_for
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
+from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.matrix.axes import Backend, Offload, Sharding, Staging, Strategy
+from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.memory.snapshot import DeviceCounters, check_counted, held_on, owned_tensors
+from fsdp_doctor.plan.meta_model import on_meta
 
 # Whether the trainer's worker has loaded the FSDP model, or only has its context.
 TrainerState: TypeAlias = Literal["loaded", "not loaded"]
-TrainerSharding: TypeAlias = Literal["size1", "full"]
 
-_SHARDING: dict[TrainerSharding, str] = {
-    "size1": "fsdp_size=1: every rank has the whole model",
-    "full": "one shard group over all ranks",
+# The shardings of a trainer.
+SHARDINGS: dict[Sharding, str] = {
+    Sharding.SIZE1: "fsdp_size=1: every rank has the whole model",
+    Sharding.FULL: "one shard group over all ranks",
 }
 _ENGINE_CLASSES: dict[MemoryClass, str] = {"parameters": "weights", "buffers": "key-value cache"}
 _TRAINER_CLASSES: dict[MemoryClass, str] = {"parameters": "FSDP parameters"}
@@ -67,18 +74,13 @@ class RolloutRequest:
 
     model: str
     layers: int | None
-    strategy: str
-    sharding: TrainerSharding
+    strategy: Strategy
+    sharding: Sharding
     dtype: str
     utilization: float
     device: str
     memory: int | None
     ranks: int
-
-
-# Joins the trainer's process group as a rank, in a scratch directory of this start, and loads the model if it is to be
-# loaded. Returns the rank's device and the model, which is an empty module otherwise.
-LoadTrainer: TypeAlias = Callable[[RolloutRequest, TrainerState, int, pathlib.Path], tuple[torch.device, nn.Module]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +117,11 @@ class Remedy:
     suffices: bool
 
 
-def start_engine_beside_trainer(
-    request: RolloutRequest, weights: Sequence[int], load_trainer: LoadTrainer
-) -> list[RolloutAttempt]:
+def start_engine_beside_trainer(request: RolloutRequest, weights: Sequence[int]) -> list[RolloutAttempt]:
     """Starts the engine beside a worker that has loaded the model, then beside one that has not.
 
-    weights: elements of each of the model's parameters. load_trainer: a function at the top of its module, which is
-    called in the worker's process. Raises CannotRun where there are fewer devices than ranks, where their memory is not
-    counted, where the model does not fit, and where a process ends before it has reported.
+    weights: elements of each of the model's parameters. Raises CannotRun where there are fewer devices than ranks,
+    where their memory is not counted, where the model does not fit, and where a process ends before it has reported.
     """
     devices.load(RunDevice(type=request.device), request.device)
     check_counted(request.device)
@@ -130,16 +129,12 @@ def start_engine_beside_trainer(
     # Imports torch once for all processes, and makes no CUDA context.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, load_trainer.__module__])
-    return [_attempt(context, request, weights, load_trainer, state) for state in ("loaded", "not loaded")]
+    context.set_forkserver_preload([__name__])
+    return [_attempt(context, request, weights, state) for state in ("loaded", "not loaded")]
 
 
 def _attempt(
-    context: ForkServerContext,
-    request: RolloutRequest,
-    weights: Sequence[int],
-    load_trainer: LoadTrainer,
-    state: TrainerState,
+    context: ForkServerContext, request: RolloutRequest, weights: Sequence[int], state: TrainerState
 ) -> RolloutAttempt:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as running:
         scratch = pathlib.Path(directory)
@@ -147,9 +142,7 @@ def _attempt(
         def start(name: str, function: Any, *arguments: Any) -> RunningProcess:
             return running.enter_context(RunningProcess(context, name, function, request, state, scratch, *arguments))
 
-        ranks = [
-            start(f"rank {rank} of the trainer", _run_trainer, load_trainer, rank) for rank in range(request.ranks)
-        ]
+        ranks = [start(f"rank {rank} of the trainer", _run_trainer, rank) for rank in range(request.ranks)]
         reports = [rank.report() for rank in ranks]
         for report in reports:
             if isinstance(report, str):
@@ -190,23 +183,39 @@ class RunningProcess:
 
 
 def _run_trainer(
-    pipe: Connection,
-    request: RolloutRequest,
-    state: TrainerState,
-    scratch: pathlib.Path,
-    load_trainer: LoadTrainer,
-    rank: int,
+    pipe: Connection, request: RolloutRequest, state: TrainerState, scratch: pathlib.Path, rank: int
 ) -> None:
     """Sends the ledger of a worker of the trainer, or a sentence where the model does not fit."""
     _share_devices(request, scratch)
     try:
-        device, model = load_trainer(request, state, rank, scratch)
+        device, model = _load_trainer(request, state, rank, scratch)
     except torch.OutOfMemoryError as error:
         pipe.send(first_line(error))
         return
     held = held_on(device, owned_tensors(model, None))
     pipe.send(_ledger(f"trainer, FSDP model {state}", rank, device, held))
     pipe.recv()
+
+
+def _load_trainer(
+    request: RolloutRequest, state: TrainerState, rank: int, scratch: pathlib.Path
+) -> tuple[torch.device, nn.Module]:
+    """Joins the trainer's process group, and loads the model if ``state`` says so. Every rank must call it."""
+    runtime = start_runtime(
+        dist.FileStore(str(scratch / "store"), request.ranks),
+        place=Place(rank=rank, world_size=request.ranks, local_rank=rank, num_nodes=1),
+        run_device=RunDevice(type=request.device, memory=request.memory),
+        backend=Backend.MIXED,
+        scratch=scratch,
+        custom_model=None,
+    )
+    model = nn.Module()
+    if state == "loaded":
+        whole = on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
+        scenario = Scenario(strategy=request.strategy, offload=Offload(), staging=Staging.UNSTAGED)
+        model = sharded(whole, scenario, runtime.mesh(request.sharding))
+    runtime.synchronize()
+    return runtime.device, model
 
 
 def _run_engine(
@@ -276,7 +285,7 @@ def find_remedies(request: RolloutRequest, loaded: RolloutAttempt) -> list[Remed
     if lacking <= 0:
         return []
     ranks = max(request.ranks, 8)
-    parameters = device.held.get("parameters", 0) if request.sharding == "size1" else 0
+    parameters = device.held.get("parameters", 0) if request.sharding.keeps_whole_tensors else 0
     freed = {
         "do not build the FSDP model in a worker that only generates": device.reserved,
         "param_offload=true, and the cache emptied after the load": device.reserved,
@@ -310,7 +319,7 @@ def _larger_share(start: EngineStart) -> list[Remedy]:
 def rollout_as_text(request: RolloutRequest, attempts: Sequence[RolloutAttempt]) -> str:
     """The memory of both processes side by side for each start, the refusal, and the remedies."""
     ranks = f"{request.ranks} rank(s) of the trainer, {request.strategy}"
-    lines = [f"{request.model}: {_SHARDING[request.sharding]}; {ranks}", ""]
+    lines = [f"{request.model}: {SHARDINGS[request.sharding]}; {ranks}", ""]
     for attempt in attempts:
         lines += [*_attempt_lines(attempt), ""]
     loaded = attempts[0]
