@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from fsdp_doctor import full_tensors
 from fsdp_doctor.extract import BUCKET_BYTES
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.plan import Arguments, forget, plan_of
+from fsdp_doctor.extract.plan import Arguments, forget, get_plan
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
     def anew() -> None:
         forget(model)
-        plan_of(model, arguments)
+        get_plan(model, arguments)
 
     def conversations() -> None:
         agreement = Agreement(ranks)
@@ -69,7 +69,7 @@ def main() -> None:
 
     rows = {
         "plan made anew": medians(anew, options),
-        "plan kept": medians(lambda: plan_of(model, arguments), options),
+        "plan kept": medians(lambda: get_plan(model, arguments), options),
         "11 conversations": medians(conversations, options),
         "call, plan made anew": medians(call_anew, options),
         "call, plan kept": medians(call, options),
@@ -79,7 +79,7 @@ def main() -> None:
     profile.runcall(call)
     dist.barrier()
     if dist.get_rank() == 0:
-        buckets = plan_of(model, arguments)[0].buckets
+        buckets = get_plan(model, arguments)[0].buckets
         print(f"{len(list(model.named_parameters()))} tensors, {len(buckets)} buckets, {dist.get_world_size()} ranks")
         for name, (wall, processor) in rows.items():
             print(f"{name:22} {wall:8.2f} ms   processor {processor:8.2f} ms")

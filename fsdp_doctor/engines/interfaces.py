@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from fsdp_doctor.engines.packed_bucket import PackedBucket, packed_buckets
 from fsdp_doctor.extract import BUCKET_BYTES, LocalShard, ShardPlace, full_tensors, local_shards, weights_info
-from fsdp_doctor.extract.local import own_shards, request_of
+from fsdp_doctor.extract.local import read_own_shards, request_of
 from fsdp_doctor.extract.lora import Lora
 
 
@@ -49,7 +49,7 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     """
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     request = request_of(model, None, (), BUCKET_BYTES, options.get("lora", "merged"))
-    shards = own_shards(request.sources, request.shards)
+    shards = read_own_shards(request.sources, request.shards)
     places = {name: shard.place for shard in shards for name in shard.spec.names}
 
     class FullSource(base.WeightSource):  # type: ignore[misc,name-defined]

@@ -288,7 +288,7 @@ class Agreement:
         try:
             if has_one_store or self._is_answered_soon():
                 return self._wait().decode()
-            return interruptible(self._wait).decode()
+            return call_interruptibly(self._wait).decode()
         except dist.DistNetworkError:
             raise
         except dist.DistStoreError:
@@ -391,7 +391,7 @@ def _connection(store: dist.Store) -> dist.Store:
     return clone
 
 
-def interruptible(wait: Callable[[], bytes]) -> bytes:
+def call_interruptibly(wait: Callable[[], bytes]) -> bytes:
     """Calls what waits in C++ so that Ctrl-C ends it: Python's handlers of signals run in the main thread alone.
 
     From the main thread another one calls it, and goes on if this is interrupted. Where no thread is to be had, it is

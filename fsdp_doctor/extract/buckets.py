@@ -18,7 +18,7 @@ from fsdp_doctor.extract.transfers import (
     Redistribution,
     RowsGather,
     TensorTransfer,
-    flat_gathers,
+    divide_unit,
 )
 
 # Smaller tensors share an all-gather: one each costs more than a copy out of it. It has at most so many bytes.
@@ -207,7 +207,7 @@ class Division:
                 yield Redistribution(order, source, self.dtypes.of(source.spec))
             case FlatUnit():
                 unit = FlatLayout(order, source, self.dtypes)
-                yield from flat_gathers(unit, self.bucket_bytes, room, self.extra_bytes.keys())
+                yield from divide_unit(unit, self.bucket_bytes, room, self.extra_bytes.keys())
             case _:
                 assert_never(source)
 

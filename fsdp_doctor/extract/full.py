@@ -24,12 +24,12 @@ from fsdp_doctor.extract.agreement import Agreement, PlanMismatch
 from fsdp_doctor.extract.buckets import Bucket, Division
 from fsdp_doctor.extract.host_copies import HostCopies, flat_bytes, threads_of_a_rank
 from fsdp_doctor.extract.loader import CastBuffer, Loader
-from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter, deltas_of, factor_names
-from fsdp_doctor.extract.plan import Arguments, Plan, plan_of, ranks_of
+from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter, list_factor_names, make_deltas
+from fsdp_doctor.extract.plan import Arguments, Plan, get_plan, ranks_of
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups, refusal
 from fsdp_doctor.extract.sources import OutputDtypes, TensorSpec, sources_of, specs
 from fsdp_doctor.extract.streams import HomeStream, Streams
-from fsdp_doctor.extract.transfers import Call, OrderedResult, TensorTransfer, all_gather, handed_out, results_of
+from fsdp_doctor.extract.transfers import Call, OrderedResult, TensorTransfer, all_gather, materialize, take_results
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
 
@@ -99,7 +99,7 @@ def full_tensors(
     """
     with announced(model):
         arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
-    return _under_each_name(extract(model, arguments))
+    return _yield_each_name(extract(model, arguments))
 
 
 def weights_info(
@@ -110,7 +110,7 @@ def weights_info(
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    plan, _ = plan_of(model, Arguments.given(None, dtype, keep_dtype, BUCKET_BYTES, lora))
+    plan, _ = get_plan(model, Arguments.given(None, dtype, keep_dtype, BUCKET_BYTES, lora))
     every = [spec for source in plan.sources for spec in specs(source)]
     return {name: WeightInfo(spec.shape, plan.dtypes.of(spec)) for spec in every for name in spec.names}
 
@@ -123,11 +123,11 @@ def announced(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         # Without a process group there are no others.
         with contextlib.suppress(Exception):
-            Agreement(_ranks_of(model)).leave(f"{type(error).__name__}: {error}")
+            Agreement(_find_ranks(model)).leave(f"{type(error).__name__}: {error}")
         raise
 
 
-def _ranks_of(model: nn.Module) -> tuple[int, ...]:
+def _find_ranks(model: nn.Module) -> tuple[int, ...]:
     with contextlib.suppress(Exception):
         held = reader.read(model)
         ranks = read_groups(held).ranks or ranks_of(sources_of(held))
@@ -148,11 +148,11 @@ class OfExtraction(Comparison):
 def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
     """Yields every full tensor once, with all of its names."""
     with announced(model):
-        plan, shards = plan_of(model, arguments)
-    return tensor_stream(plan, shards)
+        plan, shards = get_plan(model, arguments)
+    return start_extraction(plan, shards)
 
 
-def tensor_stream(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
+def start_extraction(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
     agreement = Agreement(plan.ranks)
     agreement.expect(lambda: plan.compared, OfExtraction(plan.groups, shards, plan.device))
     with agreement.leaving():
@@ -190,7 +190,7 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
         self.close()
 
 
-def _under_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
+def _yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
     with contextlib.closing(tensors):
         for spec, tensor in tensors:
             yield spec.names[0], tensor
@@ -263,7 +263,7 @@ class Pipeline:
                 self._keep_spare(self._promised_buckets())
                 while results:
                     _, spec, result = results.pop()
-                    tensor = handed_out(result)
+                    tensor = materialize(result)
                     if not results:
                         last_bytes = tensor.nbytes
                     del result
@@ -402,7 +402,7 @@ class Pipeline:
         """This rank's part of the factors, and the loader, which holds what is being copied."""
         # The factors of one unit of FSDP1 are as many units.
         call = Call(self._plan.device, self._call.shards, frozenset())
-        factors = [self._plan.factors[name] for name in factor_names(merged)]
+        factors = [self._plan.factors[name] for name in list_factor_names(merged)]
         parts = Division(factors, OutputDtypes(), bucket_bytes=1 << 62).buckets()
         transfers = [transfer.begun(call) for part in parts for transfer in part.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
@@ -421,8 +421,8 @@ class Pipeline:
         """
         self._streams.wait(self._gather(factors, {}))
         try:
-            full = {name: handed_out(result) for _, spec, result in results_of(factors) for name in spec.names}
-            pending.deltas = deltas_of(merged, full)
+            full = {name: materialize(result) for _, spec, result in take_results(factors) for name in spec.names}
+            pending.deltas = make_deltas(merged, full)
             # The caller's stream has copied them out of what was gathered.
             self._streams.begin_loading()
             pending.loader.finish(pending.deltas)
@@ -440,7 +440,7 @@ class Pipeline:
     def _results(self, launched: _PendingBucket) -> list[OrderedResult]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
-        results = [*self._early, *results_of(launched.transfers)]
+        results = [*self._early, *take_results(launched.transfers)]
         end = launched.bucket.end
         self._early = [result for result in results if result[0] >= end]
         results = [result for result in results if result[0] < end]

@@ -140,7 +140,7 @@ class Loader:
         batch: list[Piece] = []
         batch_bytes = 0
         for piece in (part for whole in self._to_cast for part in _split(whole)):
-            nbytes = _padded(piece.source.nbytes)
+            nbytes = _pad(piece.source.nbytes)
             if batch_bytes + nbytes > _HALF_BYTES:
                 self._cast_batch(batch, deltas)
                 batch, batch_bytes = [], 0
@@ -165,7 +165,7 @@ class Loader:
         # What threads read is loaded in turn 0.
         turn = 0 if any(pageable) else self._cast_buffer.turn
         memory = self._cast_buffer.half(turn)
-        sizes = [_padded(piece.source.nbytes) for piece in pieces]
+        sizes = [_pad(piece.source.nbytes) for piece in pieces]
         loaded = [
             part[: piece.source.nbytes].view(piece.source.dtype)
             for part, piece in zip(memory[: sum(sizes)].split(sizes), pieces, strict=True)
@@ -180,14 +180,14 @@ class Loader:
             private.copy_all([loaded[i] for i in copied], [pieces[i].source for i in copied], non_blocking=True)
         with self._streams.casting():
             merged = [
-                _merged(values, piece, deltas) if piece.name in deltas else values
+                _merge(values, piece, deltas) if piece.name in deltas else values
                 for values, piece in zip(loaded, pieces, strict=True)
             ]
             private.copy_all([piece.target for piece in pieces], merged, non_blocking=True)
         self._cast_buffer.done()
 
 
-def _merged(values: torch.Tensor, piece: Piece, deltas: Mapping[str, list[Delta]]) -> torch.Tensor:
+def _merge(values: torch.Tensor, piece: Piece, deltas: Mapping[str, list[Delta]]) -> torch.Tensor:
     for delta in deltas[piece.name]:
         values = values + delta.part(piece.start, values.numel())
     return values
@@ -209,5 +209,5 @@ def _split(piece: Piece) -> Iterable[Piece]:
     ]
 
 
-def _padded(nbytes: int) -> int:
+def _pad(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -21,11 +21,11 @@ from typing_extensions import assert_never
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan, PlanMismatch
 from fsdp_doctor.extract.buckets import Division
-from fsdp_doctor.extract.full import BUCKET_BYTES, CHUNK_BYTES, MOST_THREADS, TensorStream, announced, tensor_stream
+from fsdp_doctor.extract.full import BUCKET_BYTES, CHUNK_BYTES, MOST_THREADS, TensorStream, announced, start_extraction
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
-from fsdp_doctor.extract.plan import Arguments, Plan, plan_of, signature
+from fsdp_doctor.extract.plan import Arguments, Plan, get_plan, signature
 from fsdp_doctor.extract.rank_groups import refusal
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
@@ -107,10 +107,10 @@ def local_shards(
     with announced_where_merged(model, lora):
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
         refuse_unknown(request)
-    return _under_each_name(request, factor_stream(request))
+    return _yield_each_name(request, factor_stream(request))
 
 
-def _under_each_name(request: ShardRequest, factors: TensorStream | None) -> Iterator[LocalShard]:
+def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Iterator[LocalShard]:
     home = HomeStream(request.device)
     with contextlib.closing(home.run(loaded_shards(request, gathered_deltas(request, factors), own=True))) as shards:
         for spec, tensor, place, _ in shards:
@@ -134,7 +134,7 @@ def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
 
 def _has_adapters(model: nn.Module) -> bool:
     with contextlib.suppress(Exception):
-        return adapters.read(adapters.adapter_modules(reader.innermost(model))).has_adapters
+        return adapters.read(adapters.find_adapter_modules(reader.innermost(model))).has_adapters
     return False
 
 
@@ -160,7 +160,7 @@ class ShardRequest:
 def request_of(
     model: nn.Module, dtype: torch.dtype | None, keep_dtype: Collection[str], bucket_bytes: int, lora: Lora
 ) -> ShardRequest:
-    plan, shards = plan_of(model, Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora))
+    plan, shards = get_plan(model, Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora))
     return ShardRequest(
         plan=plan,
         shards=shards,
@@ -185,7 +185,7 @@ def factor_stream(request: ShardRequest) -> TensorStream | None:
     plan = request.plan
     if not plan.merges:
         return None
-    factors, dtypes = [plan.factors[name] for name in adapters.factor_names(request.adapters)], OutputDtypes()
+    factors, dtypes = [plan.factors[name] for name in adapters.list_factor_names(request.adapters)], OutputDtypes()
     settings = f"factors bucket_bytes={request.bucket_bytes}"
     # The factors of one unit of FSDP1 are as many units.
     division = Division(factors, dtypes, request.bucket_bytes)
@@ -200,13 +200,13 @@ def factor_stream(request: ShardRequest) -> TensorStream | None:
         ready=frozenset(),
         compared=ComparedPlan(signature(factors, dtypes, settings, request.adapters)),
     )
-    return tensor_stream(gathering, request.shards)
+    return start_extraction(gathering, request.shards)
 
 
 def gathered_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
     """The products to merge into each weight. Every rank must call it, if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
-    return adapters.deltas_of(request.adapters, full)
+    return adapters.make_deltas(request.adapters, full)
 
 
 class LoadedShard(NamedTuple):
@@ -226,7 +226,7 @@ def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, o
     loading = _ShardLoading(request.device, request.dtypes, deltas, own)
     pending: collections.deque[_LoadedBucket] = collections.deque()
     try:
-        for bucket in _buckets(own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes):
+        for bucket in _buckets(read_own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes):
             pending.append(loading.launch(bucket))
             if len(pending) > 1:
                 yield from loading.results(pending.popleft())
@@ -344,7 +344,7 @@ class OwnShard:
     place: ShardPlace
 
 
-def own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[OwnShard]:
+def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[OwnShard]:
     """This rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
 
     shards: what this rank holds, by the places of the sources.
@@ -356,11 +356,11 @@ def own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Ite
                 place = ShardPlace(numel=spec.numel, offset=0, stride=row_major(spec.shape))
                 yield OwnShard(spec=spec, local=source.whole(local).reshape(-1), shape=spec.shape, place=place)
             case Rows():
-                yield _of_rows(source, local.reshape(-1))
+                yield _read_rows(source, local.reshape(-1))
             case Placed():
-                yield _of_placed(source, local)
+                yield _read_placed(source, local)
             case FlatUnit():
-                yield from _of_unit(source, local)
+                yield from _read_unit(source, local)
             case _:
                 assert_never(source)
 
@@ -380,7 +380,7 @@ def _place_on_mesh(source: Rows | Placed, local: torch.Tensor, offset: int | Non
     return ShardPlace(numel=local.numel(), offset=offset, stride=stride, mesh=source.mesh, placements=placements)
 
 
-def _of_rows(source: Rows, local: torch.Tensor) -> OwnShard:
+def _read_rows(source: Rows, local: torch.Tensor) -> OwnShard:
     spec = source.spec
     place = _place_on_mesh(source, local, min(source.shard_group.rank * source.chunk, spec.numel))
     # A row may have no elements.
@@ -388,7 +388,7 @@ def _of_rows(source: Rows, local: torch.Tensor) -> OwnShard:
     return OwnShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
 
 
-def _of_placed(source: Placed, local: torch.Tensor) -> OwnShard:
+def _read_placed(source: Placed, local: torch.Tensor) -> OwnShard:
     place = _place_on_mesh(source, local, None)
     shape = place.held_part(source.spec.shape).shape
     if shape.numel() != local.numel():
@@ -399,7 +399,7 @@ def _of_placed(source: Placed, local: torch.Tensor) -> OwnShard:
     return OwnShard(spec=source.spec, local=local.reshape(-1), shape=shape, place=place)
 
 
-def _of_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[OwnShard]:
+def _read_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[OwnShard]:
     begin = unit.shard_group.rank * unit.chunk
     end = begin + unit.chunk
     for span in unit.spans:

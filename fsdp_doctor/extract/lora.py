@@ -86,14 +86,14 @@ class Layers:
     has_adapters: bool = False
 
 
-def factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
+def list_factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
     """The names of all factors, each once, in the order of the model: the same on every rank."""
     return list(
         dict.fromkeys(name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b))
     )
 
 
-def deltas_of(
+def make_deltas(
     adapters: Mapping[str, Sequence[LoraAdapter]], factors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[Delta]]:
     """The products to merge into each weight. factors: the full tensors by their names."""
@@ -123,15 +123,15 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
         return list(sources), {}
     match lora:
         case "base":
-            return _renamed(sources, _base_name(layers)), {}
+            return _rename(sources, _make_base_names(layers)), {}
         case "adapter":
-            return _renamed(sources, _adapter_name(layers)), {}
+            return _rename(sources, _make_adapter_names(layers)), {}
         case "merged":
-            name_of = _merged_name(layers)
-            chosen = _renamed(sources, name_of)
+            name_of = _make_merged_names(layers)
+            chosen = _rename(sources, name_of)
             _refuse_ties(sources, layers)
             adapters = {name_of(weight) or weight: many for weight, many in layers.adapters.items()}
-            return chosen, _as_they_lie(chosen, adapters)
+            return chosen, _fit_strides(chosen, adapters)
         case _:
             assert_never(lora)
 
@@ -148,7 +148,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
                 )
 
 
-def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
+def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
     """An FSDP1 unit keeps a weight's strides: of a transposed one the product is transposed too."""
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
@@ -161,7 +161,7 @@ def _as_they_lie(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter
     return adapters
 
 
-def adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that peft put into a model, by unwrapped prefixes; none where peft was never imported."""
     if "peft" not in sys.modules:
         return []
@@ -187,7 +187,7 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
     for prefix, module in modules:
         if isinstance(module, PeftModel):
             configs = module.peft_config
-            embeddings += _embeddings(module)
+            embeddings += _find_embeddings(module)
             for adapter, config in configs.items():
                 targets = getattr(config, "target_modules", None) or ()
                 layers.targets[adapter] = targets if isinstance(targets, str) else frozenset(targets)
@@ -214,7 +214,7 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
     return layers
 
 
-def _embeddings(model: Any) -> list[Any]:
+def _find_embeddings(model: Any) -> list[Any]:
     """The base layers of the model's input and output embeddings that have adapters."""
     getters = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
     bases = [getattr(get(), "base_layer", None) for get in getters if get is not None]
@@ -243,10 +243,10 @@ def _read_layer(layers: Layers, prefix: str, module: Any) -> None:
         elif getattr(module, "lora_bias", {}).get(name):
             layers.unsupported[weight] = "lora_bias"
         else:
-            layers.adapters.setdefault(weight, []).append(_adapter(prefix, module, name))
+            layers.adapters.setdefault(weight, []).append(_make_adapter(prefix, module, name))
 
 
-def _adapter(prefix: str, module: Any, name: str) -> LoraAdapter:
+def _make_adapter(prefix: str, module: Any, name: str) -> LoraAdapter:
     scaling = float(module.scaling[name])
     if name in module.lora_embedding_A:
         return LoraAdapter(f"{prefix}lora_embedding_A.{name}", f"{prefix}lora_embedding_B.{name}", scaling, True)
@@ -254,19 +254,19 @@ def _adapter(prefix: str, module: Any, name: str) -> LoraAdapter:
     return LoraAdapter(f"{prefix}lora_A.{name}.weight", f"{prefix}lora_B.{name}.weight", scaling, transposed)
 
 
-def _merged_name(layers: Layers) -> Callable[[str], str | None]:
+def _make_merged_names(layers: Layers) -> Callable[[str], str | None]:
     for weight, why in layers.unsupported.items():
         raise NotImplementedError(f"{weight}: adapters of this kind cannot be merged out of place ({why})")
-    return _plain_names(layers, [(copy, prefix) for copy, _, prefix in layers.copies])
+    return _make_plain_names(layers, [(copy, prefix) for copy, _, prefix in layers.copies])
 
 
-def _base_name(layers: Layers) -> Callable[[str], str | None]:
+def _make_base_names(layers: Layers) -> Callable[[str], str | None]:
     for weight in layers.merged:
         raise RuntimeError(f"{weight}: adapters are merged into it; unmerge them to read the base")
-    return _plain_names(layers, [(original, prefix) for _, original, prefix in layers.copies])
+    return _make_plain_names(layers, [(original, prefix) for _, original, prefix in layers.copies])
 
 
-def _plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
+def _make_plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
     """The name in the model that peft was given; None for what that model does not have."""
     _refuse_wrappers(layers)
 
@@ -281,7 +281,7 @@ def _plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable[[str
     return name_of
 
 
-def _adapter_name(layers: Layers) -> Callable[[str], str | None]:
+def _make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
     if len(layers.active) != 1:
         active = ", ".join(sorted(layers.active)) or "none"
         raise ValueError(f'lora="adapter" needs exactly one active adapter; active: {active}')
@@ -327,27 +327,27 @@ def _refuse_wrappers(layers: Layers) -> None:
         raise NotImplementedError(f"{prefix.removesuffix('.')}: adapters of this kind ({kind}) are not understood")
 
 
-def _renamed(sources: Sequence[Source], name_of: Callable[[str], str | None]) -> list[Source]:
+def _rename(sources: Sequence[Source], name_of: Callable[[str], str | None]) -> list[Source]:
     """Without those that have no name."""
     renamed: list[Source] = []
     for source in sources:
         if isinstance(source, FlatUnit):
-            named = [(span, _renamed_spec(span.spec, name_of)) for span in source.spans]
+            named = [(span, _rename_spec(span.spec, name_of)) for span in source.spans]
             if spans := tuple(replace(span, spec=spec) for span, spec in named if spec is not None):
                 renamed.append(replace(source, spans=spans))
-        elif (spec := _renamed_spec(source.spec, name_of)) is not None:
+        elif (spec := _rename_spec(source.spec, name_of)) is not None:
             renamed.append(replace(source, spec=spec))
     return renamed
 
 
-def _renamed_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> TensorSpec | None:
+def _rename_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> TensorSpec | None:
     names = tuple(name for name in map(name_of, spec.names) if name is not None)
     return replace(spec, names=names) if names else None
 
 
-def factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
+def find_factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
     """The sources of the adapters' factors by their names; a span of a unit as a unit of its own."""
-    names = set(factor_names(adapters))
+    names = set(list_factor_names(adapters))
     sources_of_factors: dict[str, Source] = {}
     for source in sources:
         if isinstance(source, FlatUnit):

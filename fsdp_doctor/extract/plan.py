@@ -123,14 +123,14 @@ class _KeptPlan:
                 f"FSDP2 does not compute with what the model has as {some(unused)}: it was assigned or swapped after "
                 "the first forward. Copy values into the parameter that FSDP2 has instead of replacing it or its memory"
             )
-        peft_modules = adapters.adapter_modules(reader.innermost(model))
+        peft_modules = adapters.find_adapter_modules(reader.innermost(model))
         self._snapshot = Snapshot(model, held)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
         self._layers = adapters.read(peft_modules)
         self.shards = shards_of(held)
-        self.plan = _plan(held, self.shards, self._layers, arguments)
+        self.plan = _make_plan(held, self.shards, self._layers, arguments)
         asked = [torch.device(arguments.device).type] if arguments.device is not None else []
-        self._device_types = {*(group.device.type for group in shard_groups(self.plan.all_sources)), *asked}
+        self._device_types = {*(group.device.type for group in list_shard_groups(self.plan.all_sources)), *asked}
         self._devices = self._current_devices()
 
     def current_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
@@ -152,7 +152,7 @@ atexit.register(_kept.clear)
 
 
 @without_garbage_collection
-def plan_of(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
+def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
     """The plan, and this rank's shards as they are now, by the places of the sources."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
@@ -173,7 +173,7 @@ def forget(model: nn.Module) -> None:
     _kept.pop(model, None)
 
 
-def _plan(
+def _make_plan(
     held: reader.HeldModel, shards: Sequence[torch.Tensor], layers: adapters.Layers, arguments: Arguments
 ) -> Plan:
     everything = sources_of(held)
@@ -181,11 +181,11 @@ def _plan(
     sources, merged = adapters.select(layers, everything, arguments.lora)
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
-    device = _device(arguments.device, compute_device(held, everything), bool(shard_groups(everything)))
-    factors = adapters.factors(everything, merged)
+    device = _choose_device(arguments.device, compute_device(held, everything), bool(list_shard_groups(everything)))
+    factors = adapters.find_factors(everything, merged)
     groups = read_groups(held)
     settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
-    division = Division(sources, dtypes, arguments.bucket_bytes, _merging_bytes(merged, factors))
+    division = Division(sources, dtypes, arguments.bucket_bytes, _count_merging_bytes(merged, factors))
     return Plan(
         all_sources=everything,
         sources=sources,
@@ -198,12 +198,12 @@ def _plan(
         groups=groups.of({source.place for source in (*sources, *factors.values())}),
         buckets=list(division.buckets()),
         most_bytes=division.most_bytes,
-        ready=_ready_places(sources, shards, dtypes, device, merged),
+        ready=_find_ready_places(sources, shards, dtypes, device, merged),
         compared=ComparedPlan(signature(sources, dtypes, settings, merged)),
     )
 
 
-def _device(asked: torch.device | str | None, computes: torch.device, is_sharded: bool) -> torch.device:
+def _choose_device(asked: torch.device | str | None, computes: torch.device, is_sharded: bool) -> torch.device:
     if asked is None:
         return computes
     device = torch.device(asked)
@@ -214,7 +214,7 @@ def _device(asked: torch.device | str | None, computes: torch.device, is_sharded
     return computes
 
 
-def _merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
+def _count_merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
     """Device memory that a weight's adapters take while they are merged into it, by the weight's name."""
     return {
         weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in specs(factors[f]))
@@ -222,7 +222,7 @@ def _merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str
     }
 
 
-def _ready_places(
+def _find_ready_places(
     sources: Sequence[Source],
     shards: Sequence[torch.Tensor],
     dtypes: OutputDtypes,
@@ -241,14 +241,14 @@ def _ready_places(
     return frozenset(source.place for source in sources if isinstance(source, Rows | FlatUnit) and is_ready(source))
 
 
-def shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
+def list_shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
     groups = {source.shard_group.ranks: source.shard_group for source in sources if not isinstance(source, Plain)}
     return list(groups.values())
 
 
 def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
     """All that take part: of the shard groups of a model the largest has the others in it."""
-    return max((shard_group.ranks for shard_group in shard_groups(sources)), key=len, default=(0,))
+    return max((shard_group.ranks for shard_group in list_shard_groups(sources)), key=len, default=(0,))
 
 
 def signature(
@@ -257,7 +257,7 @@ def signature(
     """The lines that must be alike on all ranks: the settings, each tensor, each adapter that is merged."""
     lines = [settings]
     for source in sources:
-        layout = _layout(source)
+        layout = _describe_layout(source)
         lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.of(s)} {layout}" for s in specs(source)]
     return lines + [
         f"{weight} += {adapter.scaling} * {adapter.b} @ {adapter.a}{', transposed' if adapter.transposed else ''}"
@@ -266,7 +266,7 @@ def signature(
     ]
 
 
-def _layout(source: Source) -> str:
+def _describe_layout(source: Source) -> str:
     match source:
         case Plain():
             return "whole"

@@ -119,12 +119,12 @@ def read_groups(held: HeldModel) -> RankGroups:
             mesh, ranks = lacking[id(tensor.device_mesh)]
             key = id(mesh), tensor.placements
             if key not in relations:
-                relations[key] = _relation(mesh, tensor.placements, on_whole)
+                relations[key] = _relate(mesh, tensor.placements, on_whole)
             parts.append(Part(name, place, () if relations[key] == "plain" else ranks, relations[key]))
     return RankGroups(everyone if any(part.ranks for part in parts) else (), parts)
 
 
-def _relation(
+def _relate(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     on_whole: Collection[tuple[DeviceMesh, tuple[Placement, ...]]],
@@ -134,12 +134,12 @@ def _relation(
         return "plain"
     for other, theirs in on_whole:
         sharded = {dim for dim, placement in enumerate(theirs) if not isinstance(placement, Replicate)}
-        if any(sharded & {*dims} for dims in _dims_of_slice(other, mesh)):
+        if any(sharded & {*dims} for dims in _find_dims_of_slice(other, mesh)):
             return "copies"
     return "unknown"
 
 
-def _dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
     """The dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
     here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
     for count in range(1, whole.ndim):
@@ -179,7 +179,7 @@ class Comparison:
         values = {
             part.names[0]: [part.ranks, part.ranks.index(rank) if part.ranks else 0, elements]
             for part in compared
-            if (elements := _elements(self._shards[part.place])) is not None
+            if (elements := _sample(self._shards[part.place])) is not None
         }
         return json.dumps(
             {"unknown": {part.names[0]: ranks for ranks, part in self._unknown.items()}, "values": values}
@@ -196,7 +196,7 @@ class Comparison:
                 values.setdefault(name, {})[rank] = value
         conflicts = {name: ["unknown", sorted(ranks)] for name, ranks in groups.items()}
         return json.dumps(
-            conflicts | {name: conflict for name, by_rank in values.items() if (conflict := _apart(by_rank))}
+            conflicts | {name: conflict for name, by_rank in values.items() if (conflict := _find_conflict(by_rank))}
         )
 
     def conclude(self, conclusion: str) -> None:
@@ -209,7 +209,7 @@ class Comparison:
         self._groups.is_settled = not self.conflicts
 
 
-def _elements(shard: torch.Tensor) -> list[float] | None:
+def _sample(shard: torch.Tensor) -> list[float] | None:
     """A few, spread over all; None for a tensor without elements, or of a class whose elements cannot be read."""
     local = shard.detach().reshape(1) if not shard.ndim else shard.detach()
     if local.is_meta or not local.numel() or type(local) is not torch.Tensor:
@@ -225,7 +225,7 @@ def _elements(shard: torch.Tensor) -> list[float] | None:
     return elements
 
 
-def _apart(values: Mapping[int, list[Any]]) -> list[Any] | None:
+def _find_conflict(values: Mapping[int, list[Any]]) -> list[Any] | None:
     """The conflict, None where all have copies. values: of each rank, its group, its place there and some elements."""
     alike: list[tuple[int, list[float], list[int]]] = []
     for rank, (_, place, elements) in values.items():

@@ -156,10 +156,10 @@ def sources_of(held: HeldModel) -> list[Source]:
     if held.stray_pieces:
         raise RuntimeError(held.stray_sentence)
     groups = _ShardGroups()
-    units = [source for place, unit in enumerate(held.fsdp1_units) for source in _unit_sources(place, unit)]
+    units = [source for place, unit in enumerate(held.fsdp1_units) for source in _make_unit_sources(place, unit)]
     return [
         *units,
-        *(_source(place, tensor, groups) for place, tensor in enumerate(held.tensors(), len(held.fsdp1_units))),
+        *(_make_source(place, tensor, groups) for place, tensor in enumerate(held.tensors(), len(held.fsdp1_units))),
     ]
 
 
@@ -209,7 +209,7 @@ def device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
+def _make_source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
     tensor = held.tensor
     spec = TensorSpec(names=held.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
@@ -266,7 +266,7 @@ def shard_group(group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
     return ShardGroup(group=group, ranks=ranks, size=len(ranks), rank=dist.get_rank(group), device=device)
 
 
-def _unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
+def _make_unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
     if unit.is_recast:
         raise RuntimeError(
             f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"

@@ -118,17 +118,17 @@ def all_gather(transfers: Sequence[TensorTransfer]) -> None:
             key = transfer.shard_group.ranks, gather.output.dtype
             gathers.setdefault(key, (transfer.shard_group.group, []))[1].append(gather)
     for group, batch in gathers.values():
-        outputs, inputs = [_as_carried(g.output) for g in batch], [_as_carried(g.input) for g in batch]
+        outputs, inputs = [_view_as_carried(g.output) for g in batch], [_view_as_carried(g.input) for g in batch]
         private.all_gather(group, outputs, inputs).wait()
 
 
-def results_of(transfers: list[TensorTransfer]) -> Iterator[OrderedResult]:
+def take_results(transfers: list[TensorTransfer]) -> Iterator[OrderedResult]:
     """Yields all results, and lets go of each transfer once it has given its own."""
     while transfers:
         yield from transfers.pop(0).results()
 
 
-def handed_out(result: Result) -> torch.Tensor:
+def materialize(result: Result) -> torch.Tensor:
     """Must be called on the caller's stream, for the results of one transfer in their order."""
     return result if isinstance(result, torch.Tensor) else result()
 
@@ -142,7 +142,7 @@ _CARRIED = frozenset(
 )
 
 
-def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
+def _view_as_carried(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor that a collective takes."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
@@ -270,7 +270,7 @@ class Redistribution(TensorTransfer):
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:
         spec = self._source.spec
         merged = deltas.get(spec.names[0], [])
-        full = _redistributed(self._local if merged else self._local.to(self._dtype), self._source)
+        full = _redistribute(self._local if merged else self._local.to(self._dtype), self._source)
         for delta in merged:
             full = full + delta.part(0, spec.numel).view(spec.shape)
         self._full.copy_(full)
@@ -279,7 +279,7 @@ class Redistribution(TensorTransfer):
         return [(self.order, self._source.spec, self._full)]
 
 
-def _redistributed(local: torch.Tensor, source: Placed) -> torch.Tensor:
+def _redistribute(local: torch.Tensor, source: Placed) -> torch.Tensor:
     """The full tensor. Where the dtype is not carried its bytes are one dim more, which is not sharded."""
     shape, stride, dtype = source.spec.shape, source.stride, local.dtype
     is_carried = dtype in _CARRIED
@@ -370,7 +370,7 @@ class UnitOutputs:
             yield self._unit.order + index, span.spec, self._flat.pop(index).as_strided(span.spec.shape, span.stride)
 
 
-def flat_gathers(unit: FlatLayout, bucket_bytes: int, room: int, merged: Collection[str]) -> Iterator[TensorTransfer]:
+def divide_unit(unit: FlatLayout, bucket_bytes: int, room: int, merged: Collection[str]) -> Iterator[TensorTransfer]:
     """Divides one FSDP1 unit into gathers.
 
     room: device memory that a unit may take. One that fits takes one gather, if at least half of it is asked for. Of
@@ -494,7 +494,7 @@ class UnitGather(TensorTransfer):
         self.nbytes = self._numel * self._dtype.itemsize
         self._in_place = self._index_in_place()
         copied = [index for index in range(len(unit.nbytes)) if index != self._in_place]
-        self._groups = _groups(copied, unit.nbytes, together_bytes)
+        self._groups = _group_neighbours(copied, unit.nbytes, together_bytes)
         # The caller has the last of those before.
         before = [0, *(unit.nbytes[group[-1]] for group in self._groups)]
         self.copied_bytes = max(
@@ -530,7 +530,7 @@ class UnitGather(TensorTransfer):
         for index, span in enumerate(spans):
             stays = index == self._in_place
             take = functools.partial(copied.take, index)
-            yield self.order + index, span.spec, _placed(self._flat, span, span.offset) if stays else take
+            yield self.order + index, span.spec, _view_span(self._flat, span, span.offset) if stays else take
 
 
 class _CopiedOut:
@@ -545,7 +545,7 @@ class _CopiedOut:
     def take(self, index: int) -> torch.Tensor:
         if index not in self._copied:
             self._copy(self._groups.popleft())
-        return _placed(self._copied.pop(index), self._spans[index], 0)
+        return _view_span(self._copied.pop(index), self._spans[index], 0)
 
     @without_autograd
     def _copy(self, group: Sequence[int]) -> None:
@@ -559,11 +559,11 @@ class _CopiedOut:
             self._flat = None
 
 
-def _placed(flat: torch.Tensor, span: Span, offset: int) -> torch.Tensor:
+def _view_span(flat: torch.Tensor, span: Span, offset: int) -> torch.Tensor:
     return flat.as_strided(span.spec.shape, span.stride, offset)
 
 
-def _groups(indices: Sequence[int], sizes: Sequence[int], together_bytes: int) -> list[list[int]]:
+def _group_neighbours(indices: Sequence[int], sizes: Sequence[int], together_bytes: int) -> list[list[int]]:
     """Neighbours, as many as fit; each with what is small beside the largest."""
     largest = max((sizes[index] for index in indices), default=0)
     most = max(together_bytes, largest + largest // 8)

@@ -95,16 +95,16 @@ def read(model: nn.Module) -> HeldModel:
     fsdp2_units = {key: unit for key, state in states.items() if (unit := Fsdp2Unit.of(state)) is not None}
     # FSDP2 may show others in their place.
     sharded = {id(shown): held for state in states.values() for shown, held in unsharded_parameters(state)}
-    fsdp1_units = _fsdp1_units(modules)
-    parameters = _parameters(modules, fsdp1_units, fsdp2_units, sharded)
+    fsdp1_units = _read_fsdp1_units(modules)
+    parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded)
     stray = [p for p in parameters if fsdp1.is_flattened(p.tensor)] if fsdp1_units else []
     return HeldModel(
         fsdp1_units=fsdp1_units,
         fsdp2_units=tuple(fsdp2_units.values()),
         parameters=parameters,
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
-        buffers=_buffers(modules, fsdp2_units, persistent=True),
-        transient_buffers=_buffers(modules, fsdp2_units, persistent=False),
+        buffers=_read_buffers(modules, fsdp2_units, persistent=True),
+        transient_buffers=_read_buffers(modules, fsdp2_units, persistent=False),
     )
 
 
@@ -119,7 +119,7 @@ def innermost(model: nn.Module) -> nn.Module:
             return model
 
 
-def _fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
+def _read_fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
     """Each once, under its module's first name."""
     prefixes: dict[int, list[str]] = {}
     for own in modules:
@@ -128,12 +128,12 @@ def _fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
     for own in modules:
         handle = fsdp1.flat_handle(own.module)
         if handle is not None and id(handle) not in units:
-            names = tuple(_names_of(places, own.prefix, prefixes) for places in fsdp1.flat_names(handle))
+            names = tuple(_list_names(places, own.prefix, prefixes) for places in fsdp1.flat_names(handle))
             units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, module=own.module, _handle=handle)
     return tuple(units.values())
 
 
-def _names_of(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
+def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
     """Every name of a parameter: a module that the model has in several places has its parameter in each of them.
 
     unit: the prefix of the unit's names, for a module that is not in the model any more.
@@ -149,7 +149,7 @@ def _names_of(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, 
     return tuple(dict.fromkeys(names))
 
 
-def _parameters(
+def _read_parameters(
     modules: list[private.OwnTensors],
     fsdp1_units: tuple[Fsdp1Unit, ...],
     fsdp2_units: dict[int, Fsdp2Unit],
@@ -174,7 +174,7 @@ def _parameters(
     return tuple(parameters.values())
 
 
-def _buffers(
+def _read_buffers(
     modules: list[private.OwnTensors], fsdp2_units: dict[int, Fsdp2Unit], *, persistent: bool
 ) -> tuple[HeldTensor, ...]:
     buffers: dict[int, HeldTensor] = {}

@@ -347,7 +347,7 @@ def test_a_call_asks_the_store_a_few_times_however_many_buckets_there_are() -> N
 def test_a_thread_waits_only_for_ranks_that_do_not_come_soon() -> None:
     model, expected = sharded_net()
     answered = mock.patch.object(agreement.Agreement, "_is_answered_soon", return_value=True)
-    with mock.patch.object(agreement, "interruptible") as waiting, answered:
+    with mock.patch.object(agreement, "call_interruptibly") as waiting, answered:
         assert_same(extracted(model), expected)
     assert not waiting.called
     come = agreement.Agreement._came_to_stage
@@ -364,7 +364,7 @@ def test_a_thread_waits_only_for_ranks_that_do_not_come_soon() -> None:
 
     with (
         mock.patch.object(agreement.Agreement, "_came_to_stage", late),
-        mock.patch.object(agreement, "interruptible", side_effect=waited) as waiting,
+        mock.patch.object(agreement, "call_interruptibly", side_effect=waited) as waiting,
     ):
         # Rank 1 comes to the first stage once rank 0 has begun to wait in a thread.
         assert_same(extracted(model), expected)

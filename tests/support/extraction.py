@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor import RankLeft, full_tensors
-from fsdp_doctor.extract.plan import Arguments, Plan, plan_of
+from fsdp_doctor.extract.plan import Arguments, Plan, get_plan
 from support.ranks import Setting, device_type, on_ranks, this_device, this_rank, world_size
 
 Tensors = dict[str, torch.Tensor]
@@ -203,7 +203,7 @@ def shard_qwen1(model: Any, **options: Any) -> Any:
 
 
 def plan_for(model: nn.Module, bucket_bytes: int = 256 << 20) -> Plan:
-    return plan_of(model, Arguments.given(None, None, (), bucket_bytes, "merged"))[0]
+    return get_plan(model, Arguments.given(None, None, (), bucket_bytes, "merged"))[0]
 
 
 # Comparisons
