@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -166,8 +166,3 @@ def ledgers_from_json(text: str) -> LedgerFile:
         return msgspec.convert(data, LedgerFile)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
-
-
-def ledger_from_dict(data: Mapping[str, Any]) -> StageLedger:
-    """Reads a ledger from the output of ``dataclasses.asdict``. Raises ValueError for anything else."""
-    return msgspec.convert(data, StageLedger)

@@ -1,1 +1,1 @@
-"""The report: one versioned value, and the formats that are made from it. No torch here."""
+"""The report of a run: typed records, their file, and the formats made from them. Nothing here imports torch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from typing_extensions import assert_never
 
@@ -13,21 +13,18 @@ from fsdp_doctor.report.document import CaseResult, Report, report_to_dict
 from fsdp_doctor.report.layout import bytes_text, fixes, printable, seconds_text
 
 Format: TypeAlias = Literal[
-    "table", "lines", "json", "markdown", "junit", "svg", "github", "memory", "memory-svg", "ledgers"
+    "table",  # the matrix, for a terminal
+    "lines",  # one line for each case, never cut
+    "json",  # everything; the other formats can be made from it
+    "markdown",  # for a GitHub issue
+    "junit",  # JUnit XML, for CI systems
+    "svg",  # the matrix as a picture
+    "github",  # annotations for GitHub Actions
+    "memory",  # with --memory, the memory held at each stage, for a terminal
+    "memory-svg",  # the same as a picture
+    "ledgers",  # the same as JSON, of every rank
 ]
-
-FORMATS: dict[Format, str] = {
-    "table": "the matrix, for a terminal",
-    "lines": "one line for each case, never cut",
-    "json": "everything; the other formats can be made from it",
-    "markdown": "for a GitHub issue",
-    "junit": "JUnit XML, for CI systems",
-    "svg": "the matrix as a picture",
-    "github": "annotations for GitHub Actions",
-    "memory": "with --memory, the memory held at each stage, for a terminal",
-    "memory-svg": "the same as a picture",
-    "ledgers": "the same as JSON, of every rank",
-}
+FORMATS: tuple[Format, ...] = get_args(Format)
 _NARROWEST = 60
 
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde
 
@@ -183,15 +181,6 @@ class RankReport:
     output: str = ""
     refused: Refused | None = None
     ready: Ready | None = None
-
-
-def rank_report_to_dict(report: RankReport) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(report)
-    return plain
-
-
-def rank_report_from_dict(data: dict[str, Any]) -> RankReport:
-    return msgspec.convert(data, RankReport)
 
 
 def failure_from(error: BaseException) -> Failure:

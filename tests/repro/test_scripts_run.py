@@ -106,7 +106,7 @@ def test_scripts_end_as_the_cases_did_with_the_same_exceptions_and_the_same_entr
         run = _run(tmp_path, script(case, reported(case, _committed())))
         words = f"{verdict.kind}: "
         if find_path(case.path, case.scenario.version).direction == "out":
-            if failure is not None:
+            if verdict.kind in ("crash", "poisoned") and failure is not None:
                 words += f"{failure.type}: {' '.join(failure.message.split(': [(')[0].split())}"
             elif verdict.kind in ("wrong", "misplaced"):
                 names, _, more = verdict.reason.partition(": ")[2].partition(" and ")
