@@ -16,7 +16,7 @@ from fsdp_doctor.cli.options import DeviceOptions, model_shape, one_of, output_f
 from fsdp_doctor.cli.selection import Selected, SelectionOptions, axis_option
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
-from fsdp_doctor.matrix.axes import Sharding, Strategy
+from fsdp_doctor.matrix.axes import Strategy
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.named_shapes import MOST_LAYERS
 
@@ -199,8 +199,8 @@ class TrainerOptions:
     strategy: Annotated[str, one_of(STRATEGIES)] = "fsdp2"
     sharding: Annotated[str, one_of(("size1", "full"))] = "size1"
     dtype: Annotated[str, one_of(("bf16", "fp32"), help="Of the trainer's parameters:")] = "bf16"
-    ranks: Annotated[
-        int, typer.Option("--nproc", min=1, help="Number of ranks of the trainer; the engine is on the first device.")
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Number of ranks of the trainer; the engine is on the first device.")
     ] = 1
 
 
@@ -208,19 +208,12 @@ class TrainerOptions:
 class EngineOptions:
     PANEL: ClassVar[str] = "Engine"
 
-    utilization: Annotated[
+    gpu_memory_utilization: Annotated[
         float,
-        typer.Option(
-            "--gpu-memory-utilization",
-            min=0.001,
-            max=1,
-            help="The share of the device's memory that the engine wants.",
-        ),
+        typer.Option(min=0.001, max=1, help="The share of the device's memory that the engine wants."),
     ] = 0.8
     device: Annotated[str, one_of(devices.NAMES, help="One of")] = "auto"
-    memory: Annotated[int | None, size("--device-memory", help="Memory that each device has, for example 24GiB.")] = (
-        None
-    )
+    device_memory: Annotated[int | None, size(help="Memory that each device has, for example 24GiB.")] = None
 
 
 def rollout(
@@ -239,14 +232,17 @@ def rollout(
         from fsdp_doctor.bench import rollout
         from fsdp_doctor.plan.meta_model import on_meta
 
-    fields = {
-        **vars(trainer),
-        **vars(engine),
-        "strategy": Strategy(trainer.strategy),
-        "sharding": Sharding(trainer.sharding),
-        "device": devices.resolve(engine.device),
-    }
-    request = rollout.RolloutRequest(**fields)
+    request = rollout.RolloutRequest(
+        model=trainer.model,
+        layers=trainer.layers,
+        strategy=Strategy(trainer.strategy),
+        sharding=Sharding(trainer.sharding),
+        dtype=trainer.dtype,
+        utilization=engine.gpu_memory_utilization,
+        device=devices.resolve(engine.device),
+        memory=engine.device_memory,
+        ranks=trainer.nproc,
+    )
     weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
     attempts = rollout.start_engine_beside_trainer(request, weights)
     sys.stdout.write(rollout.rollout_as_text(request, attempts))
