@@ -17,6 +17,19 @@ _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 _Device = torch.device | str | int | None
 _MIB = 2**20
 
+# The functions of torch.cuda that are the library's as they are.
+init = _lazy_init = _C.initialize  # as the first use does; RuntimeError in a fork of a process that has used the device
+is_initialized = _C.is_initialized
+_is_in_bad_fork = _C.is_in_bad_fork
+device_count = _C.device_count
+current_device = _C.current_device
+_exchange_device = _maybe_exchange_device = _C.exchange_device
+empty_cache = _C.empty_cache
+# And those of the emulated device alone.
+pinned_memory_allocated = _C.pinned_bytes  # of tensors, in bytes
+late_completion = _C.is_late
+copies_in_flight = _C.copies_in_flight  # non-blocking copies of this process that have not happened yet
+
 
 def __getattr__(name: str) -> Any:
     # torch.utils.checkpoint reads this name, and keeps the device's random state only if it is true.
@@ -30,46 +43,9 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    """Whether this process has used the device, by a tensor or by ``set_device``."""
-    return bool(_C.is_initialized())
-
-
-def init() -> None:
-    """Initialize the device, as its first use does. Raises RuntimeError in a fork of a process that has used it."""
-    _C.initialize()
-
-
-_lazy_init = init
-
-
-def _is_in_bad_fork() -> bool:
-    return bool(_C.is_in_bad_fork())
-
-
-def device_count() -> int:
-    """The number of devices. Each has memory of its own; all compute on the same CPU."""
-    count: int = _C.device_count()
-    return count
-
-
-def current_device() -> int:
-    """The index of the current device of this thread."""
-    index: int = _C.current_device()
-    return index
-
-
 def set_device(device: _Device) -> None:
     """Make ``device`` the current one of this thread."""
     _C.exchange_device(_index(device))
-
-
-def _exchange_device(device: int) -> int:
-    previous: int = _C.exchange_device(device)
-    return previous
-
-
-_maybe_exchange_device = _exchange_device
 
 
 class device:  # noqa: N801, torch.cuda's name
@@ -373,11 +349,6 @@ def host_memory_stats() -> dict[str, int]:
     return {"allocated_bytes.current": pinned_memory_allocated()}
 
 
-def pinned_memory_allocated() -> int:
-    """Bytes of pinned host memory that tensors take now."""
-    return int(_C.pinned_bytes())
-
-
 def reset_peak_memory_stats(device: _Device = None) -> None:
     """Set the peaks to what is allocated and reserved now."""
     _C.reset_peak(_index(device))
@@ -390,11 +361,6 @@ reset_max_memory_cached = reset_peak_memory_stats
 def reset_accumulated_memory_stats(device: _Device = None) -> None:
     """Set the numbers of allocations, retries and out-of-memory errors to zero."""
     _C.reset_accumulated(_index(device))
-
-
-def empty_cache() -> None:
-    """Free the segments without tensors; there are none without ``use_caching_allocator``."""
-    _C.empty_cache()
 
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
@@ -444,16 +410,6 @@ def get_allocator_backend() -> str:
 def set_late_completion(late: bool) -> None:
     """Let non-blocking copies finish as late as their contract allows (the default), or immediately."""
     _C.set_late(late)
-
-
-def late_completion() -> bool:
-    """Whether non-blocking copies are late."""
-    return bool(_C.is_late())
-
-
-def copies_in_flight() -> int:
-    """The number of non-blocking copies of this process that were issued and have not happened yet."""
-    return int(_C.copies_in_flight())
 
 
 def use_caching_allocator(use: bool = True) -> None:
