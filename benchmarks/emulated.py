@@ -38,7 +38,7 @@ def _import_seconds(cache: str) -> float:
 
 
 def processor_seconds() -> float:
-    """Of all processes that have ended and been waited for."""
+    """Returns the processor time of all processes that have ended and been waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -40,7 +40,7 @@ class Training:
         return loss
 
     def seconds(self, steps: int) -> float:
-        """Of one step, on average over ``steps``."""
+        """Returns the seconds of one step, on average over ``steps``."""
         start = time.perf_counter()
         for _ in range(steps):
             self.step().item()

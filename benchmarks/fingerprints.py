@@ -73,7 +73,7 @@ def median(clock: Clock, run: Any, repeat: int) -> float:
 
 
 def disagreements(device: torch.device) -> list[str]:
-    """Of the kernels with torch operations, over dtypes, places and alignments."""
+    """Compares the kernels with torch operations, over dtypes, places and alignments."""
     found = []
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn):
         tensor = (torch.randn(401, 731, device=device) * 50).to(dtype)

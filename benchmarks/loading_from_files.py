@@ -91,7 +91,7 @@ def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -
 
 
 def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
-    """What the main thread computes before the threads read, and in all, in seconds."""
+    """Returns the seconds that the main thread computes before the threads read, and in all."""
     finish = OwnParts.finish
     begins: list[float] = []
 

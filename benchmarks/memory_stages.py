@@ -50,7 +50,7 @@ MOST_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Model:
-    """What is built in a process of its own."""
+    """A model that is measured in a process of its own."""
 
     offload: str
     shape: str
@@ -82,7 +82,7 @@ class ShapeTrainer(Trainer):
         return sharded_model.sharded(whole, self.scenario.changed(offload=policy), mesh)
 
     def resize(self, training: TrainingSize) -> None:
-        """What the next steps are of."""
+        """Sets the size of the next steps."""
         self.runtime.training = training
         inner: Any = self.model if self.scenario.version == 2 else self.model.module
         if training.checkpointing:

@@ -31,7 +31,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """What a job's name says of it."""
+    """A job, as its name describes it."""
 
     model: str
     layers: int | None
@@ -68,7 +68,7 @@ def _headed(estimator: str) -> str:
 
 
 def _deviation(predicted: int, measured: int, nothing: int = 0) -> float:
-    """Of numbers that are both below a MiB, or below ``nothing``, there is none."""
+    """Returns 0 for two numbers below a MiB, or below ``nothing``."""
     is_nothing = max(predicted, measured) <= max(_MIB, nothing)
     return (predicted - measured) / measured if measured and not is_nothing else 0.0
 
@@ -92,9 +92,9 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
     jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
     for name in jobs:
         job = job_of(name, options)
-        measured = [one for one in file.ledgers if one.job == name and one.rank == 0]
+        measured = [ledger for ledger in file.ledgers if ledger.job == name and ledger.rank == 0]
         if job.of_benchmark:
-            measured = [one for one in measured if one.stage != "built"]
+            measured = [ledger for ledger in measured if ledger.stage != "built"]
         shard_ranks = {"size1": 1, "hsdp": 2}.get(job.scenario.sharding, ranks)
         setup = RoleSetup(
             role=name,
@@ -121,8 +121,8 @@ def _of_stages(
         ours = predicted[ledger.stage, ledger.path]
         assert ledger.device is not None
         assert ours.device is not None
-        held = [sum(one.device.held.get(part, 0) for part in EXACT) for one in (ours, ledger) if one.device]
-        host = [one.host.pinned_reserved + one.host.pageable for one in (ours, ledger)]
+        held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, ledger) if each.device]
+        host = [each.host.pinned_reserved + each.host.pageable for each in (ours, ledger)]
         peaks = (ours.device.peak, ledger.device.peak)
         yield Compared(name, ledger.name, (held[0], held[1]), peaks, (host[0], host[1]))
 

@@ -16,7 +16,7 @@ from fsdp_doctor.cli.options import DeviceOptions, model_shape, one_of, output_f
 from fsdp_doctor.cli.selection import Selected, SelectionOptions, axis_option
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
-from fsdp_doctor.matrix.axes import Strategy
+from fsdp_doctor.matrix.axes import Sharding, Strategy
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.named_shapes import MOST_LAYERS
 

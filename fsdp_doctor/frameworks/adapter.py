@@ -49,7 +49,7 @@ class SavedFiles:
 
 
 Extracted: TypeAlias = SavedFiles | Mapping[str, Any] | Iterable[tuple[str, Any]]
-Extraction: TypeAlias = Callable[[pathlib.Path], Extracted]
+Extractor: TypeAlias = Callable[[pathlib.Path], Extracted]
 
 
 class FrameworkSession(abc.ABC):
@@ -58,26 +58,20 @@ class FrameworkSession(abc.ABC):
     A framework that is driven step by step implements :meth:`step`, :meth:`save` and :meth:`load`. One that owns its
     loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
 
+    model: the wrapped model, which contains FSDP's root. optimizer: torch's optimizer, without the framework's wrapper.
+    Both must be there when :meth:`train` calls ``at(0)``.
     goes_on: whether :meth:`train` can be called again, to train further.
     shards_on: where the configuration promises the shards between two steps; None where it promises nothing.
     """
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     goes_on: ClassVar[bool] = True
     shards_on: torch.device | None = None
 
     def __init__(self, plain: PlainModel) -> None:
         self.plain = plain
         self.num_steps = 0
-
-    @property
-    @abc.abstractmethod
-    def model(self) -> nn.Module:
-        """The wrapped model, which contains FSDP's root."""
-
-    @property
-    @abc.abstractmethod
-    def optimizer(self) -> torch.optim.Optimizer:
-        """torch's optimizer itself, without the framework's wrapper."""
 
     def step(self, tokens: torch.Tensor) -> None:
         """Trains on a batch of this rank: int64, (2, 16), on the CPU."""
@@ -98,7 +92,7 @@ class FrameworkSession(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         """The extractions by the names of their methods. Each is given a directory, not yet made, for files."""
 
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:

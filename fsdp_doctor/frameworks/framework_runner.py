@@ -1,30 +1,38 @@
-"""The cases of one framework on one rank, one after the other, in a session that is kept while it stays whole."""
+"""The life of a framework's case on one rank: a session is built and trained, and examined between its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from fsdp_doctor.case.recorder import RecordSink
-from fsdp_doctor.frameworks.framework_extraction import FrameworkExtraction
-from fsdp_doctor.frameworks.framework_run import BuiltSession, FrameworkRun
-from fsdp_doctor.frameworks.framework_worker import FrameworkWorker
-from fsdp_doctor.frameworks.preparation import PreparationRun
-from fsdp_doctor.frameworks.round_trips import ResumeRun, Rollback, SavingRun
-from fsdp_doctor.matrix.frameworks.framework_matrix import PathKind
+from fsdp_doctor.case import runtime
+from fsdp_doctor.case.recorder import Recorder, RecordSink
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.trainer import Unsupported
+from fsdp_doctor.frameworks import framework_methods
+from fsdp_doctor.frameworks.adapter import FrameworkSession, PlainModel
+from fsdp_doctor.frameworks.framework_methods import MethodSteps
+from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, adapter_of, name_and_version, why_unavailable
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
-_RUNS: Mapping[PathKind, type[FrameworkRun]] = {
-    "prepare": PreparationRun,
-    "extraction": FrameworkExtraction,
-    "rollback": Rollback,
-    "resume": ResumeRun,
-}
+_ROOM = pathlib.Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltSession:
+    """A session, and its ranks' control group, which is made after the framework has made its own groups."""
+
+    session: FrameworkSession
+    runtime: Runtime
 
 
 class FrameworkRunner:
     """Runs cases of one configuration on this rank, in a generation of workers that makes one session.
 
-    report: called with the record each time the case reaches another stage.
+    The session is kept from case to case while nothing is wrong with it. report: called with the record each time a
+    case reaches another stage.
     """
 
     def __init__(self, worker: FrameworkWorker, report: RecordSink) -> None:
@@ -33,13 +41,127 @@ class FrameworkRunner:
         self._kept: BuiltSession | None = None
 
     def examine(self, case: FrameworkCase) -> None:
-        """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
-        self._run(_RUNS[case.way.kind], case)
+        """Runs one case. Every rank must call it with the same case; the only exception it raises is SystemExit."""
+        self._run(case, framework_methods.steps_of(case.way.kind))
 
     def save(self, case: FrameworkCase) -> None:
-        """Does the first half of a resume. Every rank must call it with the same case."""
-        self._run(SavingRun, case)
+        """Runs the first half of a resume. Every rank must call it with the same case."""
+        self._run(case, framework_methods.SAVING)
 
-    def _run(self, kind: type[FrameworkRun], case: FrameworkCase) -> None:
+    def _run(self, case: FrameworkCase, steps: MethodSteps) -> None:
         kept, self._kept = self._kept, None
-        self._kept = kind(case, self._worker, self._report).run(kept if kind.takes_kept else None)
+        self._kept = FrameworkRun(case, self._worker, Recorder(case.id, self._report)).run(
+            steps, kept if steps.takes_kept else None
+        )
+
+
+class _AbandonedError(Exception):
+    """Ends a framework's training loop; the record says why."""
+
+
+class FrameworkRun:
+    """One case of a framework while it runs. directory: the case's own, the same on every rank, not yet made."""
+
+    runtime: Runtime
+
+    def __init__(self, case: FrameworkCase, worker: FrameworkWorker, recorder: Recorder) -> None:
+        self.case = case
+        self.recorder = recorder
+        self.directory = worker.scratch / case.id.replace("/", "-").replace(":", "-")
+        self._worker = worker
+        self._stopped = False
+
+    def run(self, steps: MethodSteps, kept: BuiltSession | None) -> BuiltSession | None:
+        """Builds the session unless one was kept, and trains it. Returns it if another case may use it."""
+        recorder, built = self.recorder, kept
+        with self._catching():
+            built = built or self._build(steps)
+            self.runtime = built.runtime
+            steps.train(self, built.session, kept is not None)
+        if built is None:
+            # There is no group yet over which the ranks could agree.
+            recorder.add(healthy=False)
+        elif not self._stopped:
+            recorder.agree(self.runtime)
+        record = recorder.record
+        whole = recorder.unbroken and record.healthy and not record.problems
+        reusable = whole and built is not None and built.session.goes_on
+        if not reusable:
+            recorder.add(retire="a framework's session, of which a process has one")
+        recorder.add(done=True)
+        recorder.report()
+        return built if reusable else None
+
+    def _build(self, steps: MethodSteps) -> BuiltSession:
+        self.recorder.enter("build")
+        worker, scenario = self._worker, self.case.scenario
+        if reason := self._why_not():
+            raise Unsupported(reason)
+        plain = PlainModel(
+            name=scenario.values["model"],
+            weights=steps.weights,
+            device=worker.device,
+            place=worker.place,
+            workspace=self.directory / f"workspace-{steps.weights}",
+        )
+        plain.workspace.mkdir(parents=True, exist_ok=True)
+        session = adapter_of(scenario.framework).build(scenario.values, plain)
+        return BuiltSession(
+            session=session, runtime=runtime.of_present_group(worker.place, worker.device, worker.scratch)
+        )
+
+    def _why_not(self) -> str:
+        """Why the framework cannot be tried here; empty if it can."""
+        if reason := why_unavailable(self.case.scenario.framework):
+            return reason
+        if self._worker.device.type == "cpu":
+            return "frameworks are run on an accelerator or on the emulated device"
+        if self._worker.place.num_nodes > 1:
+            return "the directories that a framework saves to are not shared between the nodes"
+        return ""
+
+    def between_steps(self, at: Callable[[int], None]) -> Callable[[int], None]:
+        """Wraps ``at`` for a framework's loop, so that an exception is recorded before the framework sees one."""
+
+        def hook(number: int) -> None:
+            with self._catching():
+                at(number)
+            if not self.recorder.unbroken or self._stopped:
+                raise _AbandonedError
+
+        return hook
+
+    def agree_or_stop(self) -> None:
+        """Ends the case on every rank if it failed on one: the next step is a collective."""
+        self._stopped = not self.recorder.agree(self.runtime).works
+        if self._stopped:
+            raise _AbandonedError
+
+    @contextlib.contextmanager
+    def _catching(self) -> Iterator[None]:
+        """Makes the first exception part of the record; those that it caused in the framework's loop are dropped."""
+        with self.recorder.catching():
+            try:
+                yield
+            except (SystemExit, Unsupported):
+                raise
+            except BaseException as error:
+                if isinstance(error, _AbandonedError) or not self.recorder.unbroken:
+                    return
+                if reason := self._lacking(error):
+                    raise Unsupported(reason) from error
+                raise
+
+    def _lacking(self, error: BaseException) -> str:
+        """Names a package or a name that the framework turns out to lack; empty if the error is another one."""
+        framework = name_and_version(self.case.scenario.framework)
+        if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
+            return f"{framework} needs what is not installed: {error}"
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        file = pathlib.Path(where.tb_frame.f_code.co_filename if where is not None else "")
+        by_adapter = file.parent == _ROOM and file.name.startswith("on_")
+        if not isinstance(error, (AttributeError, ImportError, TypeError)) or not by_adapter:
+            return ""
+        return f"the adapter does not fit {framework}: {error}"

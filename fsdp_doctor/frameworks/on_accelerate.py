@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 
 def launch_environment(configuration: Mapping[str, str]) -> dict[str, str]:
-    """What ``accelerate launch`` exports for such a configuration."""
+    """Returns the variables that ``accelerate launch`` exports for a configuration."""
     version_1 = configuration["version"] != "fsdp2"
     ram_efficient = configuration["loading"] == "ram-efficient"
     variables: dict[str, Any] = {
@@ -48,7 +48,8 @@ class AccelerateSession(FrameworkSession):
         else:
             wrapped = self._accelerator.prepare(model)
             prepared = wrapped, self._accelerator.prepare(_adamw(wrapped))
-        self._model, self._optimizer = prepared
+        self.model, self._prepared_optimizer = prepared
+        self.optimizer = self._prepared_optimizer.optimizer
         if configuration["offload"] == "offload":
             self.shards_on = torch.device("cpu")
 
@@ -60,23 +61,13 @@ class AccelerateSession(FrameworkSession):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(self.plain.pretrained(), dtype=torch.float32)
         return self.plain.with_buffers(model.train())
 
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._model
-        return model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own: torch.optim.Optimizer = self._optimizer.optimizer
-        return own
-
     def step(self, tokens: torch.Tensor) -> None:
         batch = tokens.to(self._accelerator.device)
-        loss = self._model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         self._accelerator.backward(loss)
-        self._accelerator.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._prepared_optimizer.step()
+        self._prepared_optimizer.zero_grad()
 
     def save(self, directory: pathlib.Path) -> None:
         self._accelerator.save_state(str(directory))
@@ -84,15 +75,15 @@ class AccelerateSession(FrameworkSession):
     def load(self, directory: pathlib.Path) -> None:
         self._accelerator.load_state(str(directory))
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         return {
-            "get_state_dict": lambda directory: self._accelerator.get_state_dict(self._model),
+            "get_state_dict": lambda directory: self._accelerator.get_state_dict(self.model),
             "save_model": self._save_model,
             "save_state.merge_fsdp_weights": self._merge_weights,
         }
 
     def _save_model(self, directory: pathlib.Path) -> SavedFiles:
-        self._accelerator.save_model(self._model, str(directory))
+        self._accelerator.save_model(self.model, str(directory))
         return SavedFiles(directory=directory, format="safetensors")
 
     def _merge_weights(self, directory: pathlib.Path) -> SavedFiles:
@@ -125,7 +116,7 @@ class AccelerateAdapter(Adapter):
 
 
 def see_accelerator(shims: Shims) -> None:
-    """What accelerate needs to take the emulated device for CUDA; also for those that build on it."""
+    """Makes accelerate take the emulated device for CUDA; also for frameworks that build on it."""
     from accelerate.utils import DistributedType
 
     def prepare_backend(

@@ -1,4 +1,4 @@
-"""Lightning, which owns its training loop: the doctor looks in from a callback."""
+"""Lightning, which owns its training loop: the doctor examines the session from a callback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_doctor.frameworks.adapter import (
     STEPS_BEFORE,
     Adapter,
-    Extraction,
+    Extractor,
     FrameworkSession,
     PlainModel,
     SavedFiles,
@@ -70,23 +70,16 @@ class LightningSession(FrameworkSession):
             use_orig_params=True,
         )
 
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._trainer.strategy.model if self._is_fsdp1 else self._network
-        return model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own: torch.optim.Optimizer = self._trainer.optimizers[0]
-        return own
-
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
         import lightning.pytorch as pl
 
         before = 0 if resume_from is None else STEPS_BEFORE
+        session = self
 
         class LookIn(pl.Callback):  # type: ignore[misc]
             def on_train_start(self, trainer: Any, module: Any) -> None:
+                session.model = trainer.strategy.model if session._is_fsdp1 else session._network
+                session.optimizer = trainer.optimizers[0]
                 at(0)
 
             def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
@@ -102,7 +95,7 @@ class LightningSession(FrameworkSession):
     def save(self, directory: pathlib.Path) -> None:
         self._trainer.save_checkpoint(directory)
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         return {"save_checkpoint": self._save_checkpoint, "consolidate_checkpoint": self._consolidate}
 
     def _save_checkpoint(self, directory: pathlib.Path) -> SavedFiles:
@@ -113,7 +106,7 @@ class LightningSession(FrameworkSession):
         return SavedFiles(directory=directory, format="dcp", part=("model" if self._is_fsdp1 else "state_dict",))
 
     def _consolidate(self, directory: pathlib.Path) -> SavedFiles:
-        """Each rank on its own, so that all of them end alike."""
+        """Consolidates on every rank, so that all ranks end alike."""
         self.save(directory / "sharded")
         self._trainer.strategy.barrier()
         whole = directory / str(self.plain.place.rank) / "weights.pt"
@@ -177,8 +170,8 @@ def _accelerator() -> type:
     device = torch.get_device_module("emulated")
 
     class EmulatedAccelerator(CUDAAccelerator):  # type: ignore[misc]
-        def setup_device(self, own: torch.device) -> None:
-            device.set_device(own)
+        def setup_device(self, chosen: torch.device) -> None:
+            device.set_device(chosen)
 
         def setup(self, trainer: Any) -> None:
             pass

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _CUDA_FUNCTIONS = ("current_device", "set_device", "synchronize", "empty_cache", "manual_seed_all")
@@ -38,59 +38,49 @@ class SkyrlSession(FrameworkSession):
             num_training_steps=100,
         )
         self._strategy.setup_distributed()
-        self._model, self._optimizer, self._scheduler = self._strategy.prepare((_policy(plain), None, None))
+        self.model, self.optimizer, self._scheduler = self._strategy.prepare((_policy(plain), None, None))
         if configuration["offload"] == "cpu_offload":
             self.shards_on = torch.device("cpu")
 
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._model
-        return model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own: torch.optim.Optimizer = self._optimizer
-        return own
-
     def step(self, tokens: torch.Tensor) -> None:
         batch = tokens.to(self.plain.device)
-        loss = self._model(input_ids=batch, labels=batch, use_cache=False).loss
-        self._strategy.backward(loss, self._model, self._optimizer)
-        self._strategy.optimizer_step(self._optimizer, self._model, self._scheduler)
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        self._strategy.backward(loss, self.model, self.optimizer)
+        self._strategy.optimizer_step(self.optimizer, self.model, self._scheduler)
 
     def offload(self) -> None:
         if self._manual:
-            self._strategy.offload_to_cpu(self._model, self._optimizer)
+            self._strategy.offload_to_cpu(self.model, self.optimizer)
 
     def onload(self) -> None:
         if self._manual:
-            self._strategy.backload_to_gpu(self._model, self._optimizer)
+            self._strategy.backload_to_gpu(self.model, self.optimizer)
 
     def save(self, directory: pathlib.Path) -> None:
         rank = self.plain.place.rank
-        self._strategy.save_checkpoint(self._model, str(directory), rank, self._optimizer, self._scheduler)
+        self._strategy.save_checkpoint(self.model, str(directory), rank, self.optimizer, self._scheduler)
 
     def load(self, directory: pathlib.Path) -> None:
-        self._strategy.load_checkpoint(self._model, str(directory), self._optimizer, self._scheduler)
+        self._strategy.load_checkpoint(self.model, str(directory), self.optimizer, self._scheduler)
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         from skyrl.backends.skyrl_train.distributed import fsdp_utils
 
         return {
             "extract_weights": lambda directory: self._extracted(),
-            "collect_lora_params": lambda directory: fsdp_utils.collect_lora_params(self._model),
-            "layered_summon_lora_params": lambda directory: fsdp_utils.layered_summon_lora_params(self._model),
+            "collect_lora_params": lambda directory: fsdp_utils.collect_lora_params(self.model),
+            "layered_summon_lora_params": lambda directory: fsdp_utils.layered_summon_lora_params(self.model),
             "save_hf_model": self._hf_model,
         }
 
     def _extracted(self) -> Iterator[tuple[str, torch.Tensor]]:
         from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
 
-        for chunk in FSDPWeightExtractor(self._model).extract_weights(torch.bfloat16):
+        for chunk in FSDPWeightExtractor(self.model).extract_weights(torch.bfloat16):
             yield from zip(chunk.names, chunk.tensors, strict=True)
 
     def _hf_model(self, directory: pathlib.Path) -> SavedFiles:
-        self._strategy.save_hf_model(self._model, str(directory))
+        self._strategy.save_hf_model(self.model, str(directory))
         return SavedFiles(directory=directory, format="safetensors")
 
 
@@ -125,10 +115,9 @@ class SkyrlAdapter(Adapter):
         shims.replace("torch:Tensor.cuda", lambda tensor, *arguments, **options: tensor.to("emulated"))
 
         def empty(*size: Any, **options: Any) -> torch.Tensor:
-            found: torch.Tensor = before(
-                *size, **options | ({"device": "emulated"} if options.get("device") == "cuda" else {})
-            )
-            return found
+            placed = {"device": "emulated"} if options.get("device") == "cuda" else {}
+            made: torch.Tensor = before(*size, **options | placed)
+            return made
 
         def mesh(kind: str, *arguments: Any, **options: Any) -> Any:
             return init_device_mesh("emulated", *arguments, **options)

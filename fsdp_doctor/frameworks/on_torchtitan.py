@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _SEED = {"own": 0, "other": 1, "meta": 0}
@@ -21,18 +20,9 @@ class TorchtitanSession(FrameworkSession):
     def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
         super().__init__(plain)
         self._trainer = _config(configuration, plain).build()
+        self.model, self.optimizer = self._trainer.model_parts[0], next(iter(self._trainer.optimizers))
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
-
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._trainer.model_parts[0]
-        return model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own: torch.optim.Optimizer = next(iter(self._trainer.optimizers))
-        return own
 
     def step(self, tokens: torch.Tensor) -> None:
         positions = torch.arange(_SEQUENCE).expand(2, _SEQUENCE).contiguous()
@@ -59,7 +49,7 @@ class TorchtitanSession(FrameworkSession):
         self._trainer.checkpointer.folder = str(directory)
         self._trainer.checkpointer.load(step=2)
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         return {"save.dcp": self._dcp, "save.hf": self._hf}
 
     def _dcp(self, directory: pathlib.Path) -> SavedFiles:
@@ -69,9 +59,9 @@ class TorchtitanSession(FrameworkSession):
 
     def _hf(self, directory: pathlib.Path) -> SavedFiles:
         folder = self._save(directory, last_step=True)
-        own = dict(self.model.state_dict())
-        exported = self._trainer.checkpointer.sd_adapter.to_hf(dict(own))
-        names = {name: next(n for n, tensor in own.items() if tensor is value) for name, value in exported.items()}
+        tensors = dict(self.model.state_dict())
+        exported = self._trainer.checkpointer.sd_adapter.to_hf(dict(tensors))
+        names = {name: next(n for n, tensor in tensors.items() if tensor is value) for name, value in exported.items()}
         return SavedFiles(directory=folder, format="safetensors", renamed=names.get)
 
 

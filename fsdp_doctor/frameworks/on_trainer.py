@@ -1,4 +1,4 @@
-"""transformers' Trainer, which owns its training loop: the doctor looks in from its callbacks."""
+"""transformers' Trainer, which owns its training loop: the doctor examines the session from its callbacks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from fsdp_doctor.frameworks.adapter import (
     STEPS_BEFORE,
     Adapter,
-    Extraction,
+    Extractor,
     FrameworkSession,
     PlainModel,
     SavedFiles,
@@ -68,23 +67,16 @@ class TrainerSession(FrameworkSession):
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
 
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._trainer.model if self._version == "fsdp2" else self._trainer.model_wrapped
-        return model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own: torch.optim.Optimizer = self._trainer.optimizer.optimizer
-        return own
-
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
         from transformers import TrainerCallback
 
         before = 0 if resume_from is None else STEPS_BEFORE
+        session, wrapping = self, self._trainer
 
         class LookIn(TrainerCallback):  # type: ignore[misc]
             def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                session.model = wrapping.model if session._version == "fsdp2" else wrapping.model_wrapped
+                session.optimizer = wrapping.optimizer.optimizer
                 at(0)
 
             def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -100,7 +92,7 @@ class TrainerSession(FrameworkSession):
         self._trainer.args.output_dir = str(directory)
         self._trainer.control.should_save = True
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         return {"save_model": self._save_model, "save_model.adapter": self._save_model}
 
     def _save_model(self, directory: pathlib.Path) -> SavedFiles:

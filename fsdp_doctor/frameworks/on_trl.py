@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, Shims
 from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, training_arguments
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
@@ -37,7 +37,7 @@ class TrlSession(TrainerSession):
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         return {
             "sync_weights.colocate": lambda directory: self._synced("colocate"),
             "sync_weights.merged": lambda directory: self._synced("colocate"),
@@ -46,7 +46,7 @@ class TrlSession(TrainerSession):
         }
 
     def _synced(self, mode: str) -> dict[str, torch.Tensor]:
-        """What vLLM is given, of which TRL frees each tensor after the next: no engine runs."""
+        """Records the weights that vLLM would be given, as copies: TRL frees each tensor after the next."""
         from trl.distributed import DistributedBackend
         from trl.generation.vllm_generation import VLLMGeneration
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extraction, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 
@@ -25,18 +24,9 @@ class VerlSession(FrameworkSession):
         torch.get_device_module(plain.device).set_device(plain.device)
         self._engine = _engine(configuration, plain)
         self._engine.initialize()
+        self.model, self.optimizer = self._engine.module, self._engine.optimizer
         # initialize() ends as every use of the engine does: with what is offloaded on the CPU.
         self.onload()
-
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._engine.module
-        return model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own: torch.optim.Optimizer = self._engine.optimizer
-        return own
 
     def step(self, tokens: torch.Tensor) -> None:
         engine = self._engine
@@ -71,7 +61,7 @@ class VerlSession(FrameworkSession):
         self._engine.load_checkpoint(str(directory), del_local_after_load=False)
         self.onload()
 
-    def extractions(self) -> Mapping[str, Extraction]:
+    def extractions(self) -> Mapping[str, Extractor]:
         return {
             "get_per_tensor_param": lambda directory: self._tensors(),
             "get_per_tensor_param.merged": lambda directory: self._tensors(),

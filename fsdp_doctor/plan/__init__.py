@@ -1,7 +1,6 @@
 """``fsdp-doctor memory plan``: predicts the memory of a job on each device and host, before it runs.
 
-planned_job     reads a job from a configuration; framework_sizes has the keys of each framework
-job_setup       the models of a job, the rollout engine, the machines
+job             reads a job from a configuration; framework_keys.toml has the keys of each framework
 meta_model      models without weights, by name (named_shapes) or directory, and their parameters by FSDP unit
 activations     traces a forward and a backward on the meta device
 training_step   replays a training step of FSDP1 and FSDP2 in torch's order

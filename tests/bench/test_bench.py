@@ -1,4 +1,4 @@
-"""fsdp-doctor bench: what it says, on CPU ranks and on the emulated device. What it measures is not tested."""
+"""fsdp-doctor bench: its rows and refusals, on CPU ranks and on the emulated device, but no number of seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 from program import Run, doctor, forked_doctor
+from support import inside
 from support.emulation import needs_emulation
+
+_CPU = ("bench", "--device", "cpu", "--repeat", "1")
 
 
 def bench(tmp_path: pathlib.Path, *options: str, **how: Any) -> tuple[Run, dict[str, Any]]:
@@ -22,18 +25,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, A
     needs_emulation()
     return bench(
         tmp_path_factory.mktemp("bench"),
-        *(
-            "--device",
-            "emulated",
-            "--strategy",
-            "fsdp2,fsdp1",
-            "--offload",
-            "none,policy,param",
-            "--staging",
-            "unstaged,staged",
-            "--dtype",
-            "fp32:bf16",
-        ),
+        *("--device", "emulated", "--strategy", "fsdp2,fsdp1", "--offload", "none,policy,param"),
+        *("--staging", "unstaged,staged", "--dtype", "fp32:bf16"),
     )
 
 
@@ -112,3 +105,62 @@ def test_fsdp1_without_an_accelerator_is_refused_in_a_sentence() -> None:
     assert run.code == 3
     assert "FSDP1" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--model", "qwen9"), "--model qwen9: "),
+        (("--offload", "some"), "'--offload': 'some'"),
+        (("--staging", "staged"), "--offload param"),
+        (("--pinning", "unpinned"), "--offload policy"),
+        (("--direction", "in", "--offload", "param", "--staging", "staged"), "--direction out"),
+        (("--dtype", "int8"), "'--dtype': 'int8'"),
+        (("--bucket-bytes", "0"), "'--bucket-bytes': "),
+        (("--path", "telepathy"), "'telepathy'"),
+        (("--repeat", "0"), "'--repeat'"),
+        (("--layers", "-1"), "'--layers'"),
+        (("--direction", "up"), "'--direction': 'up'"),
+        (("--source", "files"), "--direction in"),
+        (("--direction", "in", "--source", "tape"), "'--source': 'tape'"),
+        (("--direction", "in", "--path", "full_tensors"), "'full_tensors'"),
+        (("--device", "tpu"), "'--device': 'tpu'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], sentence: str) -> None:
+    run = inside.doctor("bench", *options)
+    assert run.code == 2
+    assert sentence in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "path", "has"),
+    [("fsdp1", "unshard", "summon_full_params"), ("fsdp2", "summon_full_params", "unshard")],
+)
+def test_a_path_that_no_strategy_has_is_refused_with_those_that_it_has(strategy: str, path: str, has: str) -> None:
+    done = inside.doctor("bench", "--strategy", strategy, "--path", path)
+    assert (done.code, done.stdout) == (2, "")
+    assert f"{strategy} has no method '{path}' to measure; use one of full_tensors, " in done.stderr
+    assert has in done.stderr
+
+
+def test_what_an_offload_is_known_to_break_is_named_and_the_rest_is_measured(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "bench.json"
+    done = forked_doctor(*_CPU, "--offload", "none,param", "--path", "unshard", "--json", str(file), ranks=1)
+    assert done.code == 0, done.stderr
+    assert "fsdp2/param/unstaged/unshard" in done.stderr
+    assert [row["offload"] for row in json.loads(file.read_text())["measured"]] == ["none"]
+
+
+def test_nothing_measured_is_exit_code_3() -> None:
+    done = forked_doctor(*_CPU, "--offload", "param", "--path", "unshard", ranks=1)
+    assert done.code == 3
+    assert "fsdp2/param/unstaged/unshard" in done.stderr
+
+
+def test_nothing_but_errors_is_exit_code_3(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken_path.py").write_text("def broken(model):\n    raise KeyError('lm_head')\n")
+    done = forked_doctor(*_CPU, "--path", "broken_path:broken", env={"PYTHONPATH": str(tmp_path)}, ranks=1)
+    assert done.code == 3
+    assert "KeyError: 'lm_head'" in done.stdout

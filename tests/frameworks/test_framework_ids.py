@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 
 import pytest
+from support.tables import unread_keys
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import any_case_of
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, _Table
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
     FrameworkCase,
     frameworks_named,
@@ -49,9 +50,9 @@ def test_a_configuration_is_written_as_its_id_is(matrix: FrameworkMatrix) -> Non
 
 
 @_ALL
-def test_every_shim_has_a_reason(matrix: FrameworkMatrix) -> None:
-    assert all(shim.reason and not shim.reason.endswith(".") for shim in matrix.shims)
-    assert len({shim.name for shim in matrix.shims}) == len(matrix.shims)
+def test_every_key_of_a_table_is_read_and_every_shim_is_listed_once(matrix: FrameworkMatrix) -> None:
+    assert unread_keys(f"matrix/frameworks/{matrix.name}.toml", _Table) == []
+    assert len({shim.name for shim in matrix.shims if shim.reason}) == len(matrix.shims)
 
 
 @_ALL

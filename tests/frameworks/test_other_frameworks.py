@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
-from program import Run, probe
+from program import probe
 
 from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
@@ -27,26 +29,15 @@ _OK: dict[FrameworkName, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("framework", _OK)
-def test_what_works_is_ok(framework: FrameworkName, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = _run(framework, tmp_path_factory)
+def test_what_works_is_ok(framework: FrameworkName, tmp_path: pathlib.Path) -> None:
+    # A case that the matrix does not have is refused here, installed or not.
+    assert {parse_framework_id(case).scenario.framework for case in _OK[framework]} == {framework}
+    package = FRAMEWORKS[framework].distributions[0]
+    if not installed_versions([package]):
+        pytest.skip(f"{package} is not installed: docs/frameworks.md says how")
+    words = [word for case in _OK[framework] for word in ("--case", case)]
+    run = probe(tmp_path, *words, device="emulated")
     assert run.report is not None, run.stderr
     verdicts = {result.id: result.verdict for result in run.report.results}
     assert {id: verdict.kind for id, verdict in verdicts.items()} == dict.fromkeys(_OK[framework], "ok"), verdicts
     assert run.left == []
-
-
-@pytest.mark.parametrize("framework", _OK)
-def test_the_cases_are_cases_of_the_matrix(framework: FrameworkName) -> None:
-    for case in _OK[framework]:
-        found = parse_framework_id(case)
-        assert found.id == case
-        assert found.scenario.framework == framework
-        assert FRAMEWORKS[framework].path(found.path).applies(found.scenario.values)
-
-
-def _run(framework: FrameworkName, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    own = FRAMEWORKS[framework].distributions[0]
-    if not installed_versions([own]):
-        pytest.skip(f"{own} is not installed: docs/frameworks.md says how")
-    words = [word for case in _OK[framework] for word in ("--case", case)]
-    return probe(tmp_path_factory.mktemp("run"), *words, device="emulated")

@@ -151,15 +151,6 @@ def test_bfloat16_shards_and_their_optimizer_take_half() -> None:
     assert half == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_a_directory_without_a_configuration_is_refused(tmp_path: pathlib.Path) -> None:
-    _fails(_plan("--model", str(tmp_path)), 2, "no config.json")
-
-
-def test_a_configuration_that_transformers_cannot_build_is_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of nobody"}))
-    _fails(_plan("--model", str(tmp_path)), 2, str(tmp_path), "transformers")
-
-
 def test_code_that_a_model_brings_along_is_not_run(tmp_path: pathlib.Path) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\n")
@@ -185,65 +176,6 @@ def test_more_layers_than_the_model_has_repeat_their_kinds() -> None:
     _fails(_plan(*_SMALL, "--layers", "99999999999999999999"), 2, "--layers", "1000")
 
 
-def test_an_unreadable_model_of_the_configuration_is_not_called_an_option(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    done = _plan(config=(*_VERL, f"actor_rollout_ref.model.path={tmp_path}"))
-    _fails(done, 2, f"the model {tmp_path}", "config.json")
-    assert "--model" not in done.stderr
-
-
-def test_a_model_without_a_name_is_refused() -> None:
-    _fails(_plan("--model", ""), 2, "--model", "nor a directory")
-
-
-def test_an_unknown_shape_is_refused() -> None:
-    _fails(_plan("--model", "qwen9-1t"), 2, "qwen9-1t", "qwen3-4b")
-
-
-def test_a_model_that_is_not_here_and_no_known_shape_is_refused() -> None:
-    _fails(_plan(config=(*_VERL, "actor_rollout_ref.model.path=org/of-nobody")), 2, "org/of-nobody", "--model")
-
-
-@pytest.mark.parametrize("option", ["--gpus", "--nodes", "--seq-len", "--micro-batch", "--layers"])
-def test_a_size_of_nothing_is_refused(option: str) -> None:
-    _fails(_plan("--model", "small", option, "0"), 2, option)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=-3",
-        "data.max_response_length=-1",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=-2",
-        "actor_rollout_ref.rollout.update_weights_bucket_megabytes=-4",
-        "trainer.n_gpus_per_node=-8",
-        "trainer.nnodes=0",
-    ],
-)
-def test_a_number_below_1_in_the_configuration_is_refused(setting: str) -> None:
-    _fails(_plan("--model", "small", config=(*_VERL, setting)), 2, setting, "at least 1")
-
-
-@pytest.mark.parametrize("option", ["--gpu-memory", "--host-memory"])
-def test_a_memory_of_a_few_bytes_is_taken_for_a_number_without_its_unit(option: str) -> None:
-    _fails(_plan("--model", "small", option, "80"), 2, f"{option} 80", "80 bytes", "80GiB")
-
-
-@pytest.mark.parametrize("model", ["~nobody-of-this-name/model", "x" * 5000])
-def test_a_path_that_the_system_refuses_is_no_model(model: str) -> None:
-    _fails(_plan("--model", model), 2, "--model", "nor a directory")
-    _fails(_plan(config=(*_VERL, f"actor_rollout_ref.model.path={model}")), 2, "neither a directory", "--model")
-    _fails(_plan(config=(f"{model}/verl.yaml",)), 2, "cannot read")
-
-
-def test_more_layers_than_can_be_followed_are_refused_wherever_they_are_said(tmp_path: pathlib.Path) -> None:
-    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 10**5}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    _fails(_plan("--model", str(tmp_path)), 2, "100000 layers", "at most 1000")
-    _fails(_plan("--model", "small", "--layers", "1001"), 2, "'--layers'", "1000")
-
-
 @pytest.mark.parametrize(
     "setting", ["critic.fsdp.fsdp_size=some", "actor_rollout_ref.actor.fsdp_config.fsdp_size=some"], ids=str
 )
@@ -252,31 +184,10 @@ def test_a_role_that_cannot_be_read_is_not_left_out_of_the_plan(setting: str) ->
     _fails(_plan(*_SMALL, config=config), 3, "cannot be determined", setting)
 
 
-def test_shards_in_float16_take_half_and_a_word_that_is_no_dtype_is_refused() -> None:
+def test_shards_in_float16_take_half() -> None:
     dtype = "actor_rollout_ref.actor.fsdp_config.model_dtype="
     half, brain = (_plan(*_SMALL, config=(*_VERL, f"{dtype}{word}")) for word in ("torch.float16", "bf16"))
     assert half.stdout == brain.stdout
-    _fails(_plan(*_SMALL, config=(*_VERL, f"{dtype}fp9")), 2, f"{dtype}fp9", "no dtype of shards")
-
-
-def test_an_engine_that_is_cut_into_more_parts_than_there_are_devices_is_refused() -> None:
-    setting = "actor_rollout_ref.rollout.tensor_model_parallel_size=16"
-    _fails(_plan(*_SMALL, config=(*_VERL, setting)), 2, setting, "2 devices")
-
-
-def test_a_shard_group_that_does_not_divide_the_ranks_is_refused() -> None:
-    setting = "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"
-    _fails(_plan(*_SMALL, "--gpus", "8", config=(*_VERL, setting)), 2, "3 ranks", "8 ranks")
-
-
-def test_a_shard_group_of_no_ranks_is_refused_and_a_negative_one_is_all() -> None:
-    setting = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
-    _fails(_plan(*_SMALL, config=(*_VERL, f"{setting}=0")), 3, f"{setting}=0", "a group of no ranks", "all are -1")
-    assert "in 2 shard(s)" in _plan(*_SMALL, config=(*_VERL, f"{setting}=-1")).stdout
-
-
-def test_more_tokens_than_torch_can_count_the_bytes_of_are_refused() -> None:
-    _fails(_plan("--model", "small", "--micro-batch", "99999999999999999999"), 2, "1,000,000,000 at once")
 
 
 @pytest.mark.parametrize(
@@ -296,10 +207,6 @@ def test_devices_and_nodes_are_as_configured_and_an_option_replaces_its_own_numb
     gpus, nodes = expected
     assert f"verl: {nodes} node{'s' if nodes > 1 else ''} with {gpus} devices" in done.stdout
     assert f"in {gpus * nodes} shard(s)" in done.stdout
-
-
-def test_more_ranks_than_any_parameter_has_rows_are_refused() -> None:
-    _fails(_plan(*_SMALL, "--gpus", "8", "--nodes", "1024"), 2, "8192 ranks", "4096 rows")
 
 
 @pytest.mark.parametrize(
@@ -326,14 +233,134 @@ def test_an_engine_whose_cache_is_not_freed_keeps_its_share_while_the_trainer_wo
     assert "engine, asleep" not in done.stdout
 
 
-def test_a_share_of_the_device_that_is_none_is_refused() -> None:
-    setting = "actor_rollout_ref.rollout.gpu_memory_utilization=1.5"
-    _fails(_plan(*_SMALL, config=(*_VERL, setting)), 2, setting)
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SHARD_GROUP = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 
 
-def test_an_unknown_framework_is_refused() -> None:
-    _fails(_plan(*_SMALL, config=("a.b=1",)), 2, "not a configuration of a supported framework")
+@pytest.mark.parametrize(
+    ("setting", "options", "code", "words"),
+    [
+        *(
+            (setting, (), 2, ("at least 1",))
+            for setting in (
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=-3",
+                "data.max_response_length=-1",
+                f"{_ROLLOUT}.tensor_model_parallel_size=-2",
+                f"{_ROLLOUT}.update_weights_bucket_megabytes=-4",
+                "trainer.n_gpus_per_node=-8",
+                "trainer.nnodes=0",
+            )
+        ),
+        (f"{_ROLLOUT}.tensor_model_parallel_size=16", (), 2, ("2 devices",)),
+        (f"{_ROLLOUT}.gpu_memory_utilization=1.5", (), 2, ()),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp9", (), 2, ("no dtype of shards",)),
+        (f"{_SHARD_GROUP}=0", (), 3, ("a group of no ranks", "all are -1")),
+        (f"{_SHARD_GROUP}=3", ("--gpus", "8"), 2, ("3 ranks", "8 ranks")),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_planned_is_refused(
+    setting: str, options: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    named = setting if "=3" not in setting else ""
+    _fails(_plan(*_SMALL, *options, config=(*_VERL, setting)), code, named, *words)
 
 
-def test_a_run_of_another_engine_is_no_fsdp() -> None:
-    _fails(_plan(*_SMALL, config=(str(_CONFIGS / "verl_megatron.sh"),)), 3, "no FSDP")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(((option, "0"), (option,)) for option in ("--gpus", "--nodes", "--seq-len", "--micro-batch", "--layers")),
+        *(((option, "80"), (f"{option} 80", "80 bytes", "80GiB")) for option in ("--gpu-memory", "--host-memory")),
+        (("--layers", "1001"), ("--layers", "1000")),
+        (("--model", ""), ("--model",)),
+        (("--model", "qwen9-1t"), ("qwen9-1t", "qwen3-4b")),
+        (("--model", "~nobody-of-this-name/model"), ("--model",)),
+        (("--model", "x" * 5000), ("--model",)),
+        (("--micro-batch", "99999999999999999999"), ("1,000,000,000 at once",)),
+        (("--gpus", "8", "--nodes", "1024"), ("8192 ranks", "4096 rows")),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_planned_is_refused(options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    model = () if "--model" in options else ("--model", "small")
+    done = _plan(*model, *options)
+    assert done.code == 2
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, ("no config.json",)),
+        ("{", ("config.json",)),
+        ('{"model_type": "of nobody"}', ("transformers",)),
+        ('{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 100000}', ("100000 layers", "at most 1000")),
+    ],
+)
+def test_a_directory_that_is_no_model_is_refused(
+    config: str | None, words: tuple[str, ...], tmp_path: pathlib.Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    done = _plan(config=(*_VERL, f"actor_rollout_ref.model.path={tmp_path}"))
+    _fails(done, 2, str(tmp_path), *words)
+    assert "--model" not in done.stderr
+
+
+@pytest.mark.parametrize("model", ["org/of-nobody", "~nobody-of-this-name/model", "x" * 5000])
+def test_a_configured_model_that_is_not_here_is_refused(model: str) -> None:
+    _fails(_plan(config=(*_VERL, f"actor_rollout_ref.model.path={model}")), 2, "neither a directory", "--model")
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "word"),
+    [
+        ("a.b=1", 2, "not a configuration of a supported framework"),
+        (str(_CONFIGS / "verl_megatron.sh"), 3, "no FSDP"),
+        (f"{'x' * 5000}/verl.yaml", 2, "cannot read"),
+    ],
+    ids=["unknown", "megatron", "unreadable"],
+)
+def test_a_configuration_without_fsdp_is_refused(config: str, code: int, word: str) -> None:
+    _fails(_plan(*_SMALL, config=(config,)), code, word)
+
+
+_POLICY = "actor_rollout_ref.actor.fsdp_config.offload_policy=true"
+_SAVES = ("trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]")
+_ACTOR = (_VERL[0], *_VERL[5:])
+_MODEL = ("--model", "qwen3-4b", "--layers", "4", "--seq-len", "128", "--micro-batch", "1")
+
+
+def _plan_host(*settings: str, host: str) -> Done:
+    return _plan(*_MODEL, "--host-memory", host, config=(*_ACTOR, *settings))
+
+
+def test_a_way_to_load_or_save_that_nobody_configured_does_not_decide() -> None:
+    done = _plan_host(host="8GiB")
+    assert done.code == 0, done.stderr
+    certain, _, hypothetical = done.stdout.partition("And if it is loaded or saved so")
+    assert "does not fit" not in certain
+    assert "rank 0 gathers a full state dict  would not fit" in hypothetical
+    assert "every rank loads the checkpoint  would not fit" in hypothetical
+
+
+def test_a_checkpoint_that_is_gathered_on_rank_0_decides() -> None:
+    done = _plan_host(*_SAVES, host="8GiB")
+    assert done.code == 1
+    certain = done.stdout.partition("And if it is loaded or saved so")[0]
+    assert "rank 0 gathers a full state dict  does not fit" in certain
+    assert "The host does not hold it: rank 0 gathers a full state dict." in done.stdout
+
+
+def test_less_offload_is_told_where_only_the_host_is_too_small() -> None:
+    done = _plan_host(_POLICY, host="10GiB")
+    assert done.code == 1
+    assert "The host does not hold it: offloaded." in done.stdout
+    assert "  actor: no offload: then " in done.stdout
+
+
+def test_where_nothing_helps_the_nearest_are_told_by_what_the_host_lacks() -> None:
+    done = _plan_host(_POLICY, host="5GiB")
+    nearest = done.stdout.partition("No one setting makes it fit; the nearest:\n")[2]
+    assert nearest.startswith("  actor: no offload: then 6.0 GiB in the host: offloaded; its cost: ")

@@ -1,4 +1,4 @@
-"""Which models can be planned: those that transformers has, whatever their attention, and a critic."""
+"""Which models can be planned, and what is counted while one runs on the meta device."""
 
 from __future__ import annotations
 
@@ -61,6 +61,24 @@ _MODELS: dict[str, dict[str, object]] = {
 def _directory(tmp_path: pathlib.Path, kind: str) -> str:
     (tmp_path / "config.json").write_text(json.dumps(_MODELS[kind] | {"model_type": kind}))
     return str(tmp_path)
+
+
+_LAYERS, _HIDDEN, _VOCABULARY = 4, 256, 4096
+_BF16 = 2
+
+
+@functools.cache
+def _traced(
+    length: int, head: ModelHead = "language", *, checkpointing: bool = False, backward: bool = True
+) -> tuple[Segment, ...]:
+    batch = Batch(sequences=1, length=length, checkpointing=checkpointing, backward=backward)
+    return trace(on_meta("small", head=head), batch)
+
+
+def _kept(segments: tuple[Segment, ...]) -> int:
+    """Bytes that the first layer keeps for its backward."""
+    forward = {segment.place: segment.end.activations for segment in segments if segment.of == "forward"}
+    return forward[0] - forward["before"]
 
 
 @pytest.mark.parametrize("kind", _MODELS)
@@ -155,20 +173,9 @@ def test_sizes_that_are_none_are_refused_with_what_is_wrong(
     assert said in line
 
 
-@functools.cache
-def _traced(head: ModelHead) -> tuple[Segment, ...]:
-    return trace(on_meta("small", head=head), Batch(sequences=1, length=256))
-
-
-def _kept(segments: tuple[Segment, ...]) -> int:
-    """By the first layer for its backward."""
-    forward = {segment.place: segment.end.activations for segment in segments if segment.of == "forward"}
-    return forward[0] - forward["before"]
-
-
 def _after(head: ModelHead) -> int:
     """The most that is computed beside what the layers keep."""
-    segments = {(segment.of, segment.place): segment for segment in _traced(head)}
+    segments = {(segment.of, segment.place): segment for segment in _traced(256, head)}
     return segments["backward", "after"].highest.activations - segments["forward", 3].end.activations
 
 
@@ -182,7 +189,7 @@ def test_a_critic_has_one_output_and_no_logits_of_the_vocabulary() -> None:
 
 
 def test_the_layers_of_a_critic_keep_what_those_of_a_language_model_do() -> None:
-    assert _kept(_traced("value")) == _kept(_traced("language"))
+    assert _kept(_traced(256, "value")) == _kept(_traced(256))
 
 
 def test_a_critic_is_planned_with_its_own_head() -> None:
@@ -196,3 +203,40 @@ def test_a_critic_is_planned_with_its_own_head() -> None:
     actor, critic = (float(done.stdout.partition(f"  {role}: trains")[0].split()[-3]) for role in ("actor", "critic"))
     logits = 4608 * 151936 * 4 / (1 << 30)
     assert critic < actor - 2 * logits
+
+
+def test_a_step_goes_through_the_layers_and_back() -> None:
+    places = [(segment.of, segment.place) for segment in _traced(128)]
+    forward = [("forward", place) for place in ("before", *range(_LAYERS), "after")]
+    backward = [("backward", place) for place in ("after", *reversed(range(_LAYERS)), "before")]
+    assert places == [*forward, *backward]
+
+
+def test_a_checkpointed_layer_keeps_its_input_alone() -> None:
+    assert _kept(_traced(256, checkpointing=True)) == 256 * _HIDDEN * _BF16
+    assert _kept(_traced(256)) > 8 * _kept(_traced(256, checkpointing=True))
+
+
+def test_logits_are_held_in_float32_with_their_gradients() -> None:
+    after = next(segment for segment in _traced(256) if (segment.of, segment.place) == ("backward", "after"))
+    assert after.highest.activations > 3 * 256 * _VOCABULARY * 4
+
+
+def test_gradients_of_a_layer_are_as_large_as_its_parameters_and_gone_at_the_next() -> None:
+    layer = sum(p.numel() for p in on_meta("small").model.layers[1].parameters()) * _BF16
+    first, second = (
+        next(s for s in _traced(128) if (s.of, s.place) == ("backward", place)) for place in (_LAYERS - 1, 1)
+    )
+    assert first.end.gradients == second.end.gradients
+    assert first.end.gradients >= layer
+
+
+def test_everything_is_gone_when_a_step_is_over_but_the_gradients_of_the_root_and_the_first_layer() -> None:
+    end = _traced(128)[-1].end
+    assert end.activations < 128 * _HIDDEN * _BF16
+
+
+def test_a_forward_alone_keeps_nothing_of_a_layer() -> None:
+    segments = _traced(256, backward=False)
+    assert {segment.of for segment in segments} == {"forward"}
+    assert _kept(segments) <= 256 * _HIDDEN * _BF16

@@ -1,4 +1,4 @@
-"""What there is to try of one framework: its configurations and its own methods, in its own words; no torch."""
+"""The table of one framework: the configurations and methods that are tried, in its own words; no torch."""
 
 from __future__ import annotations
 

@@ -1,23 +1,27 @@
-"""How many devices and nodes are planned, and how many of them share a model."""
+"""What the plan reads of a configuration: devices and nodes, shard groups, and how much is computed at once."""
 
 from __future__ import annotations
 
 import pathlib
 
 import pytest
+from program import python_prints
 from support.places import TESTS
+from support.tables import unread_keys
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan.job import JobSetup, PlanOptions, read_job
+from fsdp_doctor.plan.job import FrameworkKeys, JobSetup, PlanOptions, read_job
 
 _CONFIGS = TESTS / "check" / "configs"
 _AREAL = ("actor.path=small", "actor.fsdp.offload_params=false")
 _APART = "policy.generation.colocated.enabled=false"
 _RESOURCES = "policy.generation.colocated.resources"
+_ACTOR = "actor_rollout_ref.actor"
+_VERL = (f"{_ACTOR}.strategy=fsdp2", "algorithm.adv_estimator=gae", "data.max_prompt_length=1024")
 
 
-def _planned(*config: str, nodes: int | None = None) -> JobSetup:
-    return read_job(config, PlanOptions(model="small", nodes=nodes, gpu_memory=1 << 30))
+def _planned(*config: str, nodes: int | None = None, sequences: int | None = None) -> JobSetup:
+    return read_job(config, PlanOptions(model="small", nodes=nodes, gpu_memory=1 << 30, sequences=sequences))
 
 
 def _machines(*config: str, nodes: int | None = None) -> tuple[int, int]:
@@ -97,6 +101,7 @@ def test_lightnings_word_for_sharding_decides_how_many_ranks_share_the_model(
         ((8, 4), "fsdp:d16", (8, 2)),
         ((8, 2), "fsdp:d4", (4, 1)),
         ((8, 2), "fsdp:d12", (6, 2)),
+        ((4, 2), "fsdp", (4, 2)),
     ],
 )
 def test_areal_trains_on_as_many_nodes_as_its_allocation_needs(
@@ -104,11 +109,6 @@ def test_areal_trains_on_as_many_nodes_as_its_allocation_needs(
 ) -> None:
     settings = (f"cluster.n_gpus_per_node={cluster[0]}", f"cluster.n_nodes={cluster[1]}", f"actor.backend={backend}")
     assert _machines(*_AREAL, *settings) == expected
-
-
-def test_an_allocation_of_areal_without_numbers_has_the_cluster() -> None:
-    settings = ("cluster.n_gpus_per_node=4", "cluster.n_nodes=2", "actor.backend=fsdp")
-    assert _machines(*_AREAL, *settings) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -129,3 +129,35 @@ def test_what_generates_apart_in_nemo_rl_is_not_the_trainers(
 def test_an_option_for_nodes_is_of_the_trainers_nodes() -> None:
     apart = (_APART, f"{_RESOURCES}.num_nodes=1")
     assert _machines(str(_CONFIGS / "nemo_rl.yaml"), *apart, nodes=3) == (4, 3)
+
+
+def test_a_default_size_is_said_with_the_option_that_replaces_it() -> None:
+    actor, critic = _planned(*_VERL, "data.max_response_length=1024").unread[:2]
+    assert actor.startswith("actor: ")
+    assert actor.endswith("give --micro-batch")
+    assert critic.startswith("critic: ")
+
+
+def test_nothing_is_said_of_sizes_that_the_configuration_or_an_option_gives() -> None:
+    micro_batches = (f"{_ACTOR}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2")
+    assert _planned(*_VERL, *micro_batches).unread == _planned(*_VERL, sequences=2).unread == ()
+
+
+def test_a_critic_that_is_filled_up_has_twice_the_tokens_of_an_actor_by_default_as_in_verl() -> None:
+    actor, critic = _planned(*_VERL, f"{_ACTOR}.use_dynamic_bsz=true", "data.max_response_length=1024").roles
+    assert critic.sequences * critic.length == 2 * actor.sequences * actor.length == 32768
+
+
+def test_every_key_of_the_table_is_read() -> None:
+    assert unread_keys("plan/framework_keys.toml", dict[str, FrameworkKeys]) == []
+
+
+def test_the_configuration_is_read_without_torch() -> None:
+    settings = (*_VERL, "actor_rollout_ref.rollout.name=vllm")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from fsdp_doctor.plan.job import PlanOptions, read_job\n"
+        f"job = read_job({settings!r}, PlanOptions(model='small', gpu_memory=1))\n"
+        "print([role.role for role in job.roles], job.engine.utilization)"
+    )
+    assert python_prints(code).strip() == "['actor', 'critic'] 0.5"

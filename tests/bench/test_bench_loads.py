@@ -1,4 +1,4 @@
-"""fsdp-doctor bench --direction in: what it says, on CPU ranks and on the emulated device."""
+"""fsdp-doctor bench --direction in, on CPU ranks and on the emulated device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_row_has_its_time_its_ratios_and_its_memory(emulated: tuple[Run, di
     assert "x torch" in run.stdout
 
 
-def test_who_reads_its_own_rows_takes_no_device_memory(emulated: tuple[Run, dict[str, Any]]) -> None:
+def test_a_rank_that_reads_its_own_rows_takes_no_device_memory(emulated: tuple[Run, dict[str, Any]]) -> None:
     _, report = emulated
     ours = [row for row in report["measured"] if row["path"] == "load_full_tensors"]
     assert {row["peak_extra_bytes"] for row in ours if row["source"] != "rank0"} == {0}
