@@ -32,7 +32,7 @@ from fsdp_doctor.probe.messages import (
     encode,
 )
 from fsdp_doctor.probe.worker import import_frameworks
-from fsdp_doctor.probe.workers import IDLE_POLL, WorkerProcess, poll_seconds
+from fsdp_doctor.probe.workers import IDLE_POLL, LONG_POLL, SHORT_PHASE, SHORT_POLL, WorkerProcess
 from fsdp_doctor.verdict.records import RankReport, Record
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class Supervisor:
         self._num_rounds = 0
         self._reported_trouble = False
         self._posted = True
+        self._posted_at = 0.0
         self._reported_idle_at = 0.0
         self._stop_seen_at: float | None = None
         import_frameworks(job, limits.start)
@@ -197,7 +198,7 @@ class Supervisor:
                 process.stop(stop.why, stop.detail)
         if process.settled:
             round_.post(process.report())
-            self._posted = True
+            self._posted, self._posted_at = True, time.monotonic()
         return self._posted
 
     def last_record(self) -> Record | None:
@@ -225,7 +226,9 @@ class Supervisor:
 
     def _poll(self) -> None:
         self._interruption.check()
-        seconds = poll_seconds(self.round.seconds() if self.round is not None else float("inf"))
+        # A message of the worker ends the wait at once; for other ranks there are only polls.
+        waits_for_others = self._posted and time.monotonic() - self._posted_at < SHORT_PHASE
+        seconds = SHORT_POLL if waits_for_others else LONG_POLL
         if self._worker is not None:
             self._worker.pump(seconds)
         else:

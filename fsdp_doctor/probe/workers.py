@@ -27,9 +27,9 @@ from fsdp_doctor.probe.worker import WorkerEnds
 from fsdp_doctor.verdict.classification import waiting_in
 from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, short
 
-# The first polls of a round are short, so that supervision adds little to a case of some milliseconds;
-# later ones are long, so that they leave the processor to the workers.
-_SHORT_POLL, _LONG_POLL, _SHORT_PHASE = 0.002, 0.02, 0.3
+# Polls are short at first, so that supervision adds little to a case of some milliseconds, and long later, so that they
+# leave the processor to the workers.
+SHORT_POLL, LONG_POLL, SHORT_PHASE = 0.002, 0.02, 0.3
 IDLE_POLL = 0.5
 _OUTPUT_KEPT = 8 * 1024
 _STACKS_KEPT = 64 * 1024
@@ -46,11 +46,6 @@ _STATE_IN_WORDS: dict[str, str] = {
 _ERROR_OF_EXIT_CODE: dict[int, Callable[[str], FsdpDoctorError]] = {2: UsageError, 3: CannotRun}
 # The workers of this process that are still to be reaped.
 _workers: set[int] = set()
-
-
-def poll_seconds(since_beginning: float) -> float:
-    """How long to wait for a worker at once, by the seconds since its round began."""
-    return _SHORT_POLL if since_beginning < _SHORT_PHASE else _LONG_POLL
 
 
 class WorkerProcess:
@@ -389,7 +384,7 @@ class WorkerGroup:
         end = time.monotonic() + seconds
         while not all(member.ended for member in self._workers) and time.monotonic() < end:
             for member in self._workers:
-                member.pump(_LONG_POLL / len(self._workers))
+                member.pump(LONG_POLL / len(self._workers))
         self.close()
 
     def close(self) -> None:
@@ -404,8 +399,9 @@ class WorkerGroup:
         while working := [member for member in self._workers if not member.settled]:
             self._check()
             now = time.monotonic()
+            poll = SHORT_POLL if now - began < SHORT_PHASE else LONG_POLL
             for member in self._workers:
-                member.pump(poll_seconds(now - began) / len(self._workers))
+                member.pump(poll / len(self._workers))
                 member.keep_within(self._limits.host_bytes)
             if now - asked_at > IDLE_POLL:
                 asked_at = now

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import pytest
 from program import Run, probe, user_paths
 
-from fsdp_doctor.probe.deadlines import Deadline, Deadlines, Limits
 from fsdp_doctor.probe.processes import Activity
 
 pytestmark = pytest.mark.alone
@@ -80,26 +79,6 @@ def test_a_path_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tm
     run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:waits_8_seconds_for_a_service"))
     assert run.kind(":waits_8_seconds_for_a_service") == "ok", run.result(":waits_8_seconds_for_a_service").verdict
     assert run.result(":waits_8_seconds_for_a_service").wall_seconds > 8
-
-
-@pytest.mark.parametrize(("longest", "idle"), [(0.0, 5.0), (0.5, 5.0), (2.0, 8.0), (5.0, 20.0), (60.0, 30.0)])
-def test_the_deadline_follows_the_slowest_that_was_seen(longest: float, idle: float) -> None:
-    deadlines = Deadlines(Limits())
-    for seconds in (longest, longest / 2):
-        deadlines.note_progress(seconds)
-    assert deadlines.of("extract") == Deadline(idle=idle, busy=30.0)
-
-
-def test_what_grows_with_the_model_has_the_time_of_a_start() -> None:
-    deadlines = Deadlines(Limits(start=123.0))
-    for stage in ("start", "build", "reference", "fingerprint", "verify"):
-        assert deadlines.of(stage) == Deadline(idle=None, busy=123.0)
-
-
-def test_a_given_deadline_follows_nothing() -> None:
-    deadlines = Deadlines(Limits(stage=12.0))
-    deadlines.note_progress(100.0)
-    assert deadlines.of("next step") == Deadline(idle=None, busy=12.0)
 
 
 def _session_of(program: str) -> subprocess.Popen[str]:
