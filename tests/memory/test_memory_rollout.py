@@ -197,11 +197,11 @@ def test_a_process_that_ends_before_it_says_what_it_holds_is_told() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--gpu-memory-utilization", "1.5"), 2, "1.5"),
+        (("--gpu-memory-utilization", "1.5"), 2, "--gpu-memory-utilization"),
         (("--model", "of-nobody"), 2, "of-nobody"),
         (("--sharding", "hsdp"), 2, "hsdp"),
         (("--nproc", "0"), 2, "--nproc"),
-        (("--device-memory", "much"), 2, "--device-memory much"),
+        (("--device-memory", "much"), 2, "'--device-memory': 'much'"),
         (("--device", "cpu"), 3, "CPU"),
     ],
 )
