@@ -115,6 +115,10 @@ class Settings:
             raise Unreadable(f"{row} is neither true nor false")
         return word in _TRUE
 
+    def first_true(self, *keys: str) -> Setting | None:
+        """The setting of the first of ``keys`` that is set, if it is true. Raises Unreadable as ``flag``."""
+        return self.first(*keys) if self.flag(*keys) else None
+
     def number(self, *keys: str, default: int | None = None) -> int | None:
         """A whole number. Raises Unreadable for any other value."""
         row = self.first(*keys)

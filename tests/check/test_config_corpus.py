@@ -20,7 +20,7 @@ def test_there_are_at_least_60_and_a_good_part_was_kept_unseen() -> None:
 
 
 def test_each_says_where_it_is_from_and_what_is_expected() -> None:
-    names = [framework.name for framework in FRAMEWORKS]
+    names = [framework.facts.name for framework in FRAMEWORKS]
     for config in configs():
         assert re.fullmatch(r"[0-9a-f]{40}", config["commit"])
         assert config["url"].endswith(f"/{config['commit']}/{config['path']}")
