@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_doctor.check.findings import ConfigFinding, note
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.check.use import Use
-from fsdp_doctor.matrix.axes import AxisName, Model
+from fsdp_doctor.matrix.axes import AxisName, AxisValue, Dims, Model
 
 _LARGEST_CONFIG = 1 << 20
 _SIZES = (
@@ -96,14 +96,14 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisName, str]:
-    changes: dict[AxisName, str] = {}
+def _changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisName, AxisValue]:
+    changes: dict[AxisName, AxisValue] = {}
     if use.scenario is None:
         return changes
     if uneven:
-        changes["dims"] = "uneven"
+        changes["dims"] = Dims.UNEVEN
     # A model with an adapter stays qwen3-lora: the matrix has no other with LoRA.
-    if local.built_in is not None and local.built_in != "qwen3" and use.scenario.model == "qwen3":
+    if local.built_in is not None and local.built_in is not Model.QWEN3 and use.scenario.model is Model.QWEN3:
         changes["model"] = local.built_in
     return changes
 
@@ -112,10 +112,10 @@ def _races_where_uneven(use: Use) -> bool:
     scenario = use.scenario
     return (
         scenario is not None
-        and scenario.strategy == "fsdp2"
+        and scenario.version == 2
         and scenario.param_offload
-        and scenario.transfer == "nonblocking"
-        and scenario.sharding != "size1"
+        and not scenario.transfer.is_blocking
+        and not scenario.sharding.keeps_whole_tensors
     )
 
 

@@ -57,7 +57,7 @@ class ConfiguredRun(RunContext):
     def possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Uneven where the model is known to be; else both, unless the ranks are a power of two, as most dimensions."""
         group = self.shard_group(scenario)
-        if scenario.dims == "uneven":
+        if not scenario.dims.is_even:
             return ("uneven",)
         return ("even",) if group & (group - 1) == 0 else ("even", "uneven")
 
@@ -123,9 +123,9 @@ def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
     lacking: dict[str, list[Use]] = {}
     for use in uses:
         scenario = use.scenario
-        if scenario is None or not (scenario.strategy == "fsdp2" and scenario.policy):
+        if scenario is None or not (scenario.version == 2 and scenario.policy):
             continue
-        if scenario.backend == "device-only":
+        if not scenario.backend.has_cpu_collectives:
             lacking.setdefault(use.role, []).append(use)
     return [
         ConfigFinding(

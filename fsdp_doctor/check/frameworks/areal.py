@@ -22,7 +22,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _ROLES: tuple[Role, ...] = ("actor", "critic", "ref", "model")
@@ -63,9 +63,11 @@ class Areal(FsdpFramework[VersionRange]):
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
         return {
-            "strategy": Chosen("fsdp2", "AReaL uses fully_shard only"),
+            "strategy": Chosen(Strategy.FSDP2, "AReaL uses fully_shard only"),
             "offload": self.choose_offload(role, "offload_params=false is the default").chosen,
-            "backend": Chosen("device-only", "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"),
+            "backend": Chosen(
+                Backend.DEVICE_ONLY, "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"
+            ),
         }
 
     def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:

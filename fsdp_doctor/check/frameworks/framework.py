@@ -21,7 +21,7 @@ from fsdp_doctor.check.configured_model import ConfiguredModel
 from fsdp_doctor.check.findings import ConfigFinding, note
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoice, Role, Use, use_of
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 
 if sys.version_info >= (3, 11):
@@ -207,13 +207,13 @@ class FsdpFramework(Framework, Generic[V]):
         replicas, group = self.settings.number(*keys.replicas) or 1, self._shard_group(keys)
         row = self.settings.first(*keys.replicas) or self.settings.first(*keys.shard_group)
         if self.world_size and 0 < group < self.world_size:
-            return Chosen("size1" if group == 1 else "hsdp", f"{row} of {self.world_size} ranks")
-        return Chosen("hsdp", row) if replicas > 1 else Chosen("full")
+            return Chosen(Sharding.SIZE1 if group == 1 else Sharding.HSDP, f"{row} of {self.world_size} ranks")
+        return Chosen(Sharding.HSDP, row) if replicas > 1 else Chosen(Sharding.FULL)
 
     def choose_model(self, role: Role) -> Chosen:
         row = self.settings.first(*self.keys(role).lora_rank)
         has_adapter = row is not None and (self.settings.number(row.key) or 0) > 0
-        return Chosen("qwen3-lora", row) if has_adapter else Chosen("qwen3")
+        return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
 
     def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
         """A note on the degrees of other parallelisms that are more than 1."""
@@ -239,7 +239,7 @@ def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> Mo
 def choose_backend(row: Setting | None, default: str) -> Chosen:
     """The process group that a setting names, as ``cpu:gloo,cuda:nccl``; default: why it is NCCL alone without one."""
     backends = [part.rpartition(":")[2].strip() for part in str(row.value).split(",")] if row else []
-    return Chosen("mixed" if "gloo" in backends else "device-only", row or default)
+    return Chosen(Backend.MIXED if "gloo" in backends else Backend.DEVICE_ONLY, row or default)
 
 
 def matching(ranges: Sequence[V], version: Version | None) -> list[V]:

@@ -11,7 +11,6 @@ import dataclasses
 import pathlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.config_files import flatten, parse_json
 from fsdp_doctor.check.configured_model import ConfiguredModel
@@ -33,10 +32,8 @@ from fsdp_doctor.check.reading import follow
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction, loading
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.axes import AxisName, Backend, Sharding
+from fsdp_doctor.matrix.axes import AxisName, Backend, FsdpVersion, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
-
-FsdpVersion: TypeAlias = Literal[1, 2]
 
 _SECTION = "fsdp_config"
 _VERSION_1_ONLY = (
@@ -60,8 +57,12 @@ _RESUME: dict[tuple[int, str], tuple[str, ...]] = {
     (2, "SHARDED_STATE_DICT"): ("dcp.load.model+optimizer",),
 }
 # By the words of torch.distributed.fsdp.ShardingStrategy; accelerate takes its numbers, too.
-_SHARDING: dict[str, Sharding] = {"HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp", "NO_SHARD": "size1"}
-_SHARDING_NUMBERS: dict[str, Sharding] = {"4": "hsdp", "5": "hsdp", "3": "size1"}
+_SHARDING: dict[str, Sharding] = {
+    "HYBRID_SHARD": Sharding.HSDP,
+    "HYBRID_SHARD_ZERO2": Sharding.HSDP,
+    "NO_SHARD": Sharding.SIZE1,
+}
+_SHARDING_NUMBERS: dict[str, Sharding] = {"4": Sharding.HSDP, "5": Sharding.HSDP, "3": Sharding.SIZE1}
 
 
 def _keys(name: str) -> Keys:
@@ -102,10 +103,13 @@ class FsdpConfigFramework(FsdpFramework[V]):
 
     def choose_strategy(self, version: FsdpVersion, why: Setting | str) -> Chosen:
         if version == 2:
-            return Chosen("fsdp2", why)
+            return Chosen(Strategy.FSDP2, why)
         orig = self.settings.first(*_keys("use_orig_params"))
         is_flat = not self.settings.flag(*_keys("use_orig_params"), default=True)
-        return Chosen("fsdp1" if is_flat else "fsdp1-orig", f"{why}; {orig or 'use_orig_params=true is the default'}")
+        return Chosen(
+            Strategy.FSDP1 if is_flat else Strategy.FSDP1_ORIG,
+            f"{why}; {orig or 'use_orig_params=true is the default'}",
+        )
 
     def configured_version(self, *, default: FsdpVersion, before: Keys = ()) -> FsdpVersion:
         """The version that the section asks for. before: keys that go before it. Raises UsageError for another one."""
@@ -237,7 +241,9 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
             policy=self.settings.first_true(*_keys("offload_params")),
             default=self.settings.first(*_keys("offload_params")) or "fsdp_offload_params=false is the default",
         )
-        otherwise: Backend = "mixed" if self.state_dict_type(versions) == "FULL_STATE_DICT" else "device-only"
+        otherwise: Backend = (
+            Backend.MIXED if self.state_dict_type(versions) == "FULL_STATE_DICT" else Backend.DEVICE_ONLY
+        )
         why = self.settings.first(*_keys("version")) or "fsdp_version=1 is the default"
         return {
             "strategy": self.choose_strategy(self.fsdp_version(versions), why),
@@ -247,25 +253,30 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
                 "accelerate/state.py: gloo beside NCCL for offload_params since 1.7.0, and for FULL_STATE_DICT",
             ),
             "sharding": self.choose_sharding(role),
-            "model": Chosen("qwen3"),
+            "model": Chosen(Model.QWEN3),
         }
 
     def choose_sharding(self, role: Role) -> Chosen:
         if (self.settings.number(_REPLICAS) or 1) > 1:
-            return Chosen("hsdp", self.settings.first(_REPLICAS))
+            return Chosen(Sharding.HSDP, self.settings.first(_REPLICAS))
         row = self.settings.first(*_keys("sharding_strategy"))
         if row is None or self.configured_version(default=1) == 2:
-            return Chosen("full")
-        sharding = (_SHARDING | _SHARDING_NUMBERS).get(str(row.value).upper(), "full")
-        return Chosen(sharding, row if sharding != "full" else None)
+            return Chosen(Sharding.FULL)
+        sharding = (_SHARDING | _SHARDING_NUMBERS).get(str(row.value).upper())
+        return Chosen(sharding, row) if sharding else Chosen(Sharding.FULL)
 
     def configured_model(self, role: Role) -> ConfiguredModel:
         model = self.model_of_all_ranks(role)
         if model.ranks is None:
             return model
         machines = self.settings.number("num_machines", default=1) or 1
-        by_sharding = {"full": model.ranks, "size1": 1, "hsdp": max(1, model.ranks // machines)}
-        return dataclasses.replace(model, ranks=by_sharding[self.choose_sharding(role).value])
+        match self.choose_sharding(role).value:
+            case Sharding.SIZE1:
+                return dataclasses.replace(model, ranks=1)
+            case Sharding.HSDP:
+                return dataclasses.replace(model, ranks=max(1, model.ranks // machines))
+            case _:
+                return model
 
     def _find_refused(self) -> Iterator[ConfigFinding]:
         """Settings of a file that ``accelerate launch`` refuses at its start; a flag is text, and passes."""
@@ -387,8 +398,8 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
             "backend": choose_backend(
                 self.settings.first("ddp_backend"), "only NCCL under torchrun; accelerate launch sets its own"
             ),
-            "sharding": Chosen(_SHARDING[words[0]], fsdp) if words else Chosen("full"),
-            "model": Chosen("qwen3"),
+            "sharding": Chosen(_SHARDING[words[0]], fsdp) if words else Chosen(Sharding.FULL),
+            "model": Chosen(Model.QWEN3),
         }
 
     def _read_options(self) -> tuple[str, ...]:
@@ -500,21 +511,27 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
             "strategy": self.choose_strategy(version, why),
             "offload": offload.chosen,
             "backend": Chosen(
-                versions.offload_backend if offload.policy else "device-only",
+                versions.offload_backend if offload.policy else Backend.DEVICE_ONLY,
                 "accelerate makes gloo beside NCCL for the offload since 1.7, which axolotl has since v0.10",
             ),
             "sharding": self._choose_sharding(version),
-            "model": Chosen("qwen3-lora" if adapter and adapter.value in ("lora", "qlora") else "qwen3", adapter),
+            "model": Chosen(
+                Model.QWEN3_LORA if adapter and adapter.value in ("lora", "qlora") else Model.QWEN3, adapter
+            ),
         }
 
     def _choose_sharding(self, version: FsdpVersion) -> Chosen:
         if version == 2:
             has_replicas = (self.settings.number("dp_replicate_size") or 1) > 1
-            return Chosen("hsdp", self.settings.first("dp_replicate_size")) if has_replicas else Chosen("full")
+            return (
+                Chosen(Sharding.HSDP, self.settings.first("dp_replicate_size"))
+                if has_replicas
+                else Chosen(Sharding.FULL)
+            )
         row = self.settings.first(*_keys("sharding_strategy"))
         words = [str(row.value)] if row else self._read_options()
-        sharding = next((_SHARDING[word.upper()] for word in words if word.upper() in _SHARDING), "full")
-        return Chosen(sharding, (row or self.settings.first("fsdp")) if sharding != "full" else None)
+        sharding = next((_SHARDING[word.upper()] for word in words if word.upper() in _SHARDING), None)
+        return Chosen(sharding, row or self.settings.first("fsdp")) if sharding else Chosen(Sharding.FULL)
 
     def _read_options(self) -> list[str]:
         row = self.settings.first("fsdp")
@@ -586,9 +603,9 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
         return {
             "strategy": self.choose_strategy(self.fsdp_version(versions), why),
             "offload": offload.chosen,
-            "backend": Chosen("device-only", "the Trainer makes its process group with NCCL alone"),
-            "sharding": Chosen("full"),
-            "model": Chosen("qwen3-lora" if has_adapter else "qwen3", tuner or "the default"),
+            "backend": Chosen(Backend.DEVICE_ONLY, "the Trainer makes its process group with NCCL alone"),
+            "sharding": Chosen(Sharding.FULL),
+            "model": Chosen(Model.QWEN3_LORA if has_adapter else Model.QWEN3, tuner or "the default"),
         }
 
 

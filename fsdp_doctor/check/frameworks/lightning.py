@@ -24,7 +24,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
-from fsdp_doctor.matrix.axes import AxisName, Sharding
+from fsdp_doctor.matrix.axes import AxisName, Backend, Offload, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _STRATEGY = ("trainer.strategy", "trainer.strategy.class_path", "strategy.class_path")
@@ -84,9 +84,9 @@ class Lightning(FsdpFramework[_Versions]):
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
         if self._name == _MODEL_PARALLEL:
             return {
-                "strategy": Chosen("fsdp2", f"{_MODEL_PARALLEL} has the script call fully_shard"),
-                "offload": Chosen("none"),
-                "backend": Chosen("device-only", _NCCL_ALONE),
+                "strategy": Chosen(Strategy.FSDP2, f"{_MODEL_PARALLEL} has the script call fully_shard"),
+                "offload": Chosen(Offload()),
+                "backend": Chosen(Backend.DEVICE_ONLY, _NCCL_ALONE),
             }
         orig, cpu_offload = self.settings.first(*_keys("use_orig_params")), self.settings.first(*_keys("cpu_offload"))
         is_flat = not self.settings.flag(*_keys("use_orig_params"), default=versions.use_orig_params)
@@ -96,14 +96,15 @@ class Lightning(FsdpFramework[_Versions]):
             default=cpu_offload or "cpu_offload=None is the default",
         )
         row = self.settings.first(*_keys("sharding_strategy"))
-        sharding = _SHARDING.get(str(row.value).rpartition(".")[2].upper() if row else "", "full")
+        sharding = _SHARDING.get(str(row.value).rpartition(".")[2].upper() if row else "")
         return {
             "strategy": Chosen(
-                "fsdp1" if is_flat else "fsdp1-orig", orig or f"use_orig_params={not is_flat} is the default".lower()
+                Strategy.FSDP1 if is_flat else Strategy.FSDP1_ORIG,
+                orig or f"use_orig_params={not is_flat} is the default".lower(),
             ),
             "offload": offload.chosen,
             "backend": choose_backend(self.settings.first(*_keys("process_group_backend")), _NCCL_ALONE),
-            "sharding": Chosen(sharding, row if sharding != "full" else None),
+            "sharding": Chosen(sharding, row) if sharding else Chosen(Sharding.FULL),
         }
 
     def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:

@@ -20,7 +20,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, Backend, Pinning, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _DTENSOR = "policy.dtensor_cfg"
@@ -79,13 +79,13 @@ class NemoRl(FsdpFramework[_Versions]):
         offload = self.choose_offload(role, "cpu_offload=false is the default")
         is_mixed = offload.policy and self.settings.flag(f"{_DTENSOR}._v2") and versions.mixed_in_v2
         return {
-            "strategy": Chosen("fsdp2", "the DTensor worker uses fully_shard only"),
+            "strategy": Chosen(Strategy.FSDP2, "the DTensor worker uses fully_shard only"),
             "offload": offload.chosen,
             "pinning": Chosen(
-                "unpinned" if offload.policy else "pinned", "nemo_rl: CPUOffloadPolicy(pin_memory=False)"
+                Pinning.UNPINNED if offload.policy else Pinning.PINNED, "nemo_rl: CPUOffloadPolicy(pin_memory=False)"
             ),
             "backend": Chosen(
-                "mixed" if is_mixed else "device-only",
+                Backend.MIXED if is_mixed else Backend.DEVICE_ONLY,
                 "the worker's init_process_group: gloo beside NCCL with cpu_offload, with _v2 and since v0.5",
             ),
         }

@@ -23,7 +23,7 @@ from fsdp_doctor.check.frameworks.framework import (
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 
@@ -78,11 +78,11 @@ class PrimeRl(FsdpFramework[_Versions]):
                 offload, optimizer=self.settings.first_true(*_KEYS.full_offload) or by_default
             )
         return {
-            "strategy": Chosen("fsdp2", "prime-rl uses fully_shard only"),
+            "strategy": Chosen(Strategy.FSDP2, "prime-rl uses fully_shard only"),
             "offload": offload.chosen,
             "sharding": self.choose_sharding(role),
             "backend": Chosen(
-                "mixed" if offload.policy else "device-only",
+                Backend.MIXED if offload.policy else Backend.DEVICE_ONLY,
                 "prime_rl/trainer/utils.py: gloo beside NCCL only with fsdp_cpu_offload",
             ),
         }

@@ -21,7 +21,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
-from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy, Transfer
 from fsdp_doctor.matrix.cases import Scenario
 
 _STRATEGY = "trainer.strategy"
@@ -31,9 +31,9 @@ _MOVED = "distributed/fsdp_strategy.py moves it by hand where all are colocated,
 class _Versions(VersionRange, frozen=True, kw_only=True):
     """fsdp: the strategy that the word ``fsdp`` means. default: the word where none is set. adapter: its path."""
 
-    fsdp: Strategy = "fsdp1"
+    fsdp: Strategy = Strategy.FSDP1
     default: str = "fsdp2"
-    backend: Backend = "mixed"
+    backend: Backend = Backend.MIXED
     adapter: str = "lora.layered_summon"
 
 
@@ -64,7 +64,7 @@ class SkyRl(FsdpFramework[_Versions]):
         if row is not None and str(row.value) not in ("fsdp", "fsdp2"):
             return not_under_fsdp(role, row)
         policy = self.settings.first_true(*self.keys(role).policy)
-        has_fsdp1 = any(self._read_strategy(versions) == "fsdp1" for versions in self.ranges())
+        has_fsdp1 = any(self._read_strategy(versions).version == 1 for versions in self.ranges())
         sentence = f"{role}: SkyRL does not read cpu_offload for a model that FSDP1 trains"
         return self.reading(role, [note(sentence, policy)] if policy and has_fsdp1 and role != "ref" else [])
 
@@ -76,9 +76,9 @@ class SkyRl(FsdpFramework[_Versions]):
                 strategy, self.settings.first(_STRATEGY) or f"strategy={versions.default} is the default"
             ),
             "offload": offload.chosen,
-            "transfer": Chosen("nonblocking", "fsdp_utils.py: non_blocking=True")
+            "transfer": Chosen(Transfer.NONBLOCKING, "fsdp_utils.py: non_blocking=True")
             if offload.param
-            else Chosen("blocking"),
+            else Chosen(Transfer.BLOCKING),
             "model": self.choose_model(role),
             "backend": Chosen(versions.backend, "skyrl's workers/worker.py: gloo beside NCCL since 0.2"),
             "sharding": self.choose_sharding(role),
@@ -88,7 +88,7 @@ class SkyRl(FsdpFramework[_Versions]):
         """FSDPWeightExtractor after backload_to_gpu; of an adapter collect_lora_params."""
         if role != "actor":
             return
-        if scenario.model == "qwen3-lora":
+        if scenario.model.has_adapters:
             yield extraction("adapter for the rollout", scenario, versions.adapter, staged=scenario.param_offload)
             return
         path = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
@@ -96,12 +96,12 @@ class SkyRl(FsdpFramework[_Versions]):
 
     def _read_strategy(self, versions: _Versions) -> Strategy:
         word = self.settings.text(_STRATEGY) or versions.default
-        return versions.fsdp if word == "fsdp" else "fsdp2"
+        return versions.fsdp if word == "fsdp" else Strategy.FSDP2
 
     def _choose_offload(self, role: Role, strategy: Strategy) -> OffloadChoice:
         """The policy, which under FSDP1 only the reference has, or else the manual offload that colocation brings."""
         offload = self.choose_offload(role, "cpu_offload=false is the default")
-        if offload.policy and strategy == "fsdp1" and role != "ref":
+        if offload.policy and strategy.version == 1 and role != "ref":
             offload = OffloadChoice()
         if offload.policy or not self.settings.flag("trainer.placement.colocate_all", default=True):
             return offload

@@ -21,7 +21,7 @@ from fsdp_doctor.check.frameworks.framework import (
 )
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _SECTION = "parallelism"
@@ -55,10 +55,10 @@ class Torchtitan(FsdpFramework[VersionRange]):
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
         offload = self.choose_offload(role, "enable_cpu_offload=false is the default")
         return {
-            "strategy": Chosen("fsdp2", "torchtitan uses fully_shard only"),
+            "strategy": Chosen(Strategy.FSDP2, "torchtitan uses fully_shard only"),
             "offload": offload.chosen,
             "backend": Chosen(
-                "mixed" if offload.policy else "device-only",
+                Backend.MIXED if offload.policy else Backend.DEVICE_ONLY,
                 "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
             ),
             "sharding": self.choose_sharding(role),

@@ -31,12 +31,12 @@ from fsdp_doctor.check.frameworks.framework import (
 from fsdp_doctor.check.launch_commands import SCRIPT
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction, loading
-from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
+from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Strategy, Transfer
 from fsdp_doctor.matrix.cases import Scenario
 
 _Trainer: TypeAlias = Literal["ppo", "sft", "old_sft"]
 
-_STRATEGIES: dict[str, Strategy] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
+_STRATEGIES: dict[str, Strategy] = {"fsdp": Strategy.FSDP1, "fsdp2": Strategy.FSDP2}
 # The engines other than verl's own FSDP. The first two are Megatron; the others have an FSDP2 that is not read.
 _OTHER_ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan", "automodel")
 _WITHOUT_FSDP = _OTHER_ENGINES[:2]
@@ -137,8 +137,8 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     merged_late: bool = True
     nonblocking: bool = False
     asks_offloaded: bool = False
-    backend: Backend = "mixed"
-    critic_backend: Backend = "mixed"
+    backend: Backend = Backend.MIXED
+    critic_backend: Backend = Backend.MIXED
     always_ref: bool = False
     fsdp1_only: bool = False
 
@@ -186,7 +186,7 @@ class Verl(FsdpFramework[VerlVersions]):
         if not ranges:
             raise Unreadable("that version of verl does not know what these settings ask for")
         if all(versions.fsdp1_only for versions in ranges):
-            strategy = "fsdp1"
+            strategy = Strategy.FSDP1
         findings = [
             *self._find_offload_conflicts(model, strategy),
             *self._find_double_load(model, ranges),
@@ -197,12 +197,12 @@ class Verl(FsdpFramework[VerlVersions]):
 
     def choose_axes(self, role: Role, versions: VerlVersions) -> dict[AxisName, Chosen]:
         model = self.keys(role)
-        strategy = "fsdp1" if versions.fsdp1_only else model.strategy(self.settings) or "fsdp1"
+        strategy = Strategy.FSDP1 if versions.fsdp1_only else model.strategy(self.settings) or Strategy.FSDP1
         offload, adapter = self._choose_offloads(model, strategy), model.adapter(self.settings)
         return {
             "strategy": self._choose_strategy(model, strategy, versions),
             "offload": offload.chosen,
-            "model": Chosen("qwen3-lora", adapter) if adapter else Chosen("qwen3"),
+            "model": Chosen(Model.QWEN3_LORA, adapter) if adapter else Chosen(Model.QWEN3),
             "sharding": self.choose_sharding(role),
             "backend": _choose_backend(model, versions),
             "transfer": _choose_transfer(strategy, offload, versions),
@@ -254,7 +254,9 @@ class Verl(FsdpFramework[VerlVersions]):
 
     def _asks_for_newer(self, model: VerlModel) -> bool:
         """Whether the settings ask for what came with v0.4: FSDP2, adapters, the newer layouts."""
-        asks_fsdp2 = model.strategy_setting(self.settings) is not None and model.strategy(self.settings) == "fsdp2"
+        asks_fsdp2 = (
+            model.strategy_setting(self.settings) is not None and model.strategy(self.settings) is Strategy.FSDP2
+        )
         asks_adapter = model is not _OLD_SFT and model.adapter(self.settings) is not None
         return (
             asks_fsdp2 or asks_adapter or _IMPLEMENTATION in self.settings or bool(self.settings.below("critic.fsdp"))
@@ -263,8 +265,8 @@ class Verl(FsdpFramework[VerlVersions]):
     def _choose_strategy(self, model: VerlModel, strategy: Strategy, versions: VerlVersions) -> Chosen:
         row, orig = model.strategy_setting(self.settings), model.below("use_orig_params")
         why = "verl has only FSDP1 before v0.4" if versions.fsdp1_only else str(row or "verl's default")
-        if strategy == "fsdp1" and self.settings.flag(*orig):
-            return Chosen("fsdp1-orig", f"{why}; {self.settings.first(*orig)}")
+        if strategy.version == 1 and self.settings.flag(*orig):
+            return Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.first(*orig)}")
         return Chosen(strategy, why)
 
     def _choose_offloads(self, model: VerlModel, strategy: Strategy) -> OffloadChoice:
@@ -273,7 +275,7 @@ class Verl(FsdpFramework[VerlVersions]):
             return OffloadChoice(
                 policy="verl puts a model that only runs forward under the policy, whatever its flags say"
             )
-        reads_policy = strategy == ("fsdp1" if model is _OLD_SFT else "fsdp2")
+        reads_policy = strategy.version == (1 if model is _OLD_SFT else 2)
         manual = model.manual_offloads(self.settings)
         return OffloadChoice(
             policy=model.policy_setting(self.settings) if reads_policy else None,
@@ -285,13 +287,13 @@ class Verl(FsdpFramework[VerlVersions]):
     # Extractions
 
     def _sync_path(self, versions: VerlVersions, scenario: Scenario, staged: bool) -> str:
-        if scenario.model == "qwen3-lora":
+        if scenario.model.has_adapters:
             if versions.stages and self.settings.flag("actor_rollout_ref.model.lora.merge"):
-                is_late = versions.merged_late and scenario.strategy == "fsdp2"
+                is_late = versions.merged_late and scenario.version == 2
                 return "lora.merged.read_late" if is_late else "lora.merged"
             is_layered = self.settings.flag("actor_rollout_ref.rollout.layered_summon")
             return "lora.layered_summon" if is_layered else "lora.adapter"
-        if scenario.strategy != "fsdp2":
+        if scenario.version == 1:
             load_format = "" if versions.engine else self.settings.word("actor_rollout_ref.rollout.load_format")
             return "full_state_dict" if "hf" in load_format.split("_") else "sharded_state_dict.full_tensor"
         is_late = versions.reads_after_offload and staged and scenario.param_offload
@@ -299,7 +301,7 @@ class Verl(FsdpFramework[VerlVersions]):
 
     def _checkpoints(self, model: VerlModel, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
         """save_checkpoint: the sharded state dict, and where ``hf_model`` asks for it the whole model; the resume."""
-        is_fsdp2 = scenario.strategy == "fsdp2"
+        is_fsdp2 = scenario.version == 2
         whole = "get_model_state_dict.full+cpu" if is_fsdp2 else "full_state_dict.rank0+cpu"
         if versions.saves_whole:
             yield extraction("checkpoint", scenario, whole)
@@ -321,7 +323,7 @@ class Verl(FsdpFramework[VerlVersions]):
         settings, role = self.settings, model.role
         policy, row = model.policy_setting(settings), model.strategy_setting(settings)
         if model is _OLD_SFT:
-            if policy and strategy == "fsdp2":
+            if policy and strategy is Strategy.FSDP2:
                 sentence = (
                     "since v0.4 the SFT trainer hands FSDP2 what is FSDP1's offload, which leaves the shards on the CPU"
                 )
@@ -340,14 +342,14 @@ class Verl(FsdpFramework[VerlVersions]):
                 yield note(
                     f"{role}: verl puts this model under the policy, whatever these settings say", policy, *manual
                 )
-        elif policy and strategy == "fsdp1":
+        elif policy and strategy is Strategy.FSDP1:
             yield conflict(
                 f"{role}: offload_policy has no effect with FSDP1; only strategy=fsdp2 reads it", policy, row
             )
-        elif policy and strategy == "fsdp2" and manual:
+        elif policy and strategy is Strategy.FSDP2 and manual:
             sentence = f"{role}: the policy and a manual offload are both on; the policy takes precedence"
             yield conflict(sentence, policy, *manual)
-        if strategy == "fsdp2" and (orig := settings.first_true(*model.below("use_orig_params"))):
+        if strategy is Strategy.FSDP2 and (orig := settings.first_true(*model.below("use_orig_params"))):
             yield note(f"{role}: FSDP2 does not read use_orig_params", orig)
 
     def _find_ignored_strategy(self, model: VerlModel, ranges: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
@@ -379,7 +381,7 @@ class Verl(FsdpFramework[VerlVersions]):
         """An offload of FSDP1 parameters that are not sharded, in the dtype of the computation (by default float32)."""
         settings = self.settings
         moved = settings.first_true(*model.below("param_offload"))
-        if strategy != "fsdp1" or moved is None or model.forward_only or model is _OLD_SFT:
+        if strategy.version == 2 or moved is None or model.forward_only or model is _OLD_SFT:
             return
         if self.configured_model(model.role).ranks != 1 or settings.flag(*model.below("use_orig_params")):
             return
@@ -416,20 +418,20 @@ class Verl(FsdpFramework[VerlVersions]):
 
 
 def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
-    if model is _CRITIC and versions.critic_backend != "mixed":
+    if model is _CRITIC and not versions.critic_backend.has_cpu_collectives:
         return Chosen(versions.critic_backend, "verl/workers/fsdp_workers.py gives the critic's own process NCCL alone")
-    if model is _SFT or versions.backend != "mixed":
-        return Chosen("device-only", "verl makes this process group with NCCL alone")
-    return Chosen("mixed")
+    if model is _SFT or not versions.backend.has_cpu_collectives:
+        return Chosen(Backend.DEVICE_ONLY, "verl makes this process group with NCCL alone")
+    return Chosen(Backend.MIXED)
 
 
 def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlVersions) -> Chosen:
     """FSDP1's flat parameters and the optimizer's state are copied so in every version, FSDP2's since PR 7347."""
     moves_optimizer_alone = offload.optimizer and not offload.param
-    moves_so = moves_optimizer_alone or (offload.param and (strategy != "fsdp2" or versions.nonblocking))
+    moves_so = moves_optimizer_alone or (offload.param and (strategy.version == 1 or versions.nonblocking))
     if not moves_so or offload.policy:
-        return Chosen("blocking")
-    return Chosen("nonblocking", "verl/utils/fsdp_utils.py offloads with non_blocking=True")
+        return Chosen(Transfer.BLOCKING)
+    return Chosen(Transfer.NONBLOCKING, "verl/utils/fsdp_utils.py offloads with non_blocking=True")
 
 
 def _sync_is_staged(versions: VerlVersions, scenario: Scenario) -> bool:
@@ -438,7 +440,7 @@ def _sync_is_staged(versions: VerlVersions, scenario: Scenario) -> bool:
         return versions.stages_policy
     if not versions.stages:
         return scenario.param_offload
-    return scenario.strategy != "fsdp2" or scenario.model == "qwen3-lora" or versions.stages_fsdp2
+    return scenario.version == 1 or scenario.model.has_adapters or versions.stages_fsdp2
 
 
 def _read_dtype(row: Setting | None, default: str) -> str:
