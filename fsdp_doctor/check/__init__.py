@@ -15,11 +15,12 @@ from typing import Literal, TypeAlias, get_args
 from packaging.version import InvalidVersion, Version
 
 from fsdp_doctor.check import reading
-from fsdp_doctor.check.configured_model import ConfiguredModel, apply_model
 from fsdp_doctor.check.findings import (
     ConfigFinding,
+    ConfiguredModel,
     ConfiguredRun,
     FindingKind,
+    apply_model,
     find_known_failures,
     find_missing_backends,
     find_replaced_values,

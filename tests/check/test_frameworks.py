@@ -264,14 +264,15 @@ def test_torchtitan_saves_only_where_it_is_asked_to_and_offloads_only_shards() -
     assert cases(result) == []
 
 
-def test_prime_rls_optimizer_is_offloaded_by_default_since_v0_7() -> None:
-    asked = ["model.name=x", "model.dp_replicate=1"]
-    assert str(use_of(checked(*asked, version="0.6.0"), "actor").scenario.offload) == "none"
-    assert str(use_of(checked(*asked, version="0.7.0"), "actor").scenario.offload) == "optimizer"
-    assert (
-        str(use_of(checked(*asked, "model.optim_cpu_offload=false", version="0.7.0"), "actor").scenario.offload)
-        == "none"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "version", "offload"),
+    [([], "0.6.0", "none"), ([], "0.7.0", "optimizer"), (["model.optim_cpu_offload=false"], "0.7.0", "none")],
+)
+def test_prime_rls_optimizer_is_offloaded_by_default_since_v0_7(
+    arguments: list[str], version: str, offload: str
+) -> None:
+    result = checked("model.name=x", "model.dp_replicate=1", *arguments, version=version)
+    assert str(use_of(result, "actor").scenario.offload) == offload
 
 
 def test_lightnings_model_parallel_strategy_is_fsdp2_and_saves_as_its_arguments_say() -> None:

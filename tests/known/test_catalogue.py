@@ -176,14 +176,6 @@ def test_a_mistake_in_an_entry_is_named_with_its_file_and_entry(key: str, value:
     assert wrong in str(raised.value)
 
 
-def test_smart_quotes_and_line_breaks_do_not_hide_a_message() -> None:
-    text = (
-        "RuntimeError: Attempted to set the storage of a tensor\n  on device \u201ccpu\u201d "
-        "to a storage on different device \u201ccuda:0\u201d"
-    )
-    assert match_message(text)[0].id == "fsdp2-pinned-policy-half-moved"
-
-
 def test_what_is_near_is_near_by_its_words_and_nonsense_is_near_nothing() -> None:
     near = nearest("RuntimeError: cannot change the storage of a tensor to a storage on a different device here")
     assert near[0].id in (

@@ -17,8 +17,7 @@ import msgspec
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from fsdp_doctor.check.configured_model import ConfiguredModel
-from fsdp_doctor.check.findings import ConfigFinding, note
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, note
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoice, Role, Use, use_of
 from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Sharding

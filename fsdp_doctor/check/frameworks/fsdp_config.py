@@ -13,8 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fsdp_doctor.check.config_files import flatten, parse_json
-from fsdp_doctor.check.configured_model import ConfiguredModel
-from fsdp_doctor.check.findings import ConfigFinding, conflict, note
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, note
 from fsdp_doctor.check.frameworks.framework import (
     FrameworkFacts,
     FsdpFramework,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fsdp_doctor.check.configured_model import ConfiguredModel
-from fsdp_doctor.check.findings import note
+from fsdp_doctor.check.findings import ConfiguredModel, note
 from fsdp_doctor.check.frameworks.framework import (
     FrameworkFacts,
     FsdpFramework,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_doctor.check.configured_model import ConfiguredModel
-from fsdp_doctor.check.findings import ConfigFinding, conflict, unknown
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, unknown
 from fsdp_doctor.check.frameworks.framework import (
     FrameworkFacts,
     FsdpFramework,
