@@ -7,16 +7,20 @@ Nothing here imports torch or a framework. ``reading`` makes settings of files, 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
+
+from packaging.version import InvalidVersion, Version
 
 from fsdp_doctor.check import reading
-from fsdp_doctor.check.configured_model import ConfiguredModel, apply_model
 from fsdp_doctor.check.findings import (
     ConfigFinding,
+    ConfiguredModel,
     ConfiguredRun,
     FindingKind,
+    apply_model,
     find_known_failures,
     find_missing_backends,
     find_replaced_values,
@@ -25,15 +29,30 @@ from fsdp_doctor.check.findings import (
     unknown,
 )
 from fsdp_doctor.check.frameworks import FRAMEWORKS
-from fsdp_doctor.check.frameworks.framework import CheckedVersion, Framework, Given, checked_version
+from fsdp_doctor.check.frameworks.framework import Framework
 from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
 from fsdp_doctor.matrix.cases import Case
 
+VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
 # The number of ranks of the predictions where the configuration says none.
 _DEFAULT_RANKS = 2
+# The version of a checkout of the main branch: newer than every release.
+_NEWEST = Version("9999")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedVersion:
+    """The version that a configuration is checked for. of: a distribution. version: None for every version."""
+
+    of: str
+    version: Version | None = None
+    source: VersionSource = "not known"
+
+    def __str__(self) -> str:
+        return f"{self.of} {self.version}, {self.source}" if self.version else f"every version of {self.of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,34 +106,48 @@ def check(
     read, or belongs to no supported framework.
     """
     settings = reading.read(arguments)
-    framework = _recognize(settings, arguments)
-    version = checked_version("--framework-version", framework_version, framework.distributions or (framework.name,))
-    torch = checked_version("--torch-version", torch_version, ("torch",))
-    models: Mapping[Role, ConfiguredModel] = {}
+    kind = _recognize(settings, arguments)
+    facts = kind.facts
+    version = _find_version("--framework-version", framework_version, facts.distributions or (facts.name,))
+    torch = _find_version("--torch-version", torch_version, ("torch",))
+    uses: list[Use] = []
+    models: dict[Role, ConfiguredModel] = {}
     findings: list[ConfigFinding] = []
     ranks = world_size
     try:
-        settings = framework.complete(settings)
+        settings = kind.complete(settings)
         if ranks is None:
-            ranks = _read_world_size(framework, settings, findings)
-        uses, models = _read_models(framework, settings, Given(version.version, ranks), findings)
-        findings += framework.findings(settings)
+            ranks = _read_world_size(kind, settings, findings)
+        framework = kind(settings, version.version, ranks)
+        for role, sections in framework.models().items():
+            strange = [row for name in sections for row in find_unknown_keys(settings, name, framework.section_keys())]
+            try:
+                one_model = framework.read(role)
+                with_model, of_model = apply_model(merge_equal(one_model.uses), one_model.model)
+            except Unreadable as error:
+                uses.append(Use(role=role, why_not=CANNOT_BE_DETERMINED))
+                findings += [unknown(f"{role}: {error}"), *strange]
+                continue
+            uses += with_model
+            models[role] = one_model.model
+            findings += [*one_model.findings, *of_model, *strange]
+        findings += framework.findings()
     except Unreadable as error:
-        uses, ranks = [Use(role="model", why_not=CANNOT_BE_DETERMINED)], world_size
+        uses, models, ranks = [Use(role="model", why_not=CANNOT_BE_DETERMINED)], {}, world_size
         findings = [unknown(str(error))]
-    if framework.cpu_collectives:
+    if facts.cpu_collectives:
         findings += find_missing_backends(uses)
     run = ConfiguredRun(torch=str(torch.version or ""), world_size=ranks or _DEFAULT_RANKS)
     findings += [*find_known_failures(uses, run), *find_replaced_values(settings), *_find_not_read(settings)]
     if version.version is None and len({use.role for use in uses}) < len(uses):
         findings.append(note(f"what this amounts to depends on the version of {version.of}: give --framework-version"))
     return CheckResult(
-        framework=framework.name,
+        framework=facts.name,
         uses=tuple(uses),
         findings=tuple(sorted(dict.fromkeys(findings), key=lambda f: get_args(FindingKind).index(f.kind))),
         version=version,
         torch=torch,
-        read_in=framework.read_in,
+        read_in=facts.read_in,
         world_size=ranks,
         settings=settings,
         models=models,
@@ -126,9 +159,9 @@ def with_ranks(result: CheckResult, world_size: int) -> CheckResult:
 
     Raises Unreadable.
     """
-    framework = next(framework for framework in FRAMEWORKS if framework.name == result.framework)
-    given = Given(result.version.version, world_size)
-    readings = {role: framework.read(role, result.settings, given) for role in framework.models(result.settings, given)}
+    kind = next(kind for kind in FRAMEWORKS if kind.facts.name == result.framework)
+    framework = kind(result.settings, result.version.version, world_size)
+    readings = {role: framework.read(role) for role in framework.models()}
     return dataclasses.replace(
         result,
         world_size=world_size,
@@ -143,46 +176,54 @@ def cases(result: CheckResult) -> list[Case]:
     return list(dict.fromkeys(case for use in result.uses for case in use.cases))
 
 
-def _recognize(settings: Settings, arguments: Sequence[str]) -> Framework:
-    for framework in FRAMEWORKS:
-        if framework.recognizes(settings):
-            return framework
-    names = ", ".join(framework.name for framework in FRAMEWORKS)
+def parse_version(text: str, option: str) -> Version | None:
+    """The version that an option gives; None for ``all``. Raises UsageError."""
+    if text == "all":
+        return None
+    if text in ("main", "latest"):
+        return _NEWEST
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise UsageError(f"{option} {text}: this is not a version; use one like 0.7.1, or main, or all") from None
+
+
+def _find_version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
+    """The version that an option gives, or that of the first of the distributions that is installed.
+
+    Raises UsageError for a text that is not a version.
+    """
+    if given is not None:
+        version = parse_version(given, option)
+        return CheckedVersion(of=distributions[0], version=version, source="given" if version else "not known")
+    for distribution in distributions:
+        try:
+            version = Version(importlib.metadata.version(distribution))
+        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
+            continue
+        return CheckedVersion(of=distribution, version=version, source="installed here")
+    return CheckedVersion(of=distributions[0])
+
+
+def _recognize(settings: Settings, arguments: Sequence[str]) -> type[Framework]:
+    for kind in FRAMEWORKS:
+        if kind.recognizes(settings):
+            return kind
+    names = ", ".join(kind.facts.name for kind in FRAMEWORKS)
     raise UsageError(
         f"{', '.join(arguments)}: not a configuration of a supported framework, or not enough of one to know it by; "
         f"these are supported: {names}"
     )
 
 
-def _read_world_size(framework: Framework, settings: Settings, findings: list[ConfigFinding]) -> int | None:
+def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:
     """None where nothing says it, or it cannot be read, which is a finding: all else can still be read."""
     try:
-        ranks = framework.world_size(settings) or count_launched_ranks(settings)
+        ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:
         findings.append(unknown(str(error)))
         return None
     return ranks if ranks is not None and ranks > 0 else None
-
-
-def _read_models(
-    framework: Framework, settings: Settings, given: Given, findings: list[ConfigFinding]
-) -> tuple[list[Use], dict[Role, ConfiguredModel]]:
-    """The uses of every model, and the model itself by role; a model whose settings cannot be read has one use."""
-    uses: list[Use] = []
-    models: dict[Role, ConfiguredModel] = {}
-    for role, sections in framework.models(settings, given).items():
-        strange = [row for section in sections for row in find_unknown_keys(settings, section, framework.keys)]
-        try:
-            reading = framework.read(role, settings, given)
-            with_model, of_model = apply_model(merge_equal(reading.uses), reading.model)
-        except Unreadable as error:
-            uses.append(Use(role=role, why_not=CANNOT_BE_DETERMINED))
-            findings += [unknown(f"{role}: {error}"), *strange]
-            continue
-        uses += with_model
-        models[role] = reading.model
-        findings += [*reading.findings, *of_model, *strange]
-    return uses, models
 
 
 def _find_not_read(settings: Settings) -> list[ConfigFinding]:

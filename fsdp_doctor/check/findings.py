@@ -1,12 +1,14 @@
-"""Findings in a configuration, and those that every framework can have."""
+"""Findings in a configuration: those that every framework can have, and those on the dimensions of its model."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import assert_never
 
@@ -14,13 +16,25 @@ from fsdp_doctor.check.settings import Setting, Settings
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.run_context import RunContext, Shards
-from fsdp_doctor.matrix.axes import nearest
+from fsdp_doctor.matrix.axes import AxisName, AxisValue, Dims, Model, nearest
 from fsdp_doctor.matrix.cases import Scenario
 
 # In the order in which they are shown.
 FindingKind: TypeAlias = Literal["conflict", "known", "unknown", "note"]
 _MAX_UNKNOWN = 20
 _MAX_REPLACED = 5
+_LARGEST_CONFIG = 1 << 20
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts"),
+    "num_local_experts",
+)
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_BUILT_IN: dict[str, Model] = {
+    "qwen2": Model.QWEN2,
+    "qwen3": Model.QWEN3,
+    "qwen3_moe": Model.QWEN3_MOE,
+    "qwen3_5": Model.QWEN3_5,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +71,7 @@ class ConfiguredRun(RunContext):
     def possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Uneven where the model is known to be; else both, unless the ranks are a power of two, as most dimensions."""
         group = self.shard_group(scenario)
-        if scenario.dims == "uneven":
+        if not scenario.dims.is_even:
             return ("uneven",)
         return ("even",) if group & (group - 1) == 0 else ("even", "uneven")
 
@@ -97,7 +111,7 @@ def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str
 def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
     """One note on the settings to which one file gives two values."""
     pairs = list(settings.replaced.values())
-    shown = [row for pair in pairs[:_MAX_REPLACED] for row in (pair.earlier, pair.later)]
+    shown = [row for pair in pairs[:_MAX_REPLACED] for row in pair]
     more = f" ({len(pairs) - _MAX_REPLACED} more are not shown)" if len(pairs) > _MAX_REPLACED else ""
     sentence = f"the same file gives a setting two values; the later one of each is taken{more}"
     return [note(sentence, *shown)] if pairs else []
@@ -123,9 +137,9 @@ def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
     lacking: dict[str, list[Use]] = {}
     for use in uses:
         scenario = use.scenario
-        if scenario is None or not (scenario.strategy == "fsdp2" and scenario.policy):
+        if scenario is None or not (scenario.version == 2 and scenario.policy):
             continue
-        if scenario.backend == "device-only":
+        if not scenario.backend.has_cpu_collectives:
             lacking.setdefault(use.role, []).append(use)
     return [
         ConfigFinding(
@@ -144,3 +158,124 @@ def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
 
 def _finding(kind: FindingKind, sentence: str, settings: Iterable[Setting | None]) -> ConfigFinding:
     return ConfigFinding(kind=kind, sentence=sentence, settings=tuple(str(row) for row in settings if row))
+
+
+# The model that a configuration names: which of the matrix's models it is, and whether its shards are uneven
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredModel:
+    """path: the setting that names the model. ranks: of one shard group. None where the configuration has neither."""
+
+    path: Setting | None = None
+    ranks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LocalModel:
+    """A model's config.json. sizes: of the dimensions that FSDP2 shards. built_in: the matrix's model of that type."""
+
+    sizes: Mapping[str, int]
+    model_type: str
+    built_in: Model | None
+
+
+def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
+    """The uses with the type and the dimensions of the model, and the findings that follow from them."""
+    scenarios = [use.scenario for use in uses if use.scenario is not None]
+    if not scenarios:
+        return tuple(uses), []
+    local = _read_local_model(model.path)
+    if local is None or model.ranks is None:
+        return tuple(uses), [_unknown_dims(model)] if any(map(_races_where_uneven, uses)) else []
+    findings = []
+    if local.built_in is None:
+        sentence = f"the probe has no model of type {local.model_type!r} and uses {scenarios[0].model} in its place"
+        findings.append(note(sentence, model.path))
+    sizes = ", ".join(f"{name}={size}" for name, size in local.sizes.items() if size % model.ranks)
+    where = f"config.json of {model.path}" + (f": {sizes} over {model.ranks} ranks" if sizes else "")
+    changed = tuple(use.changed(_changes(use, local, uneven=bool(sizes)), where) for use in uses)
+    racing = [use for use in changed if sizes and _races_where_uneven(use)]
+    if racing:
+        findings.append(_race(racing, sizes, model.ranks))
+    return changed, findings
+
+
+def _read_local_model(path: Setting | None) -> _LocalModel | None:
+    """None where the path is not a local directory with a configuration in Hugging Face's format."""
+    try:
+        file = pathlib.Path(str(path.value) if path else "").expanduser() / "config.json"
+        if path is None or not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
+            return None
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # pathlib raises the last for the home of an unknown user.
+        return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    model_type = str(config.get("model_type", ""))
+    built_in = _BUILT_IN.get(model_type)
+    if built_in is Model.QWEN3 and text.get("tie_word_embeddings"):
+        built_in = Model.QWEN3_TIED
+    return _LocalModel(sizes=_read_sizes(text), model_type=model_type, built_in=built_in)
+
+
+def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    values = {name: value for name, value in config.items() if type(value) is int and value > 0}
+    sizes = {name: values[name] for name in _SIZES if name in values}
+    heads = values.get("num_attention_heads", 0)
+    head_dim = values.get("head_dim") or (values.get("hidden_size", 0) // heads if heads else 0)
+    for name in _HEADS:
+        if count := values.get(name, 0) * head_dim:
+            sizes[f"{name} * head_dim"] = count
+    return sizes
+
+
+def _changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisName, AxisValue]:
+    changes: dict[AxisName, AxisValue] = {}
+    if use.scenario is None:
+        return changes
+    if uneven:
+        changes["dims"] = Dims.UNEVEN
+    # A model with an adapter stays qwen3-lora: the matrix has no other with LoRA.
+    if local.built_in is not None and local.built_in is not Model.QWEN3 and use.scenario.model is Model.QWEN3:
+        changes["model"] = local.built_in
+    return changes
+
+
+def _races_where_uneven(use: Use) -> bool:
+    scenario = use.scenario
+    return (
+        scenario is not None
+        and scenario.version == 2
+        and scenario.param_offload
+        and not scenario.transfer.is_blocking
+        and not scenario.sharding.keeps_whole_tensors
+    )
+
+
+def _race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
+    sentence = (
+        f"the manual offload does not wait for its copies, and {sizes} cannot be divided evenly among the {ranks} "
+        "ranks of a shard group: FSDP2 pads such a shard on the host while the copy is still running, and weights are "
+        "lost"
+    )
+    settings = tuple(str(reason) for reason in racing[0].reasons if reason.axis in ("offload", "transfer", "dims"))
+    ids = tuple(case.id for use in racing for case in use.cases)
+    titles = tuple(dict.fromkeys(use.title for use in racing))
+    return ConfigFinding(kind="conflict", sentence=sentence, settings=settings, cases=ids, holds_for=titles)
+
+
+def _unknown_dims(model: ConfiguredModel) -> ConfigFinding:
+    if model.ranks is None:
+        missing = "the configuration does not say how many ranks there are; give --world-size"
+    elif model.path is None:
+        missing = "the configuration does not name a model"
+    else:
+        missing = "the model is not a local directory"
+    sentence = (
+        "the manual offload does not wait for its copies, which loses weights where a dimension cannot be divided "
+        f"evenly among the ranks of a shard group; whether this model has one is not known: {missing}"
+    )
+    return note(sentence, model.path)

@@ -45,23 +45,15 @@ class Setting:
         return name if name and line.isdecimal() else self.where
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """Two values that one file gives to one key; the later one counts."""
-
-    earlier: Setting
-    later: Setting
-
-
 @dataclass
 class Settings:
     """Settings by key; a later one replaces an earlier one. A value ``${a.b}`` stands for the value of ``a.b``.
 
-    replaced: the keys to which one file gives two different values.
+    replaced: by key, the earlier and the later of two different values that one file gives to it.
     """
 
     rows: dict[str, Setting] = field(default_factory=dict)
-    replaced: dict[str, Replaced] = field(default_factory=dict)
+    replaced: dict[str, tuple[Setting, Setting]] = field(default_factory=dict)
     # For each prefix of a key, the keys below it, in their order.
     _below: dict[str, dict[str, None]] = field(default_factory=dict)
 
@@ -79,7 +71,7 @@ class Settings:
         for part in parts:
             if isinstance(part, Settings):
                 for key, pair in part.replaced.items():
-                    if settings.rows.get(key) == pair.later:
+                    if settings.rows.get(key) == pair[1]:
                         settings.replaced[key] = pair
         return settings
 
@@ -114,6 +106,10 @@ class Settings:
         if word not in _TRUE | _FALSE:
             raise Unreadable(f"{row} is neither true nor false")
         return word in _TRUE
+
+    def first_true(self, *keys: str) -> Setting | None:
+        """The setting of the first of ``keys`` that is set, if it is true. Raises Unreadable as ``flag``."""
+        return self.first(*keys) if self.flag(*keys) else None
 
     def number(self, *keys: str, default: int | None = None) -> int | None:
         """A whole number. Raises Unreadable for any other value."""
@@ -160,7 +156,7 @@ class Settings:
             self._drop(key)
         earlier = self.rows.get(row.key)
         if earlier is not None and earlier.value != row.value and earlier.file == row.file:
-            self.replaced[row.key] = Replaced(earlier, row)
+            self.replaced[row.key] = (earlier, row)
         for key in above:
             self._below.setdefault(key, {})[row.key] = None
         self.rows[row.key] = row

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.settings import Setting
-from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.axes import AxisName, AxisValue, Offload, Phase, Staging
 from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
 
 CANNOT_BE_DETERMINED = "cannot be determined"
@@ -63,7 +63,7 @@ class Use:
     def cases(self) -> tuple[Case, ...]:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
-    def changed(self, values: Mapping[AxisName, str], because: str) -> Use:
+    def changed(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
         """This use with other values on some axes, in its scenario and in its cases, for one reason."""
         if self.scenario is None or not values:
             return self
@@ -71,7 +71,7 @@ class Use:
         return dataclasses.replace(
             self,
             scenario=self.scenario.changed(**by_name),
-            reasons=(*self.reasons, *(Reason(axis=a, value=v, because=because) for a, v in values.items())),
+            reasons=(*self.reasons, *(Reason(axis=a, value=str(v), because=because) for a, v in values.items())),
             extractions=tuple(
                 dataclasses.replace(point, case=Case(point.case.scenario.changed(**by_name), point.case.path))
                 for point in self.extractions
@@ -83,7 +83,7 @@ class Use:
 class Chosen:
     """The value of an axis, and what chose it; without a reason it is not shown."""
 
-    value: str
+    value: AxisValue | Offload
     because: Because = None
 
 
@@ -101,10 +101,13 @@ class OffloadChoice:
 
     @property
     def chosen(self) -> Chosen:
-        kinds = {"policy": self.policy, "param": self.param, "optimizer": self.optimizer}
-        on = {kind: because for kind, because in kinds.items() if because is not None}
-        because = "; ".join(dict.fromkeys(map(str, on.values())))
-        return Chosen("+".join(on), because) if on else Chosen("none", self.default)
+        reasons = [because for because in (self.policy, self.param, self.optimizer) if because is not None]
+        if not reasons:
+            return Chosen(Offload(), self.default)
+        offload = Offload.of(
+            policy=self.policy is not None, param=self.param is not None, optimizer=self.optimizer is not None
+        )
+        return Chosen(offload, "; ".join(dict.fromkeys(map(str, reasons))))
 
 
 def use_of(
@@ -114,9 +117,9 @@ def use_of(
     extractions: Callable[[Scenario], Iterable[ExtractionPoint]],
 ) -> Use:
     """A use in which each axis has the value that was chosen, or else its default."""
-    values = {"offload": "none", "staging": "unstaged"} | {str(axis): choice.value for axis, choice in chosen.items()}
+    values = {"offload": "none", "staging": "unstaged"} | {str(axis): str(c.value) for axis, c in chosen.items()}
     scenario = scenario_of(values)
-    reasons = (Reason(axis=axis, value=c.value, because=str(c.because)) for axis, c in chosen.items() if c.because)
+    reasons = (Reason(axis=axis, value=str(c.value), because=str(c.because)) for axis, c in chosen.items() if c.because)
     return Use(
         role=role,
         versions=versions,
@@ -128,14 +131,13 @@ def use_of(
 
 def extraction(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
     """The extraction of a model in that scenario by a path."""
-    return ExtractionPoint(
-        purpose=purpose, case=Case(scenario.changed(staging="staged" if staged else "unstaged"), path)
-    )
+    staging = Staging.STAGED if staged else Staging.UNSTAGED
+    return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), path))
 
 
 def loading(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
     """The load by a path into a model in that scenario, before its first step."""
-    return extraction(purpose, scenario.changed(phase="fresh"), path, staged=staged)
+    return extraction(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), path, staged=staged)
 
 
 def merge_equal(uses: Sequence[Use]) -> tuple[Use, ...]:

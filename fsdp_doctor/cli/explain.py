@@ -47,14 +47,14 @@ def explain(
 
 
 def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
-    from fsdp_doctor.explain import entry_text
+    from fsdp_doctor.explain import text
     from fsdp_doctor.known import catalogue
 
     chosen = catalogue.known_failures() if entry is None else (catalogue.known_failure(entry),)
     if as_json:
-        print(json.dumps([entry_text.entry_as_dict(known) for known in chosen], indent=1))
+        print(json.dumps([text.entry_as_dict(known) for known in chosen], indent=1))
     elif entry is not None:
-        print("\n".join(entry_text.entry_lines(chosen[0], width)))
+        print("\n".join(text.entry_lines(chosen[0], width)))
     else:
         print("\n".join(f"{known.id}\t{known.verdict}\t{known.evidence}\t{known.title}" for known in chosen))
 

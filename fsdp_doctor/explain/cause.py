@@ -5,21 +5,26 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.explain import message_kinds
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, ranks_where_dumps_differ, read_dump
-from fsdp_doctor.explain.hangs import Hang, make_hang
-from fsdp_doctor.explain.log_input import LogInput
-from fsdp_doctor.explain.rank_messages import FirstFailure, SummaryReader, WatchdogReader
+from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
+from fsdp_doctor.explain.log_input import LogInput, parse_line
 from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import LogClues
 from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
 from fsdp_doctor.verdict.classification import fold
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"]
 
@@ -32,6 +37,82 @@ _HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running l
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
+_SUMMARY_HEADING = "Root Cause (first observed failure)"
+_SUMMARY_LINES = 12
+_SUMMARY_RANK = re.compile(r"\brank\s*: (\d+)")
+_SUMMARY_EXIT = re.compile(r"\bexitcode\s*: (-?\d+)")
+# Names of FSDP, DTensor and sharded checkpoints, in a message or in the place where it was raised.
+_FSDP = re.compile(
+    r"torch/distributed/(?:fsdp|_composable|_?tensor/|checkpoint/|_shard|_state_dict_utils)|DTensor|FSDP|FullySharded"
+    r"|fully_shard|full_tensor|flat_param|_fsdp_|_OptimStateKey|ShardedTensor|summon_full_params"
+)
+# Failures that are raised wherever the program happens to be, so that the traceback says nothing: a kernel fails later
+# than it is launched, and every write to a full disk fails.
+_ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota exceeded|Read-only file system")
+_INNERMOST = 3
+_GATHERING = re.compile(r"state_dict|full_tensor|summon_full_params|save_pretrained|save_model|save_checkpoint")
+
+
+def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
+    tables = tomllib.loads(pathlib.Path(__file__).with_name("message_kinds.toml").read_text(encoding="utf-8"))
+    return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
+
+
+_FOREIGN = _load_kinds("foreign")
+_CONSEQUENCES = _load_kinds("consequences")
+
+
+@dataclass
+class FirstFailure:
+    """The first failure that torchrun saw. exit_code: negative for a signal, None where it is not given."""
+
+    rank: int
+    exit_code: int | None = None
+
+    def is_one_of(self, sources: set[str]) -> bool:
+        """Whether that rank is among them; srun's tasks are ranks where nothing else names them."""
+        return bool({f"rank {self.rank}", f"task {self.rank}"} & sources)
+
+    @property
+    def sentence(self) -> str:
+        return f"torchrun saw rank {self.rank} fail first" + (f", with {self.ended}" if self.ended else "")
+
+    @property
+    def ended(self) -> str:
+        """How the process ended: a signal's name, an exit code, or nothing where torchrun gives none."""
+        if self.exit_code is None:
+            return ""
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+
+class SummaryReader:
+    """Finds torchrun's summary in the chunks of one file, in order; of several the first one counts."""
+
+    def __init__(self) -> None:
+        self.first: FirstFailure | None = None
+        self._remaining = 0
+
+    def read(self, text: str, lines: list[str]) -> None:
+        if not self._remaining and (self.first is not None or _SUMMARY_HEADING not in text):
+            return
+        for raw in lines:
+            if _SUMMARY_HEADING in raw and self.first is None:
+                self._remaining = _SUMMARY_LINES
+            elif self._remaining:
+                self._remaining -= 1
+                self._read_detail(parse_line(0, raw).text)
+
+    def _read_detail(self, text: str) -> None:
+        if (match := _SUMMARY_RANK.search(text)) and self.first is None:
+            self.first = FirstFailure(int(match[1]))
+        elif (match := _SUMMARY_EXIT.search(text)) and self.first is not None:
+            self.first.exit_code = int(match[1])
+            self._remaining = 0
 
 
 @dataclass
@@ -174,7 +255,7 @@ class _Logs:
                 if len(self._groups) >= limit:
                     self._dropped += 1
                     continue
-                self._groups[key] = Group(raised, signed, message_kinds.name_consequence(raised.text))
+                self._groups[key] = Group(raised, signed, _first_kind(_CONSEQUENCES, raised.text))
             self._groups[key].add(raised)
 
     def explanation(self) -> Explanation:
@@ -201,7 +282,7 @@ class _Logs:
             cause=cause,
             matches=matches,
             about_fsdp=about_fsdp,
-            foreign=message_kinds.name_foreign_kind(text) if is_failure and not about_fsdp else "",
+            foreign=_first_kind(_FOREIGN, text) if is_failure and not about_fsdp else "",
             near=tuple(catalogue.nearest(text)) if is_failure and about_fsdp and not matches else (),
             hang=hang,
             consequences=_count_consequences(groups, cause),
@@ -233,12 +314,12 @@ class _Logs:
         under_fsdp = self._evidence(cause).shows("fsdp")
         if any(match.grade != "possible" or under_fsdp for match in cause.matches):
             return True
-        return message_kinds.names_fsdp(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
+        return _names_fsdp(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
 
     def _match_hang(self, hang: Hang) -> list[Match]:
         """The entries that it may be; known only where some ranks gather a model while others are elsewhere."""
         stacks = ["\n".join(waiting.frames) for waiting in hang.waiting]
-        is_apart = hang.differs and len(set(map(message_kinds.gathers, stacks))) > 1
+        is_apart = hang.differs and len(set(map(_gathers, stacks))) > 1
         for operation in sorted({waiting.op for waiting in hang.waiting}):
             evidence = Evidence(
                 message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",
@@ -250,6 +331,31 @@ class _Logs:
             if matches := match_evidence(evidence):
                 return matches
         return []
+
+
+def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> bool:
+    """Whether the message, or the innermost frames, name FSDP, a DTensor or a sharded checkpoint.
+
+    Under FSDP any traceback that goes through a state dict or a gather does.
+    """
+    if is_raised_anywhere(message):
+        return False
+    is_named = any(_FSDP.search(text) for text in (message, *frames[-_INNERMOST:]))
+    return is_named or (under_fsdp and any(map(_gathers, frames)))
+
+
+def is_raised_anywhere(message: str) -> bool:
+    """Whether its traceback shows only where the program happened to be."""
+    return _ANYWHERE.search(message) is not None
+
+
+def _gathers(frames: str) -> bool:
+    """Whether a traceback goes through a state dict or a gather of a model."""
+    return _GATHERING.search(frames) is not None
+
+
+def _first_kind(kinds: Mapping[str, Sequence[re.Pattern[str]]], message: str) -> str:
+    return next((name for name, patterns in kinds.items() if any(p.search(message) for p in patterns)), "")
 
 
 def _decide_showing(cause: Group | None, hang: Hang | None) -> Showing:

@@ -1,11 +1,32 @@
-"""A hang: the collective in which each rank waited, and sentences on where the ranks differ."""
+"""A hang: the collective in which each rank waited, by NCCL's watchdog, and sentences on where the ranks differ."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fsdp_doctor.explain.log_input import Line, lines_in
+
 _MAX_PLACES = 4
+_HINTS = ("WorkNCCL(", "NCCL work:", "last enqueued work:", "failed collective", "Culprit rank", " from ", "PG ID")
+_WORK = re.compile(
+    r"WorkNCCL\((?:SeqNum=(?P<number>\d{1,18}), )?OpType=(?P<op>\w{1,60})(?:, TensorShape=\[(?P<shape>[^\]]{0,200})\])?"
+    r"(?:, NumelIn=(?P<sent>\d{1,18}), NumelOut=(?P<received>\d{1,18}))?, Timeout\(ms\)=\d{1,12}\)"
+    r"(?: ran for (?P<waited>\d{1,12}) milliseconds)?"
+)
+_STATUS = re.compile(
+    r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), "
+    r"last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
+)
+_RANK = re.compile(r"\bRank (\d{1,9})\]")
+_GROUP = re.compile(r"PG ID (?P<id>\w{1,60})(?: PG GUID \w{1,60}\((?P<name>[^)\n]{1,80})\))?")
+_STACK = "Stack trace of the failed collective:"
+_CALL = re.compile(r"#\d{1,4} (?P<function>\S{1,200}) from (?P<file>.{1,600}):(?P<line>\d{1,9})\s*$")
+_CULPRIT = re.compile(r"Culprit rank (\d{1,9}); Error type: (\w{1,60})(?:, (.{1,400}?))?(?=, Culprit rank|$)")
+_MAX_RANKS = 4_096
+_MAX_CALLS = 40
+_MAX_SENTENCES = 4
 
 
 @dataclass(kw_only=True)
@@ -145,3 +166,75 @@ def _verb(waiting: Iterable[Waiting]) -> str:
 
 def _capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+# The watchdog, and torch's own analysis of dumps
+
+
+class WatchdogReader:
+    """Collects the watchdog's messages from the chunks of files, in order. The first time-out of a rank counts."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Waiting] = {}
+        self._stacks: dict[str, int] = {}
+        self._sentences: list[str] = []
+        self._culprits = 0
+        self._last_rank: int | None = None
+
+    def read(self, text: str, lines: list[str]) -> None:
+        hints = [hint for hint in _HINTS if hint in text and (hint != " from " or self._stacks or _STACK in text)]
+        for raw in lines if hints else ():
+            if any(hint in raw for hint in hints):
+                for line in lines_in(0, raw):
+                    self._read_line(line)
+
+    def hang(self) -> Hang | None:
+        more = self._culprits - len(self._sentences)
+        sentences = [*self._sentences, f"And {more} more ranks."] if more > 0 else self._sentences
+        return make_hang(self._waiting.values(), sentences)
+
+    def _read_line(self, line: Line) -> None:
+        for match in _CULPRIT.finditer(line.text):
+            self._culprits += 1
+            if len(self._sentences) < _MAX_SENTENCES:
+                kind = match[2].replace("_", " ").lower()
+                self._sentences.append(f"Rank {match[1]} differs: {kind}{': ' + match[3] if match[3] else ''}.")
+        if (call := _CALL.match(line.text.strip())) and line.source in self._stacks:
+            waiting = self._waiting[self._stacks[line.source]]
+            if len(waiting.frames) < _MAX_CALLS:
+                waiting.frames += (f'File "{call["file"]}", line {call["line"]}, in {call["function"]}',)
+            return
+        work, status = _WORK.search(line.text), _STATUS.search(line.text)
+        rank = self._rank_of(line)
+        if rank is None and status:
+            # A line that a terminal has broken goes on without its beginning.
+            rank = self._last_rank
+        self._last_rank = rank
+        if rank is None:
+            return
+        if work or status or _STACK in line.text:
+            waiting = self._waiting.setdefault(rank, Waiting(rank=rank))
+            if work and not waiting.op:
+                _read_work(waiting, work)
+            if status and waiting.completed is None:
+                waiting.enqueued, waiting.completed = int(status["enqueued"]), int(status["completed"])
+            if not waiting.group and (group := _GROUP.search(line.text)):
+                waiting.group = group["name"] or f"group {group['id']}"
+            if _STACK in line.text and not waiting.frames:
+                self._stacks[line.source] = rank
+
+    def _rank_of(self, line: Line) -> int | None:
+        if match := _RANK.search(line.text):
+            rank = int(match[1])
+        elif line.source.startswith("rank "):
+            rank = int(line.source.removeprefix("rank "))
+        else:
+            return None
+        return rank if rank in self._waiting or len(self._waiting) < _MAX_RANKS else None
+
+
+def _read_work(waiting: Waiting, work: re.Match[str]) -> None:
+    waiting.op = work["op"].strip("_").removesuffix("_BASE")
+    waiting.number = int(work["number"]) if work["number"] else None
+    waiting.sent, waiting.received = work["sent"] or work["shape"] or "", work["received"] or ""
+    waiting.waited_s = int(work["waited"]) / 1000 if work["waited"] else None

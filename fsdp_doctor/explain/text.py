@@ -1,20 +1,22 @@
-"""An explanation as text and as JSON."""
+"""An explanation, and an entry of the catalogue, as text and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from typing import Any
 
-from fsdp_doctor.explain import message_kinds
-from fsdp_doctor.explain.cause import Explanation, Group
-from fsdp_doctor.explain.entry_text import entry_as_dict, entry_lines, wrap
+from fsdp_doctor.explain.cause import Explanation, Group, is_raised_anywhere
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
-from fsdp_doctor.known.catalogue import KnownFailure
+from fsdp_doctor.known.clues import CLUES
+from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.grading import Match
 
+# The page of the runs over versions, in the documentation that pyproject.toml names.
+_PAGE = "https://fsdp-doctor.github.io/fsdp-doctor/compat/index.html"
 _MAX_RANKS = 8
 _MAX_LINES = 6
 _MAX_OTHERS = 3
@@ -187,6 +189,64 @@ def _place(raised: Raised) -> str:
 # Entries of the catalogue
 
 
+def entry_lines(entry: KnownFailure, width: int) -> list[str]:
+    """The lines of the whole entry, of at most ``width`` columns."""
+    lines = [f"{entry.id}: {entry.title}", ""]
+    lines += wrap(f"Cause: {entry.cause}", width)
+    lines += wrap(f"Remedy: {entry.remedy}", width)
+    if entry.code:
+        lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
+    if entry.check:
+        lines += wrap(f"How to see it: {entry.check}", width)
+    if entry.needs:
+        lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
+    if entry.torch:
+        lines += [f"torch: {entry.torch}"]
+    if entry.measured:
+        lines += wrap(f"Measured with torch, by device: {'; '.join(entry.measured)}", width)
+    if entry.frameworks:
+        lines += wrap(f"Seen in: {', '.join(entry.frameworks)}", width)
+    lines += wrap(f"References: {', '.join(entry.references)}", width)
+    lines += [_reproduction_line(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
+    return lines
+
+
+def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "title": entry.title,
+        "verdict": entry.verdict,
+        "signatures": [pattern.pattern for pattern in entry.signatures],
+        "needs": [CLUES[name].fact for name in entry.needs],
+        "check": entry.check,
+        "torch": entry.torch,
+        "measured": list(entry.measured),
+        "frameworks": list(entry.frameworks),
+        "cause": entry.cause,
+        "remedy": entry.remedy,
+        "code": entry.code.strip("\n"),
+        "references": list(entry.references),
+        "evidence": entry.evidence,
+        "command": _command(entry),
+    }
+
+
+def wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)
+
+
+def _reproduction_line(entry: KnownFailure) -> str:
+    unknown = "no case of the matrix shows it; it is known from the references above."
+    return f"Reproduce: {_command(entry) or unknown}"
+
+
+def _command(entry: KnownFailure) -> str:
+    if not entry.reproduced:
+        return ""
+    device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
+    return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
+
+
 def _match_lines(matches: tuple[Match, ...], width: int) -> list[str]:
     """The known entry whole; where none is known, the first ones, with the questions that would make them sure."""
     grade = matches[0].grade
@@ -208,7 +268,7 @@ def _foreign_lines(explanation: Explanation, width: int) -> list[str]:
     kind = f" It is about {explanation.foreign}." if explanation.foreign else ""
     where = "its traceback" if has_frames else "the log"
     why = f"Neither its message nor {where} names FSDP, a DTensor or a sharded checkpoint."
-    if has_frames and explanation.cause is not None and message_kinds.is_raised_anywhere(explanation.cause.first.text):
+    if has_frames and explanation.cause is not None and is_raised_anywhere(explanation.cause.first.text):
         why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
     entries = tuple(match.entry for match in explanation.matches)
     lines = ["", *wrap(f"{verdict}{kind} {why}", width)]

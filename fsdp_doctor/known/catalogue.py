@@ -10,14 +10,14 @@ import functools
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import msgspec
 from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known.failures import KnownFailure, RankRange, Trigger
+from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import DeviceKind, RunContext
 from fsdp_doctor.known.signatures import DEVICE, anchor, compiled, readings
 from fsdp_doctor.matrix.cases import AnyCase
@@ -29,6 +29,8 @@ else:
     import tomli as tomllib
 
 DIRECTORY = pathlib.Path(__file__).with_name("entries")
+# The facts of a trigger about the run; its other keys are axes.
+_RUN_FACTS = ("device", "ranks", "shard_group", "shards", "direction")
 _WORD = re.compile(r"[A-Za-z_]{3,}")
 # Words of any message, which make no two alike.
 _COMMON = frozenset(
@@ -51,15 +53,39 @@ class Found:
 
 @functools.cache
 def known_failures() -> tuple[KnownFailure, ...]:
-    """All entries, a file of them for each group, in order. Raises TypeError for a key that an entry does not have."""
-    return tuple(
-        KnownFailure(
-            group=file.stem.partition("_")[2],
-            **{name: _PARSE.get(name, str)(value) for name, value in fields.items()},
-        )
-        for file in sorted(DIRECTORY.glob("*.toml"))
-        for fields in tomllib.loads(file.read_text(encoding="utf-8"))["failure"]
-    )
+    """All entries, a file of them for each group, in order. Raises ValueError as :func:`read_entries`."""
+    files = sorted(DIRECTORY.glob("*.toml"))
+    return tuple(entry for file in files for entry in read_entries(file.read_text(encoding="utf-8"), file.stem))
+
+
+def read_entries(text: str, name: str) -> list[KnownFailure]:
+    """The entries of a TOML file. name: of the file, a number and the group.
+
+    Raises ValueError that names the file, the entry and the key of what is wrong.
+    """
+    entries = []
+    for number, fields in enumerate(tomllib.loads(text)["failure"], 1):
+        try:
+            prose = {key: " ".join(fields[key].split()) for key in ("cause", "remedy", "check") if key in fields}
+            triggers = [_split_trigger(row) for row in fields.get("triggers", ())]
+            fields |= {**prose, "triggers": triggers, "group": name.partition("_")[2]}
+            entries.append(msgspec.convert(fields, KnownFailure, dec_hook=_parse))
+        except (ValueError, AttributeError, re.error) as error:
+            raise ValueError(f"{name}.toml, entry {fields.get('id', number)}: {error}") from None
+    return entries
+
+
+def _split_trigger(row: dict[str, Any]) -> dict[str, Any]:
+    """A trigger as it is written, with its axes apart from its facts about the run; one value may stand for a list."""
+    listed = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
+    if row.get("device") == "*":
+        listed["device"] = get_args(DeviceKind)
+    facts = {key: listed.pop(key) for key in _RUN_FACTS if key in listed}
+    return {"values": listed, **facts}
+
+
+def _parse(kind: type, value: Any) -> Any:
+    return SpecifierSet(value) if kind is SpecifierSet else compiled(value)
 
 
 def known_failure(name: str) -> KnownFailure:
@@ -93,16 +119,14 @@ def anchors() -> list[str]:
     return sorted({literal for literal, _ in _signatures()} - {""})
 
 
-def match_message(message: str, traceback: str = "") -> tuple[list[KnownFailure], list[KnownFailure]]:
-    """The entries with a signature in ``message``, an exception's ``Type: message``: the sure ones, the possible ones.
+def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
+    """The entries with a signature in ``message``, an exception's ``Type: message``, and their frames in ``traceback``.
 
-    An entry that wants certain frames is no more than possible without them. Where frames are there, an entry that
-    wanted them comes first, and what the matrix reproduces before what was only reported.
+    An entry that needs frames comes first, and what the matrix reproduces before what was only reported.
     """
     entries = [entry for entry in known_failures() if entry.matches_message(message)]
-    sure = [entry for entry in entries if not entry.frames or entry.has_frame(traceback)]
-    possible = [entry for entry in entries if entry not in sure]
-    return sorted(sure, key=lambda entry: (not entry.frames, not entry.reproduced)), possible
+    entries = [entry for entry in entries if not entry.frames or entry.has_frame(traceback)]
+    return sorted(entries, key=lambda entry: (not entry.frames, not entry.reproduced))
 
 
 def expected_failures(case: AnyCase, context: RunContext) -> list[KnownFailure]:
@@ -129,7 +153,7 @@ def expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFailure 
 
 def of_finding(case: AnyCase, found: Found, context: RunContext) -> KnownFailure | None:
     """The entry that a case which broke shows, on this torch or on another; None where the catalogue has none."""
-    by_message = [entry for message in found.messages for entry in match_message(message, found.traceback)[0]]
+    by_message = [entry for message in found.messages for entry in match_message(message, found.traceback)]
     by_symptom = [entry for entry in known_failures() if _has_symptom(entry, found)]
     # What was extracted comes before what the next training step said of it.
     for entries in (by_symptom, by_message):
@@ -167,46 +191,3 @@ def _likeness(words: set[str], entry: KnownFailure) -> float:
     """The largest share of a signature's words that the message has, of signatures that share at least two."""
     signatures = [_words(pattern.pattern.replace(DEVICE, "")) for pattern in entry.signatures]
     return max((len(words & other) / len(other) for other in signatures if len(words & other) > 1), default=0.0)
-
-
-def _parse_trigger(row: dict[str, Any]) -> Trigger:
-    """A row's facts about the run, each parsed as its type; every other key is an axis."""
-    facts = {name: parse(row[name]) for name, parse in _PARSE_FACT.items() if name in row}
-    return Trigger({axis: _parse_tuple(allowed) for axis, allowed in row.items() if axis not in _PARSE_FACT}, **facts)
-
-
-def _parse_tuple(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _parse_patterns(texts: list[str]) -> tuple[re.Pattern[str], ...]:
-    return tuple(map(compiled, texts))
-
-
-def _parse_prose(text: str) -> str:
-    return " ".join(text.split())
-
-
-_PARSE_FACT: dict[str, Callable[[Any], Any]] = {
-    "device": lambda value: get_args(DeviceKind) if value == "*" else _parse_tuple(value),
-    "ranks": lambda table: RankRange(**table),
-    "shard_group": lambda table: RankRange(**table),
-    "shards": _parse_tuple,
-    "direction": _parse_tuple,
-}
-_PARSE: dict[str, Callable[[Any], Any]] = {
-    "signatures": _parse_patterns,
-    "symptoms": _parse_patterns,
-    "frames": _parse_patterns,
-    "unless": _parse_patterns,
-    "needs": tuple,
-    "triggers": lambda rows: tuple(map(_parse_trigger, rows)),
-    "race": bool,
-    "versions": lambda table: {name: SpecifierSet(text) for name, text in table.items()},
-    "frameworks": tuple,
-    "measured": tuple,
-    "references": tuple,
-    "cause": _parse_prose,
-    "remedy": _parse_prose,
-    "check": _parse_prose,
-}

@@ -6,8 +6,9 @@ import pathlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
+
+import msgspec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,8 +25,7 @@ _AROUND = 200
 _MAX_PLACES = 32
 
 
-@dataclass(frozen=True)
-class Clue:
+class Clue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fact about the run; its fields are explained in ``clues.toml``."""
 
     fact: str
@@ -34,26 +34,22 @@ class Clue:
     ask: str
 
 
-def _load() -> dict[ClueName, Clue]:
-    tables = tomllib.loads(pathlib.Path(__file__).with_name("clues.toml").read_text(encoding="utf-8"))
-    names: tuple[ClueName, ...] = get_args(ClueName)
-    return {
-        name: Clue(table["fact"], re.compile("|".join(table["shown"])), tuple(table["hints"]), table["ask"])
-        for name, table in ((name, tables[name]) for name in names)
-    }
-
-
-CLUES: Mapping[ClueName, Clue] = _load()
+CLUES: Mapping[ClueName, Clue] = msgspec.convert(
+    tomllib.loads(pathlib.Path(__file__).with_name("clues.toml").read_text(encoding="utf-8")),
+    dict[ClueName, Clue],
+    dec_hook=lambda _, patterns: re.compile("|".join(patterns)),
+)
 
 
 class LogClues:
-    """The facts that a log has shown so far, and the version of torch that it names. Feed it the log piece by piece."""
+    """The facts that a log has shown so far, and the version of torch that it names."""
 
     def __init__(self) -> None:
         self.shown: set[ClueName] = set()
         self.torch = ""
 
     def read(self, text: str) -> None:
+        """Reads the next piece of the log."""
         for name, clue in CLUES.items():
             if name not in self.shown and _search_around(clue.shown, clue.hints, text):
                 self.shown.add(name)

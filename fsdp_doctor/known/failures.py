@@ -5,8 +5,8 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+import msgspec
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -23,8 +23,7 @@ REPORTED = "reported"
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 
 
-@dataclass(frozen=True)
-class RankRange:
+class RankRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numbers of ranks from ``min`` to ``max``, both included; without ``max`` there is no upper limit."""
 
     min: int = 1
@@ -34,13 +33,12 @@ class RankRange:
         return self.min <= ranks and (self.max is None or ranks <= self.max)
 
 
-@dataclass(frozen=True)
-class Trigger:
+class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of the matrix, and the runs in which it fails.
 
-    values: values of axes, ``path`` among them, each also with ``*``; the other axes are free. With ``framework`` among
-        them it is a part of that framework's matrix: its axes, and only device and ranks beside them.
-    device: the kinds of device; on the CPU offloading moves nothing, so it is in none that does not name it.
+    values: the values that an axis may have, ``path`` among them, each also with ``*``; the other axes are free. With
+        ``framework`` among them it is a part of that framework's matrix: its axes, and only device and ranks besides.
+    device: the kinds of device. On the CPU offloading moves nothing, so a trigger for the CPU has to name it.
     ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
     shards: whether all ranks' shards of a parameter are of one size.
     direction: of the paths, also where it names none.
@@ -54,14 +52,12 @@ class Trigger:
     direction: tuple[Direction, ...] = ("out",)
 
     def contains(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether the case of that run is in the part. The fix is in none that does not name it."""
+        """Whether the case of that run is in this part; a fix is only where a trigger names it."""
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
             values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.path}
-            return "framework" in self.values and all(
-                _matches(values.get(axis, ""), allowed) for axis, allowed in self.values.items()
-            )
+            return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())
         if "framework" in self.values or (case.path in FIXES and "path" not in self.values):
             return False
         # The cheapest conditions come first: a report asks this millions of times.
@@ -87,24 +83,23 @@ def _matches(value: str, allowed: tuple[str, ...]) -> bool:
     return value in allowed or any(fnmatch.fnmatchcase(value, pattern) for pattern in allowed if "*" in pattern)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownFailure:
+class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way in which an extraction or a load fails, with its remedy.
 
-    verdict: the one that it has in the matrix, or would have.
-    signatures: regular expressions over an exception's ``Type: message``, one line, any device.
-    frames: further ones over the traceback, for a message that other failures share: unless one of them matches,
-        the entry is no more than possible. place: their meaning in words.
+    group: the file that it is in. verdict: the one that it has in the matrix, or would have.
+    signatures: regular expressions over an exception's ``Type: message``, on one line, for any device.
+    frames: further ones over the traceback, for a message that other failures share: unless one of them matches, the
+        entry is no more than possible. place: their meaning in words.
     unless: ones over the traceback that show another failure.
     needs: the facts without which it does not show. A log has to show them, or the entry is not known for certain; in
         the matrix they are given.
     check: how to see it where nothing raises; only a silent failure has it.
     symptoms: regular expressions over the verdict's reason, for a failure that is silent elsewhere.
     triggers: the cases and runs in which it shows.
-    race: it needs a non-blocking copy that is not done when it is read. So it shows for certain on the emulated device,
+    race: it needs a non-blocking copy that is read before it is done. So it shows for certain on the emulated device,
         perhaps on an accelerator, and never where such a copy finishes at once.
     torch: the versions that show it, as a version specifier; empty for all that were tried.
-    versions: the same by distribution, for what a framework does.
+    versions: the same by distribution, for what a framework does. frameworks: those where it was seen.
     evidence: the id of a case that reproduces it on two ranks, or ``reported``.
     evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
     measured: for each device the versions of torch with which a committed run showed it.
@@ -131,7 +126,7 @@ class KnownFailure:
     triggers: tuple[Trigger, ...] = ()
     race: bool = False
     torch: str = ""
-    versions: Mapping[str, SpecifierSet] = field(default_factory=dict)
+    versions: Mapping[str, SpecifierSet] = {}
     frameworks: tuple[str, ...] = ()
     code: str = ""
     references: tuple[str, ...] = ()
@@ -158,11 +153,11 @@ class KnownFailure:
         return not set(_WORD.findall(file.lower())).isdisjoint(_WORD.findall(" ".join(self.frameworks).lower()))
 
     def shows_on(self, torch: str) -> bool:
-        """Whether that version of torch shows it; one that is not known is taken to."""
+        """Whether that version of torch shows it; an unknown one is assumed to."""
         return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
-        """Whether those versions of frameworks show it; any that is not known is taken to."""
+        """Whether those versions of frameworks show it; an unknown one is assumed to."""
         return all(
             specifier.contains(Version(packages[name]).base_version)
             for name, specifier in self.versions.items()
@@ -170,7 +165,7 @@ class KnownFailure:
         )
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether the case is one that it is recognized in, with any torch."""
+        """Whether one of its triggers contains the case, whatever the versions."""
         return any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:

@@ -6,11 +6,12 @@ import importlib.metadata
 import json
 
 import pytest
+from msgspec.structs import replace
 from support.checked import FSDP2, checked, entry, flag, of_kind, said
 
 from fsdp_doctor.check import check, presentation
 from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.failures import KnownFailure, RankRange, Trigger
+from fsdp_doctor.known.failures import RankRange, Trigger
 
 
 def _with_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -59,8 +60,7 @@ def test_a_known_failure_names_the_versions_that_show_it(monkeypatch: pytest.Mon
 
 
 def test_a_failure_of_another_torch_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = entry("first", offload=("policy*",))
-    old = KnownFailure(**{**vars(plain), "torch": "<2.9"})
+    old = replace(entry("first", offload=("policy*",)), torch="<2.9")
     monkeypatch.setattr(catalogue, "known_failures", lambda: (old,))
     asked = [FSDP2, flag("offload_policy")]
     for torch, expected in (("2.8.0", 1), ("2.9.0", 0), ("all", 1)):
@@ -72,9 +72,8 @@ def test_a_failure_of_another_torch_is_not_expected(monkeypatch: pytest.MonkeyPa
 def test_the_expected_failures_are_those_of_the_configured_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: int, expected: str
 ) -> None:
-    one = entry("on one GPU")
-    alone = KnownFailure(**{**vars(one), "triggers": (Trigger({}, shard_group=RankRange(max=1)),)})
-    many = KnownFailure(**{**vars(one), "id": "on several", "triggers": (Trigger({}, shard_group=RankRange(min=2)),)})
+    alone = replace(entry("on one GPU"), triggers=(Trigger({}, shard_group=RankRange(max=1)),))
+    many = replace(entry("on several"), triggers=(Trigger({}, shard_group=RankRange(min=2)),))
     monkeypatch.setattr(catalogue, "known_failures", lambda: (alone, many))
     result = checked(FSDP2, f"trainer.n_gpus_per_node={ranks}", version="0.9.0")
     assert [finding.entry for finding in of_kind(result, "known")] == [expected]
@@ -82,7 +81,7 @@ def test_the_expected_failures_are_those_of_the_configured_number_of_ranks(
 
 
 def test_uneven_shards_are_expected_where_the_ranks_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    uneven = KnownFailure(**{**vars(entry("uneven")), "triggers": (Trigger({}, shards=("uneven",)),)})
+    uneven = replace(entry("uneven"), triggers=(Trigger({}, shards=("uneven",)),))
     monkeypatch.setattr(catalogue, "known_failures", lambda: (uneven,))
     asked = [FSDP2, "actor_rollout_ref.model.lora_rank=8"]
     by_ranks = {ranks: of_kind(checked(*asked, version="0.9.0", world=ranks), "known") for ranks in (2, 3, 8, 12)}

@@ -1,11 +1,15 @@
-"""Every input is read, or refused, within seconds and memory: what was made to break that, and what a fuzzer found."""
+"""Every input is read or refused within seconds and memory: hostile files, pipes, endless devices."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
+import threading
 
-from program import run
+import pytest
+from program import Started, run
+from support.checked import CONFIGS
 from support.hostile import HOSTILE, MB
 
 from fsdp_doctor.check import check, presentation
@@ -80,3 +84,37 @@ def test_a_number_that_cannot_even_be_printed_is_said(tmp_path: pathlib.Path) ->
     assert result.world_size is None
     assert any(finding.kind == "unknown" for finding in result.findings)
     presentation.as_text(result)
+
+
+def _check(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "fsdp_doctor", "check", *arguments)
+
+
+def test_a_pipe_is_read_when_it_is_written_to_and_the_wait_is_said(tmp_path: pathlib.Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    started = Started(*_check(str(pipe), "--framework-version", "5.9"))
+    said = started.first_message()
+    threading.Thread(target=pipe.write_bytes, args=((CONFIGS / "trl.yaml").read_bytes(),), daemon=True).start()
+    finished = started.wait()
+    assert finished.code == 0, finished.stderr
+    assert str(pipe) in said
+    assert "nothing known to break" in finished.stdout
+
+
+def test_ctrl_c_ends_the_wait(tmp_path: pathlib.Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    started = Started(*_check(str(pipe)))
+    started.first_message()
+    started.interrupt()
+    finished = started.wait()
+    assert finished.code == 130
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("device", ["/dev/urandom", "/dev/zero"])
+def test_an_endless_device_is_read_to_a_limit(device: str) -> None:
+    finished = run(*_check(device))
+    assert finished.code == 2
+    assert f"{device} is larger than 4 MiB" in finished.stderr

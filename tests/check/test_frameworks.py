@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import pathlib
+from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
+from msgspec import ValidationError
 from support.checked import CONFIGS, GOOD, cases_of_roles, checked, ids, loads, of_kind, said, use_of
 
 import fsdp_doctor.check
-from fsdp_doctor.check import CheckResult, cases, check, frameworks, with_ranks
-from fsdp_doctor.check.frameworks import accelerate, axolotl, hf_trainer, lightning, nemo_rl, prime_rl, skyrl
+from fsdp_doctor.check import CheckResult, cases, check, parse_version, with_ranks
+from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    Given,
+    FrameworkFacts,
+    FsdpFramework,
     KeyTable,
     ModelReading,
     VersionRange,
     matching,
-    parse_version,
 )
-from fsdp_doctor.check.frameworks.verl import models
+from fsdp_doctor.check.frameworks.verl import Verl
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, Role, extraction, use_of as make_use
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.cases import parse_case_id
+from fsdp_doctor.matrix.axes import AxisName
+from fsdp_doctor.matrix.cases import Scenario, parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES, paths_for
 
 ACTOR = "actor_rollout_ref.actor"
@@ -262,14 +264,15 @@ def test_torchtitan_saves_only_where_it_is_asked_to_and_offloads_only_shards() -
     assert cases(result) == []
 
 
-def test_prime_rls_optimizer_is_offloaded_by_default_since_v0_7() -> None:
-    asked = ["model.name=x", "model.dp_replicate=1"]
-    assert str(use_of(checked(*asked, version="0.6.0"), "actor").scenario.offload) == "none"
-    assert str(use_of(checked(*asked, version="0.7.0"), "actor").scenario.offload) == "optimizer"
-    assert (
-        str(use_of(checked(*asked, "model.optim_cpu_offload=false", version="0.7.0"), "actor").scenario.offload)
-        == "none"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "version", "offload"),
+    [([], "0.6.0", "none"), ([], "0.7.0", "optimizer"), (["model.optim_cpu_offload=false"], "0.7.0", "none")],
+)
+def test_prime_rls_optimizer_is_offloaded_by_default_since_v0_7(
+    arguments: list[str], version: str, offload: str
+) -> None:
+    result = checked("model.name=x", "model.dp_replicate=1", *arguments, version=version)
+    assert str(use_of(result, "actor").scenario.offload) == offload
 
 
 def test_lightnings_model_parallel_strategy_is_fsdp2_and_saves_as_its_arguments_say() -> None:
@@ -283,121 +286,108 @@ def test_lightnings_model_parallel_strategy_is_fsdp2_and_saves_as_its_arguments_
 
 # Versions
 
-RANGES: dict[str, tuple[VersionRange, ...]] = {
-    "accelerate": accelerate._VERSIONS,
-    "transformers": hf_trainer._VERSIONS,
-    "verl, legacy workers": tuple(item for item in models.RELEASES if not item.own_strategy),
-    "verl, engine": (VersionRange("before it", "<0.6"), *(item for item in models.RELEASES if item.engine)),
-    "verl, its old SFT trainer": (*models.OLD_SFT_RELEASES, VersionRange("after it", ">=0.8")),
-    "axolotl": axolotl._VERSIONS,
-    "Lightning": lightning._VERSIONS,
-    "NeMo-RL": nemo_rl._VERSIONS,
-    "prime-rl": prime_rl._VERSIONS,
-    "SkyRL": skyrl._VERSIONS,
-}
+
+def _ranges() -> Iterator[tuple[str, Sequence[VersionRange]]]:
+    """Ranges that together hold every version; those of verl by trainer, and by the workers that are chosen."""
+    for kind in FRAMEWORKS:
+        if kind is not Verl and kind.facts.versions:
+            yield kind.facts.name, kind.facts.versions
+    after, before = VersionRange(versions=">=0.8"), VersionRange(versions="<0.6")
+    for trainer, implementation in (("ppo", "auto"), ("ppo", "disable"), ("sft", "auto"), ("old_sft", "auto")):
+        ranges = [item for item in Verl.facts.versions if trainer in item.trainers]
+        ranges = [item for item in ranges if not item.chosen_by or implementation in item.chosen_by]
+        if implementation == "disable":
+            ranges = [item for item in ranges if item.engine]
+        if trainer == "sft" or implementation == "disable":
+            ranges.append(before)
+        yield f"verl, {trainer}, {implementation}", [*ranges, *([after] if trainer == "old_sft" else [])]
+
+
 VERSIONS = ("0.0.1", "0.7.1", "0.8", "0.8.1.dev0", "0.9.0", "0.9.1", "0.12rc1", "1.6.9", "1.7", "4.57", "5.0", "5.9.1")
 
 
-@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
-def test_every_version_is_in_exactly_one_range(ranges: tuple[VersionRange, ...]) -> None:
-    for version in (*VERSIONS, "5.10.0.dev0", "6", "main", "latest"):
-        assert len(matching(ranges, parse_version(version))) == 1, version
-    assert matching(ranges, None) == list(ranges)
+def test_every_version_is_in_exactly_one_range() -> None:
+    for name, ranges in _ranges():
+        for version in (*VERSIONS, "5.10.0.dev0", "6", "main", "latest"):
+            assert len(matching(ranges, parse_version(version, ""))) == 1, (name, version)
+        assert matching(ranges, None) == list(ranges)
 
 
 def test_a_pre_release_is_what_it_leads_to() -> None:
-    since = [VersionRange("since 0.9", ">=0.9")]
+    since = [VersionRange(versions=">=0.9")]
     versions = ("v0.9.0rc1", "0.9.0.dev3+g1234", "0.8.9")
-    assert [matching(since, parse_version(version)) == since for version in versions] == [True, True, False]
+    assert [matching(since, parse_version(version, "")) == since for version in versions] == [True, True, False]
 
 
 @pytest.mark.parametrize("text", ["new", "", "0.7.x", "v", "1..2"])
 def test_a_text_that_is_no_version_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="--framework-version"):
-        parse_version(text)
+        parse_version(text, "--framework-version")
+
+
+def test_a_key_that_the_facts_of_a_framework_do_not_have_is_refused() -> None:
+    with pytest.raises(ValidationError, match="`read_on`"):
+        msgspec.convert({"name": "toy", "read_on": "1"}, FrameworkFacts[VersionRange, KeyTable])
 
 
 # The interface of a framework
 
 
-class _Toy(Framework):
-    """A framework with one model and one switch. given: what each reading was given."""
+class _Toy(FsdpFramework[VersionRange]):
+    """A framework with one model and one switch."""
 
-    name = "toy"
-    read_in = "1 to 3"
-    keys = ("offload", "ranks")
+    facts = FrameworkFacts(
+        name="toy",
+        read_in="1 to 3",
+        section_keys="offload ranks",
+        versions=(VersionRange(label="before 2", versions="<2"), VersionRange(label="since 2", versions=">=2")),
+        models={"model": KeyTable(sections=("toy",), policy=("toy.offload",), path=("toy.ranks",))},
+    )
 
-    def __init__(self) -> None:
-        self.given: list[Given] = []
-
-    def recognizes(self, settings: Settings) -> bool:
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
         return bool(settings.below("toy"))
 
-    def world_size(self, settings: Settings) -> int | None:
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
         return settings.number("toy.ranks")
 
-    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
-        return {"model": ("toy",)}
+    def read(self, role: Role) -> ModelReading:
+        return self.reading(role)
 
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        self.given.append(given)
-        offload = KeyTable(policy=("toy.offload",)).offload(settings, "the default").chosen
-        ranges = (VersionRange("before 2", "<2"), VersionRange("since 2", ">=2"))
-        return ModelReading(
-            uses=[
-                make_use(
-                    role,
-                    versions.label,
-                    {"strategy": Chosen("fsdp2"), "offload": offload},
-                    lambda scenario: [extraction("checkpoint", scenario, "state_dict")],
-                )
-                for versions in matching(ranges, given.framework_version)
-            ]
-        )
+    def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
+        return {"strategy": Chosen("fsdp2"), "offload": self.choose_offload(role, "the default").chosen}
+
+    def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> list[ExtractionPoint]:
+        return [extraction("checkpoint", scenario, "state_dict")]
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> _Toy:
-    framework = _Toy()
-    monkeypatch.setattr(fsdp_doctor.check, "FRAMEWORKS", (*frameworks.FRAMEWORKS, framework))
-    return framework
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp_doctor.check, "FRAMEWORKS", (*FRAMEWORKS, _Toy))
 
 
-def test_a_framework_is_added_by_one_class(toy: _Toy) -> None:
+@pytest.mark.usefixtures("toy")
+def test_a_framework_is_added_by_one_class() -> None:
     result = check(["toy.offload=true", "toy.ranks=3"])
     assert result.framework == "toy"
     assert [case.id for case in cases(result)] == ["fsdp2/policy/unstaged/state_dict"]
     assert [use.versions for use in result.uses] == [""], "ranges that do the same are one use"
-    assert [given.world_size for given in toy.given] == [3]
-    assert with_ranks(result, 5).world_size == toy.given[-1].world_size == 5
+    assert (result.world_size, result.models["model"].ranks) == (3, 3)
+    assert with_ranks(result, 5).models["model"].ranks == 5
 
 
-def test_a_key_that_a_framework_does_not_know_is_unknown(toy: _Toy) -> None:
+@pytest.mark.usefixtures("toy")
+def test_a_key_that_a_framework_does_not_know_is_unknown() -> None:
     (finding,) = of_kind(check(["toy.offload=true", "toy.ofload=1"]), "unknown")
     assert finding.settings == ("toy.ofload=1 (command line)",)
 
 
-def test_a_setting_that_cannot_be_read_leaves_its_model_undetermined(toy: _Toy) -> None:
+@pytest.mark.usefixtures("toy")
+def test_a_setting_that_cannot_be_read_leaves_its_model_undetermined() -> None:
     result = check(["toy.offload=${env}", "toy.ofload=1"])
     assert [(use.scenario, use.why_not) for use in result.uses] == [(None, "cannot be determined")]
     assert ["toy.offload=${env}" in said(result, "unknown"), len(result.findings)] == [True, 2]
-
-
-def test_no_framework_reads_another_ones_module() -> None:
-    folder = pathlib.Path(frameworks.__file__).parent
-    shared = {"framework", "fsdp_section"}
-    read = set()
-    for module in folder.rglob("*.py"):
-        own = module.relative_to(folder).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(module.read_text())):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and str(node.module).startswith(frameworks.__name__)
-                and own != "__init__"
-            ):
-                inside = str(node.module).removeprefix(frameworks.__name__).strip(".").split(".")[0]
-                read |= ({inside} if inside else {name.name for name in node.names}) - {own}
-    assert read == shared
 
 
 # The number of ranks

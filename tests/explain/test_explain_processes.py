@@ -1,50 +1,86 @@
-"""``fsdp-doctor explain`` as a process: what it reads from a pipe, the memory that it takes, a log of torchrun."""
+"""``fsdp-doctor explain`` as a process: its time and memory for any input, devices, pipes, a log of torchrun."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import pathlib
-import re
 import subprocess
 import sys
-from typing import Any
+import threading
 
-from program import Run, Started, torchrun
+import pytest
+from program import Started, run, torchrun
+from support.written_logs import UNSHARD, entry_of, traceback, written
 
-from fsdp_doctor.explain import explain
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.explain import explain, log_input
+from fsdp_doctor.explain.text import as_text
 
-_STORAGE = (
-    'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
-    '"cuda:{}".  This is no longer allowed; the devices must match.'
+_RANKS = 20_000
+_SUMMARY = (
+    "[{0}]:\n  time      : 2026-11-21_12:34:56\n  host      : h\n  rank      : {0} (local_rank: 0)\n"
+    "  exitcode  : 1 (pid: 1)\n  error_file: <N/A>\n"
 )
+_INPUTS = {
+    "a summary of many ranks": lambda: "ChildFailedError: \n" + "".join(map(_SUMMARY.format, range(_RANKS))),
+    "ranks that all raise": lambda: "".join(f"[rank{rank}]: RuntimeError: boom {rank}\n" for rank in range(_RANKS)),
+    "tracebacks that are all open": lambda: "".join(
+        f"[rank{rank}]: {line}\n"
+        for line in ("Traceback (most recent call last):", '  File "/a.py", line 3, in f')
+        for rank in range(_RANKS)
+    ),
+    "exceptions that all differ": lambda: "".join(f"ValueError: {number:b}x\n" for number in range(_RANKS)),
+    "one line": lambda: "x" * 3_000_000,
+    "openings": lambda: ("(pid=[rank> " * 1_000 + "rror\n") * 100,
+    "boxes": lambda: "│ ❱ 834 │ foo\n│ /a/b.py:3 in f │\n" * _RANKS,
+    "an exception in an exception": lambda: ("AError: BError: " * 1_000 + "\n") * 100,
+    "names without end": lambda: "Missing key(s) in state_dict: " + '"_fsdp_wrapped_module.x", ' * 50_000,
+}
 
 
-_UNSHARD = "AssertionError: Expects tensor to be on the compute device cuda:{}, was on cpu"
+_EXPLAIN_EACH = """
+import pathlib, sys
+from fsdp_doctor.explain import explain
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    print(path.name, explain([path]).showing)
+"""
 
 
-_BEGIN = "Traceback (most recent call last):"
+def test_two_seconds_for_each_megabyte_are_enough(tmp_path: pathlib.Path) -> None:
+    for name, write in _INPUTS.items():
+        (tmp_path / name).write_text(write(), encoding="utf-8")
+    seconds = sum(1 + 2 * file.stat().st_size // 1_000_000 for file in tmp_path.iterdir())
+    limit = f'ulimit -t {seconds}; exec "$@"'
+    finished = run("bash", "-c", limit, "bash", sys.executable, "-c", _EXPLAIN_EACH, str(tmp_path))
+    assert finished.code == 0, finished.stderr
+    assert len(finished.stdout.splitlines()) == len(_INPUTS)
 
 
-def _traceback(raised: str) -> list[str]:
-    return [
-        _BEGIN,
-        '  File "/opt/verl/verl/workers/fsdp_workers.py", line 652, in rollout_mode',
-        "    params = self.actor_module_fsdp.state_dict()",
-        '  File "/opt/env/lib/python3.12/site-packages/torch/nn/modules/module.py", line 2256, in state_dict',
-        "    hook(self, prefix, keep_vars)",
-        raised,
-    ]
+def test_random_bytes_are_refused_after_a_few(tmp_path: pathlib.Path) -> None:
+    for device in ("/dev/urandom", "/dev/zero"):
+        with pytest.raises(UsageError, match=str(device)):
+            explain([pathlib.Path(device)])
 
 
-def test_json_has_the_same_and_reads_stdin(tmp_path: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "fsdp_doctor", "explain", "-", "--json"]
-    text = "\n".join(_traceback(_STORAGE.format(0)))
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    data: dict[str, Any] = json.loads(done.stdout)
-    assert (done.returncode, data["matched"], data["entry"]["id"]) == (0, True, "fsdp2-pinned-policy-half-moved")
-    assert data["entry"]["command"] == "fsdp-doctor probe --case 'fsdp2/policy/staged/state_dict'"
-    assert data["cause"]["line"] == 6
+def test_what_has_no_end_is_read_up_to_a_limit_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_input, "MAX_STREAM", 1 << 20)
+    end, begin = os.pipe()
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                os.write(begin, b"ValueError: x\n" * 1_000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open(end) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", stream)
+        explanation = explain([None])
+    writer.join()
+    os.close(begin)
+    assert explanation.truncated == ("standard input",)
+    assert "standard input" in as_text(explanation, 100)
 
 
 def test_memory_does_not_grow_with_the_log(tmp_path: pathlib.Path) -> None:
@@ -56,10 +92,10 @@ def test_memory_does_not_grow_with_the_log(tmp_path: pathlib.Path) -> None:
         with open(file, "w") as out:
             for _ in range(megabytes * 1_000_000 // len(block)):
                 out.write(block)
-            out.write("\n".join(_traceback(_UNSHARD.format(0))) + "\n")
+            out.write("\n".join(traceback(UNSHARD.format(0))) + "\n")
         program = (
             "import resource, pathlib, sys; from fsdp_doctor.explain import explain; "
-            "found = explain([pathlib.Path(sys.argv[1])]); assert found.entry is not None; "
+            "explanation = explain([pathlib.Path(sys.argv[1])]); assert explanation.entry is not None; "
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
@@ -78,15 +114,12 @@ def test_the_log_of_a_real_torchrun_is_explained(tmp_path: pathlib.Path) -> None
         "    _p_assert(False, 'Expects tensor to be on the compute device cuda:1, was on cpu')\n"
         "time.sleep(60)\n"
     )
-    run: Run = torchrun("--nproc-per-node=2", str(script))
-    log = tmp_path / "log.txt"
-    log.write_text(run.stdout + run.stderr)
-    found = explain([log])
-    assert found.entry is not None
-    assert found.entry.id == "fsdp1-manual-offload-then-state-dict"
-    assert found.summary is not None
-    assert found.summary.rank == 1
-    assert re.search("torchrun's summary", " ".join(found.consequences))
+    finished = torchrun("--nproc-per-node=2", str(script))
+    explanation = explain([written(tmp_path, finished.stdout + finished.stderr)])
+    assert entry_of(explanation) == "fsdp1-manual-offload-then-state-dict"
+    assert explanation.summary is not None
+    assert explanation.summary.rank == 1
+    assert "torchrun's summary" in explanation.consequences
 
 
 def test_a_named_pipe_is_waited_for_and_the_wait_can_be_stopped(tmp_path: pathlib.Path) -> None:
@@ -95,7 +128,7 @@ def test_a_named_pipe_is_waited_for_and_the_wait_can_be_stopped(tmp_path: pathli
     waiting = Started(sys.executable, "-m", "fsdp_doctor", "explain", str(pipe))
     with open(pipe, "w"):  # as soon as it is opened at the other end
         waiting.interrupt()
-        run = waiting.wait()
-    assert (run.code, run.stdout) == (130, "")
-    assert run.stderr.startswith(f"fsdp-doctor: waiting for a program that writes to {pipe}, a named pipe\n")
-    assert "Traceback" not in run.stderr
+        finished = waiting.wait()
+    assert (finished.code, finished.stdout) == (130, "")
+    assert finished.stderr.startswith(f"fsdp-doctor: waiting for a program that writes to {pipe}, a named pipe\n")
+    assert "Traceback" not in finished.stderr

@@ -13,8 +13,8 @@ from support.written_logs import BEGIN, DURING, UNSHARD, entry_of, explained
 )
 def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pathlib.Path, raised: str) -> None:
     lines = [BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised]
-    assert explained(tmp_path, ["strategy: fsdp", *lines]).grade == "possible"
-    assert explained(tmp_path, lines).matches == ()
+    assert explained(tmp_path, *["strategy: fsdp", *lines]).grade == "possible"
+    assert explained(tmp_path, *lines).matches == ()
 
 
 def _ending_in(file: str, line: str) -> list[str]:
@@ -32,7 +32,7 @@ _TORCHS_RAISE = _ending_in("/env/torch/distributed/utils.py", "raise AssertionEr
 def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
     tmp_path: pathlib.Path, file: str, line: str
 ) -> None:
-    explanation = explained(tmp_path, _ending_in(file, line))
+    explanation = explained(tmp_path, *_ending_in(file, line))
     assert explanation.grade == "possible"
     assert f"does {file} pass on an error of torch's?" in "".join(explanation.matches[0].open)
 
@@ -52,7 +52,7 @@ def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
     ids=["torch", "package", "python", "framework", "call", "no source", "raised again", "another rank's"],
 )
 def test_what_a_script_only_calls_or_passes_on_is_known(tmp_path: pathlib.Path, lines: list[str]) -> None:
-    assert entry_of(explained(tmp_path, lines)) == "fsdp1-manual-offload-then-state-dict"
+    assert entry_of(explained(tmp_path, *lines)) == "fsdp1-manual-offload-then-state-dict"
 
 
 _WORDS = UNSHARD.format(0).removeprefix("AssertionError: ")
@@ -73,12 +73,12 @@ _IN_FSDP = "/env/lib/python3.12/site-packages/torch/distributed/fsdp/_fully_shar
 def test_what_a_package_raises_in_words_of_its_own_is_no_more_than_possible(
     tmp_path: pathlib.Path, file: str, line: str
 ) -> None:
-    assert explained(tmp_path, _ending_in(file, line)).grade == "possible"
+    assert explained(tmp_path, *_ending_in(file, line)).grade == "possible"
 
 
 def test_what_a_framework_of_the_entry_raises_in_words_of_its_own_is_known(tmp_path: pathlib.Path) -> None:
     file = "/env/lib/python3.12/site-packages/verl/utils/fsdp_utils.py"
-    explanation = explained(tmp_path, _ending_in(file, f'raise AssertionError("{_WORDS}")'))
+    explanation = explained(tmp_path, *_ending_in(file, f'raise AssertionError("{_WORDS}")'))
     assert entry_of(explanation) == "fsdp1-manual-offload-then-state-dict"
 
 
@@ -90,14 +90,14 @@ def test_what_fails_while_a_full_memory_is_handled_is_not_its_cause(tmp_path: pa
     full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.09 GiB."
     then = _ending_in("/env/torch/distributed/distributed_c10d.py", "work = group.allgather(tensors)")
     then[-1] = "RuntimeError: No backend type associated with device type cpu"
-    explanation = explained(tmp_path, [*_in_fsdp(full), "", DURING, "", *then])
+    explanation = explained(tmp_path, *[*_in_fsdp(full), "", DURING, "", *then])
     assert explanation.cause is not None
     assert explanation.cause.first.type == "OutOfMemoryError"
 
 
 def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: pathlib.Path) -> None:
     imported = [BEGIN, '  File "/home/me/a.py", line 1, in f', "    import b", "ImportError: No module named b"]
-    explanation = explained(tmp_path, [*imported, "", DURING, "", *_in_fsdp("RuntimeError: no such thing")])
+    explanation = explained(tmp_path, *[*imported, "", DURING, "", *_in_fsdp("RuntimeError: no such thing")])
     assert explanation.cause is not None
     assert explanation.cause.first.type == "RuntimeError"
 
@@ -112,9 +112,9 @@ def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: path
 def test_what_is_raised_wherever_the_program_is_is_no_failure_of_fsdps(
     tmp_path: pathlib.Path, raised: str, what: str
 ) -> None:
-    explanation = explained(tmp_path, _in_fsdp(raised))
+    explanation = explained(tmp_path, *_in_fsdp(raised))
     assert (explanation.about_fsdp, explanation.foreign) == (False, what)
-    assert explained(tmp_path, _in_fsdp("RuntimeError: CUDA error: illegal memory access")).about_fsdp
+    assert explained(tmp_path, *_in_fsdp("RuntimeError: CUDA error: illegal memory access")).about_fsdp
 
 
 def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_there(tmp_path: pathlib.Path) -> None:
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_ther
     saver = '  File "/env/torch/distributed/checkpoint/utils.py", line 252, in all_reduce'
     inner = '  File "/env/torch/distributed/checkpoint/filesystem.py", line 420, in _write_files_from_queue'
     lines = [BEGIN, saver, "    raise final_result", carrier, f"{BEGIN}: (RANK 1)", inner, "    stream.write(data)"]
-    explanation = explained(tmp_path, [*lines, "OSError: [Errno 28] No space left on device"])
+    explanation = explained(tmp_path, *[*lines, "OSError: [Errno 28] No space left on device"])
     assert explanation.cause is not None
     assert explanation.cause.first.type == "OSError"
     assert explanation.consequences == {"a distributed checkpoint failed on a rank": 1}
@@ -139,4 +139,4 @@ def test_a_segmentation_fault_is_known_only_where_it_is_known_to_come_from(
     tmp_path: pathlib.Path, place: str, grade: str
 ) -> None:
     stack = ["Thread 0x00007f1 (most recent call first):", f'  File "/env/torch/distributed/fsdp/{place}']
-    assert explained(tmp_path, ["Fatal Python error: Segmentation fault", "", *stack]).grade == grade
+    assert explained(tmp_path, *["Fatal Python error: Segmentation fault", "", *stack]).grade == grade

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from support.inside import doctor
 from support.places import TESTS
+from support.written_logs import explained
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.explain import Explanation, explain, text
+from fsdp_doctor.explain import explain, text
 from fsdp_doctor.explain.hangs import Waiting, make_hang, name_ranks
 
 _DUMPS = TESTS / "explain" / "dumps"
@@ -27,14 +28,8 @@ def _watchdog(rank: int, number: int, operation: str, sizes: tuple[int, int] = (
     yield f"{glog} [PG ID 0 PG GUID 0(default_pg) Rank {rank}] failure at work sequence id: {number} {status}"
 
 
-def _explained(tmp_path: pathlib.Path, *lines: str) -> Explanation:
-    file = tmp_path / "log.txt"
-    file.write_text("\n".join(lines) + "\n")
-    return explain([file])
-
-
 def _parting(tmp_path: pathlib.Path, *ranks: Iterator[str]) -> str:
-    explanation = _explained(tmp_path, *(line for rank in ranks for line in rank))
+    explanation = explained(tmp_path, *(line for rank in ranks for line in rank))
     assert (explanation.showing, explanation.entry) == ("hang", None)
     assert explanation.hang is not None
     return " ".join(explanation.hang.parting)
@@ -58,7 +53,7 @@ def test_ranks_of_which_the_log_says_nothing_are_named(tmp_path: pathlib.Path) -
 
 def test_the_table_has_a_row_for_ranks_in_the_same_place(tmp_path: pathlib.Path) -> None:
     ranks = [_watchdog(rank, 7, "_ALLGATHER_BASE") for rank in (0, 1)]
-    shown = text.as_text(_explained(tmp_path, *(line for rank in ranks for line in rank)), 120)
+    shown = text.as_text(explained(tmp_path, *(line for rank in ranks for line in rank)), 120)
     header, row = (line.split() for line in shown.splitlines() if "default_pg" in line or "waits in" in line)
     assert " ".join(header) == "ranks group waits in in out last launched last done seconds"
     assert row == ["0-1", "default_pg", "ALLGATHER", "7", "4", "8", "9", "6", "600"]
@@ -75,7 +70,7 @@ def test_the_stack_of_a_failed_collective_is_read_and_makes_a_gather_on_one_rank
 
     lines = [*_watchdog(0, 9, "_ALLGATHER_BASE"), *stack(0, "state_dict")]
     lines += [*_watchdog(1, 9, "_REDUCE_SCATTER_BASE"), *stack(1, "train_step")]
-    explanation = _explained(tmp_path, *lines)
+    explanation = explained(tmp_path, *lines)
     assert explanation.entry is not None
     assert explanation.entry.id == "rank0-only-gather-deadlock"
     shown = text.as_text(explanation, 120)
@@ -84,7 +79,7 @@ def test_the_stack_of_a_failed_collective_is_read_and_makes_a_gather_on_one_rank
 
 
 def test_a_failure_is_told_before_the_hang_that_it_caused(tmp_path: pathlib.Path) -> None:
-    explanation = _explained(tmp_path, *_watchdog(1, 9, "_ALLGATHER_BASE"), "[rank0]: ValueError: no such file")
+    explanation = explained(tmp_path, *_watchdog(1, 9, "_ALLGATHER_BASE"), "[rank0]: ValueError: no such file")
     assert explanation.showing == "failure"
     assert explanation.hang is not None
 

@@ -5,32 +5,14 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+from support.written_logs import BEGIN, cause_of, explained
 
-from fsdp_doctor.explain import Explanation, explain
-
-_BEGIN = "Traceback (most recent call last):"
 _FSDP = "/env/torch/distributed/fsdp"
-
-
-def _explained(tmp_path: pathlib.Path, *lines: str) -> Explanation:
-    file = tmp_path / "log.txt"
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return explain([file])
-
-
-def _cause(explanation: Explanation) -> str:
-    assert explanation.cause is not None
-    return explanation.cause.first.text
-
-
-def _frames(explanation: Explanation) -> list[str]:
-    assert explanation.cause is not None
-    return explanation.cause.first.frames
 
 
 @pytest.mark.parametrize("lid", [True, False], ids=["whole", "without its lid"])
 def test_a_traceback_in_a_box_is_read_though_its_paths_are_broken(tmp_path: pathlib.Path, lid: bool) -> None:
-    explanation = _explained(
+    explanation = explained(
         tmp_path,
         *(["[rank2]: ╭───────── Traceback (most recent call last) ─────────╮"] if lid else []),
         "[rank2]: │ /app/train.py:12 in main                            │",
@@ -43,8 +25,8 @@ def test_a_traceback_in_a_box_is_read_though_its_paths_are_broken(tmp_path: path
         "[rank2]: KeyError: 'state'",
     )
     path = "/app/venv/lib/python3.11/site-packages/torch/distributed/fsdp/_optim_utils.py"
-    assert _cause(explanation) == "KeyError: 'state'"
-    assert _frames(explanation) == [
+    assert cause_of(explanation).text == "KeyError: 'state'"
+    assert cause_of(explanation).frames == [
         'File "/app/train.py", line 12, in main',
         f'File "{path}", line 461, in _flatten_optim_state_dict',
     ]
@@ -53,12 +35,12 @@ def test_a_traceback_in_a_box_is_read_though_its_paths_are_broken(tmp_path: path
 
 
 def test_a_table_in_a_box_is_no_traceback(tmp_path: pathlib.Path) -> None:
-    explanation = _explained(tmp_path, "╭─ errors ─╮", "│ rror  │ 3 │", "╰──────────╯", "│ a.py  │ 4 │")
+    explanation = explained(tmp_path, "╭─ errors ─╮", "│ rror  │ 3 │", "╰──────────╯", "│ a.py  │ 4 │")
     assert explanation.showing == "nothing"
 
 
 def test_frames_without_a_header_and_a_bare_exception_are_a_traceback(tmp_path: pathlib.Path) -> None:
-    explanation = _explained(
+    explanation = explained(
         tmp_path,
         "my torch is 2.7.1",
         f'File "{_FSDP}/_optim_utils.py", line 1382, in _convert_all_state_info',
@@ -67,7 +49,7 @@ def test_frames_without_a_header_and_a_bare_exception_are_a_traceback(tmp_path: 
         "",
         "can you help?",
     )
-    assert (_cause(explanation), explanation.grade) == ("AssertionError", "known")
+    assert (cause_of(explanation).text, explanation.grade) == ("AssertionError", "known")
 
 
 def test_lines_that_were_joined_are_taken_apart(tmp_path: pathlib.Path) -> None:
@@ -77,7 +59,7 @@ def test_lines_that_were_joined_are_taken_apart(tmp_path: pathlib.Path) -> None:
     joined = joint.join(
         [f'  File "{loader}", line 250, in local_step', "    assert metadata is not None", "AssertionError"]
     )
-    explanation = _explained(tmp_path, f"{stamp}{joined}", "10/20 [00:05<00:05, 2.8s/it][rank5]: ValueError: late")
+    explanation = explained(tmp_path, f"{stamp}{joined}", "10/20 [00:05<00:05, 2.8s/it][rank5]: ValueError: late")
     assert explanation.cause is not None
     assert (explanation.cause.sources, explanation.cause.first.text) == ({"rank 4"}, "AssertionError")
     assert [other.source for other in explanation.others] == ["rank 5"]
@@ -93,7 +75,7 @@ def test_lines_that_were_joined_are_taken_apart(tmp_path: pathlib.Path) -> None:
     ids=["after Chinese", "with a wide colon", "in JSON"],
 )
 def test_an_exceptions_name_is_found_wherever_it_begins(tmp_path: pathlib.Path, line: str) -> None:
-    assert _cause(_explained(tmp_path, line)).startswith("RuntimeError: no such thing")
+    assert cause_of(explained(tmp_path, line)).text.startswith("RuntimeError: no such thing")
 
 
 @pytest.mark.parametrize(
@@ -107,11 +89,11 @@ def test_an_exceptions_name_is_found_wherever_it_begins(tmp_path: pathlib.Path, 
     ],
 )
 def test_source_lines_and_prose_are_no_failure(tmp_path: pathlib.Path, line: str) -> None:
-    assert _explained(tmp_path, "step 1 rror", line).showing == "nothing"
+    assert explained(tmp_path, "step 1 rror", line).showing == "nothing"
 
 
 def test_a_message_in_prose_is_not_known_for_certain(tmp_path: pathlib.Path) -> None:
-    explanation = _explained(
+    explanation = explained(
         tmp_path, "it says: FSDP parameters should be materialized on CPU when enabling CPU offloading"
     )
     assert (explanation.grade, explanation.matches[0].entry.id) == ("likely", "fsdp2-params-not-on-cpu-at-lazy-init")
@@ -120,11 +102,11 @@ def test_a_message_in_prose_is_not_known_for_certain(tmp_path: pathlib.Path) -> 
 def test_a_drivers_traceback_is_not_cut_off_where_its_exception_follows_under_another_prefix(
     tmp_path: pathlib.Path,
 ) -> None:
-    explanation = _explained(
+    explanation = explained(
         tmp_path,
-        _BEGIN,
+        BEGIN,
         '  File "/env/ray/worker.py", line 919, in get_objects',
-        "(WorkerDict pid=71) " + _BEGIN,
+        "(WorkerDict pid=71) " + BEGIN,
         '(WorkerDict pid=71)   File "/app/fsdp_workers.py", line 5, in save',
         "(WorkerDict pid=71) AssertionError: Expects tensor to be on the compute device cuda:0, was on cpu",
         "ray.exceptions.RayTaskError(AssertionError): ray::main_task() (pid=70, ip=10.0.0.5)",
@@ -135,14 +117,14 @@ def test_a_drivers_traceback_is_not_cut_off_where_its_exception_follows_under_an
 
 
 def test_a_whole_exception_comes_before_a_traceback_that_was_cut_off(tmp_path: pathlib.Path) -> None:
-    cut = [_BEGIN, '  File "/app/a.py", line 1, in f']
-    explanation = _explained(tmp_path, *(f"[rank0]: {line}" for line in cut), "[rank1]: ValueError: whole")
-    assert (_cause(explanation), explanation.others) == ("ValueError: whole", ())
-    assert _explained(tmp_path, *cut).showing == "cut"
+    cut = [BEGIN, '  File "/app/a.py", line 1, in f']
+    explanation = explained(tmp_path, *(f"[rank0]: {line}" for line in cut), "[rank1]: ValueError: whole")
+    assert (cause_of(explanation).text, explanation.others) == ("ValueError: whole", ())
+    assert explained(tmp_path, *cut).showing == "cut"
 
 
 def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_path: pathlib.Path) -> None:
-    explanation = _explained(
+    explanation = explained(
         tmp_path,
         "Fatal Python error: Segmentation fault",
         "",
@@ -151,8 +133,8 @@ def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_pa
         '  File "/app/train.py", line 9 in save',
     )
     assert explanation.showing == "failure"
-    assert "train.py" in _frames(explanation)[0]
-    assert "_state_dict_utils.py" in _frames(explanation)[1]
+    assert "train.py" in cause_of(explanation).frames[0]
+    assert "_state_dict_utils.py" in cause_of(explanation).frames[1]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +147,11 @@ def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_pa
     ids=["torchrun", "Ray", "c10d"],
 )
 def test_what_says_that_a_process_is_gone_is_a_consequence_and_no_silence(tmp_path: pathlib.Path, line: str) -> None:
-    assert _explained(tmp_path, "step 1", line).showing == "consequences"
+    assert explained(tmp_path, "step 1", line).showing == "consequences"
 
 
 def test_what_cpp_says_of_its_end_is_a_failure(tmp_path: pathlib.Path) -> None:
-    explanation = _explained(
+    explanation = explained(
         tmp_path,
         "terminate called after throwing an instance of 'c10::CUDAError'",
         "  what():  CUDA error: an illegal memory access was encountered",

@@ -18,6 +18,7 @@ from fsdp_doctor.known.catalogue import (
     match_message,
     nearest,
     of_finding,
+    read_entries,
 )
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import RankRange
@@ -104,9 +105,12 @@ def test_the_evidence_is_a_case_that_the_entry_is_expected_in(entry: KnownFailur
 
 def test_the_message_as_reported_finds_its_entry_first() -> None:
     for name, message in ((name, text) for name, texts in _MESSAGES.items() for text in texts):
-        sure, possible = match_message(message)
-        assert [*sure, *possible][0].id == name, message
-        assert bool(sure) == (not known_failure(name).frames), message
+        matches = match_message(message)
+        if known_failure(name).frames:
+            assert matches == [], message
+            assert next(entry.id for entry in known_failures() if entry.matches_message(message)) == name
+        else:
+            assert matches[0].id == name, message
 
 
 def test_every_signature_has_a_reported_message_that_it_matches() -> None:
@@ -139,15 +143,37 @@ def test_every_signature_has_a_reported_message_that_it_matches() -> None:
     ],
 )
 def test_of_entries_with_one_message_the_traceback_decides(message: str, traceback: str, expected: str) -> None:
-    assert match_message(message, traceback)[0][0].id == expected
+    assert match_message(message, traceback)[0].id == expected
 
 
-def test_smart_quotes_and_line_breaks_do_not_hide_a_message() -> None:
-    text = (
-        "RuntimeError: Attempted to set the storage of a tensor\n  on device \u201ccpu\u201d "
-        "to a storage on different device \u201ccuda:0\u201d"
-    )
-    assert match_message(text)[0][0].id == "fsdp2-pinned-policy-half-moved"
+@pytest.mark.parametrize(
+    ("key", "value", "wrong"),
+    [
+        ("cuase", "'x'", "`cuase`"),
+        ("cause", "3", "'int'"),
+        ("verdict", "'crashed'", "$.verdict"),
+        ("signatures", "['(']", "unterminated"),
+        ("versions", "{ torch = 'new' }", "$.versions"),
+        ("needs", "['gpu']", "$.needs"),
+        ("triggers", "[{ device = 'tpu' }]", "$.triggers[0].device"),
+        ("triggers", "[{ ranks = { least = 2 } }]", "`least`"),
+    ],
+)
+def test_a_mistake_in_an_entry_is_named_with_its_file_and_entry(key: str, value: str, wrong: str) -> None:
+    fields = {
+        "id": "'broken'",
+        "title": "'t'",
+        "verdict": "'crash'",
+        "cause": "'c'",
+        "remedy": "'r'",
+        "evidence": "'e'",
+    }
+    text = "[[failure]]\n{}\n"
+    (entry,) = read_entries(text.format("\n".join(f"{name} = {written}" for name, written in fields.items())), "1_a")
+    assert (entry.id, entry.group) == ("broken", "a")
+    with pytest.raises(ValueError, match=r"^1_a\.toml, entry broken: ") as raised:
+        read_entries(text.format("\n".join(f"{k} = {v}" for k, v in {**fields, key: value}.items())), "1_a")
+    assert wrong in str(raised.value)
 
 
 def test_what_is_near_is_near_by_its_words_and_nonsense_is_near_nothing() -> None:

@@ -1,23 +1,72 @@
-"""The frameworks whose configurations ``check`` understands, each a module with one `Framework`."""
+"""The frameworks whose configurations ``check`` understands, each one class and one table of ``frameworks.toml``."""
 
 from __future__ import annotations
 
-from fsdp_doctor.check.frameworks.accelerate import Accelerate
+from typing import ClassVar
+
 from fsdp_doctor.check.frameworks.areal import Areal
-from fsdp_doctor.check.frameworks.axolotl import Axolotl
-from fsdp_doctor.check.frameworks.framework import Framework
-from fsdp_doctor.check.frameworks.hf_trainer import HfTrainer
+from fsdp_doctor.check.frameworks.framework import (
+    Framework,
+    FrameworkFacts,
+    KeyTable,
+    ModelReading,
+    VersionRange,
+    load_facts,
+    not_under_fsdp,
+)
+from fsdp_doctor.check.frameworks.fsdp_config import Accelerate, Axolotl, HfTrainer, MsSwift
 from fsdp_doctor.check.frameworks.lightning import Lightning
-from fsdp_doctor.check.frameworks.ms_swift import MsSwift
 from fsdp_doctor.check.frameworks.nemo_rl import NemoRl
-from fsdp_doctor.check.frameworks.other_engines import DeepSpeed, Megatron, OpenRlhf
 from fsdp_doctor.check.frameworks.prime_rl import PrimeRl
 from fsdp_doctor.check.frameworks.skyrl import SkyRl
 from fsdp_doctor.check.frameworks.torchtitan import Torchtitan
 from fsdp_doctor.check.frameworks.verl import Verl
+from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT
+from fsdp_doctor.check.settings import Settings
+from fsdp_doctor.check.use import Role
+
+
+class _OtherEngine(Framework):
+    """A framework that never trains with FSDP."""
+
+    why: ClassVar[str]
+
+    def read(self, role: Role) -> ModelReading:
+        return not_under_fsdp(role, self.why)
+
+
+class _OpenRlhf(_OtherEngine):
+    facts = load_facts("open_rlhf", FrameworkFacts[VersionRange, KeyTable])
+    why = "OpenRLHF trains with DeepSpeed"
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        script = settings.text(SCRIPT)
+        return script.startswith("openrlhf") or "/openrlhf/" in script
+
+
+class _DeepSpeed(_OtherEngine):
+    facts = load_facts("deepspeed", FrameworkFacts[VersionRange, KeyTable])
+    why = "DeepSpeed trains"
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        row = settings.first("deepspeed")
+        is_launched = settings.text(PROGRAM) == "deepspeed" or (row is not None and bool(row.value))
+        return bool(settings.below("zero_optimization")) or (is_launched and "fsdp" not in settings)
+
+
+class _Megatron(_OtherEngine):
+    facts = load_facts("megatron", FrameworkFacts[VersionRange, KeyTable])
+    why = "Megatron-LM trains"
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        return "tensor_model_parallel_size" in settings or "pipeline_model_parallel_size" in settings
+
 
 # The first that recognizes a configuration reads it; no configuration of one is recognized by those before it.
-FRAMEWORKS: tuple[Framework, ...] = (
-    *(OpenRlhf(), Verl(), SkyRl(), Areal(), NemoRl(), PrimeRl(), Torchtitan(), Axolotl(), MsSwift(), Lightning()),
-    *(Accelerate(), HfTrainer(), DeepSpeed(), Megatron()),
+FRAMEWORKS: tuple[type[Framework], ...] = (
+    *(_OpenRlhf, Verl, SkyRl, Areal, NemoRl, PrimeRl, Torchtitan, Axolotl, MsSwift, Lightning),
+    *(Accelerate, HfTrainer, _DeepSpeed, _Megatron),
 )

@@ -12,89 +12,82 @@ import re
 from collections.abc import Iterator
 
 from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    Given,
+    FrameworkFacts,
+    FsdpFramework,
     KeyTable,
     ModelReading,
-    load_known_keys,
+    VersionRange,
+    load_facts,
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, use_of
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _ROLES: tuple[Role, ...] = ("actor", "critic", "ref", "model")
 _ALLOCATION = "allocation_mode"
-_ENGINES = ("fsdp", "megatron", "archon")
-_INFERENCE = ("sglang", "vllm")
-_DEGREE = re.compile(r"([a-z])(\d+)")
 
 
-class Areal(Framework):
-    name = "AReaL"
-    read_in = "v0.3.3 to v1.0.4"
-    distributions = ("areal",)
-    cpu_collectives = False
-    keys = load_known_keys("areal")
+class Areal(FsdpFramework[VersionRange]):
+    facts = load_facts("areal", FrameworkFacts[VersionRange, KeyTable])
 
-    def recognizes(self, settings: Settings) -> bool:
-        trained = any(f"{role}.backend" in settings or settings.below(f"{role}.fsdp") for role in _ROLES)
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        is_trained = any(f"{role}.backend" in settings or settings.below(f"{role}.fsdp") for role in _ROLES)
         is_cluster = "cluster.n_nodes" in settings or bool(settings.below("actor"))
-        return _ALLOCATION in settings or (trained and is_cluster)
+        return _ALLOCATION in settings or (is_trained and is_cluster)
 
-    def world_size(self, settings: Settings) -> int | None:
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
         for role in _ROLES:
             _, allocation = _read_allocation(settings, role)
             if "(" not in allocation and (degrees := _parse_degrees(allocation)):
                 return math.prod(degrees.values())
         return None
 
-    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
-        roles = [role for role in _ROLES if f"{role}.path" in settings or f"{role}.backend" in settings]
-        return {role: (f"{role}.fsdp",) for role in roles or _ROLES[:1]}
+    def models(self) -> dict[Role, tuple[str, ...]]:
+        roles = [role for role in _ROLES if f"{role}.path" in self.settings or f"{role}.backend" in self.settings]
+        return {role: self.keys(role).sections for role in roles or _ROLES[:1]}
 
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        row, allocation = _read_allocation(settings, role)
+    def read(self, role: Role) -> ModelReading:
+        row, allocation = _read_allocation(self.settings, role)
         engine = allocation.partition(":")[0]
         if engine == "archon":
             raise Unreadable(f"{row}: the Archon engine has an FSDP of its own, which is not read")
-        if engine == "megatron" or (engine not in _ENGINES and _parse_degrees(allocation).get("p", 1) > 1):
+        if engine == "megatron" or (engine != "fsdp" and _parse_degrees(allocation).get("p", 1) > 1):
             return not_under_fsdp(role, row)
         if row is None:
             raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")
-        table = KeyTable(policy=(f"{role}.fsdp.offload_params",), path=(f"{role}.path",))
-        use = use_of(
-            role,
-            "",
-            {
-                "strategy": Chosen("fsdp2", "AReaL uses fully_shard only"),
-                "offload": table.offload(settings, "offload_params=false is the default").chosen,
-                "backend": Chosen(
-                    "device-only", "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"
-                ),
-            },
-            lambda scenario: _extraction_points(scenario, role),
-        )
-        return ModelReading(uses=(use,), model=table.configured_model(settings, given.world_size))
+        return self.reading(role)
 
+    def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
+        return {
+            "strategy": Chosen(Strategy.FSDP2, "AReaL uses fully_shard only"),
+            "offload": self.choose_offload(role, "offload_params=false is the default").chosen,
+            "backend": Chosen(
+                Backend.DEVICE_ONLY, "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"
+            ),
+        }
 
-def _extraction_points(scenario: Scenario, role: Role) -> Iterator[ExtractionPoint]:
-    """_get_full_tensor, which rebuilds a DTensor on the device where the shard is on the CPU; and save_pretrained."""
-    if role == "actor":
-        sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
-        yield extraction("weights for the rollout", scenario, sync)
-    if role != "ref":
-        yield extraction("checkpoint", scenario, "get_model_state_dict.full+cpu")
+    def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        """_get_full_tensor, which rebuilds on the device a DTensor whose shard is on the CPU; and save_pretrained."""
+        if role == "actor":
+            sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
+            yield extraction("weights for the rollout", scenario, sync)
+        if role != "ref":
+            yield extraction("checkpoint", scenario, "get_model_state_dict.full+cpu")
 
 
 def _read_allocation(settings: Settings, role: Role) -> tuple[Setting | None, str]:
     """The setting that says how the model is trained, and the training's part of it."""
     row = settings.first(f"{role}.backend", _ALLOCATION)
     parts = re.split(r"[+|]", str(row.value).strip()) if row else []
-    training = [part for part in parts if not part.startswith(_INFERENCE)]
+    training = [part for part in parts if not part.startswith(("sglang", "vllm"))]
     return row, training[-1] if training else ""
 
 
 def _parse_degrees(allocation: str) -> dict[str, int]:
     """The degree of each parallelism by its letter: ``fsdp:d4t2`` has d of 4 and t of 2."""
-    return {letter: int(number) for letter, number in _DEGREE.findall(allocation.rpartition(":")[2])}
+    degrees = re.findall(r"([a-z])(\d+)", allocation.rpartition(":")[2])
+    return {letter: int(number) for letter, number in degrees}

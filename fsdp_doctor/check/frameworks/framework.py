@@ -1,82 +1,56 @@
-"""The interface of a framework whose configurations ``check`` understands.
+"""The base class of every framework whose configurations ``check`` understands.
 
-A framework is a module with one `Framework`: its keys, the versions that differ, and the source of both.
+A framework is one class, and one table of ``frameworks.toml`` with its keys, its defaults and the versions that differ.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import pathlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
+import msgspec
 from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
-from fsdp_doctor.check.configured_model import ConfiguredModel
-from fsdp_doctor.check.findings import ConfigFinding, note
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, note
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Because, Chosen, OffloadChoice, Role, Use
-from fsdp_doctor.errors import UsageError
+from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoice, Role, Use, use_of
+from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Sharding
+from fsdp_doctor.matrix.cases import Scenario
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
-# The version of a checkout of the main branch: newer than every release.
-_NEWEST = Version("9999")
-
-
 # Keys that mean the same in newer and older layouts: the first that is set counts.
 Keys: TypeAlias = tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedVersion:
-    """The version that a configuration is checked for. of: a distribution. version: None for every version."""
+class VersionRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Versions of a framework that treat a configuration alike.
 
-    of: str
-    version: Version | None = None
-    source: VersionSource = "not known"
-
-    def __str__(self) -> str:
-        return f"{self.of} {self.version}, {self.source}" if self.version else f"every version of {self.of}"
-
-
-@dataclass(frozen=True)
-class VersionRange:
-    """Versions of a framework that do the same with a configuration. label: for the user. versions: a specifier."""
-
-    label: str
-    versions: str
-
-
-VersionRangeT = TypeVar("VersionRangeT", bound=VersionRange)
-
-
-@dataclass(frozen=True)
-class Given:
-    """The facts beside the settings. framework_version: None for all. world_size: None where nothing says it."""
-
-    framework_version: Version | None = None
-    world_size: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyTable:
-    """The keys of one model's settings.
-
-    policy: whether it is under the policy. param_offload, optimizer_offload: whether the framework moves them.
-    replicas: how many times it is replicated, in ranks. shard_group: in how many ranks it is sharded; a negative number
-    is all. lora_rank: positive with an adapter. path: of the model.
+    label: its name for the user, empty where all versions are alike. versions: a version specifier.
     """
 
+    label: str = ""
+    versions: str = ""
+
+
+class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of one model's settings.
+
+    sections: those of its FSDP settings. policy: whether it is under the policy. param_offload, optimizer_offload:
+    whether the framework moves them. replicas: how many times it is replicated, in ranks. shard_group: in how many
+    ranks it is sharded; a negative number is all. lora_rank: positive with an adapter. path: of the model.
+    """
+
+    sections: Keys = ()
     policy: Keys = ()
     param_offload: Keys = ()
     optimizer_offload: Keys = ()
@@ -85,95 +59,175 @@ class KeyTable:
     lora_rank: Keys = ()
     path: Keys = ()
 
-    def offload(self, settings: Settings, default: str) -> OffloadChoice:
-        """The policy if it is on, or else the manual offloads that are. default: where no setting says anything."""
-        policy = settings.first(*self.policy)
-        if settings.flag(*self.policy):
-            return OffloadChoice(policy=policy)
-        return OffloadChoice(
-            param=get_if_true(settings, *self.param_offload),
-            optimizer=get_if_true(settings, *self.optimizer_offload),
-            default=str(policy or default),
-        )
 
-    def sharding(self, settings: Settings, world_size: int | None) -> Chosen:
-        replicas, group = settings.number(*self.replicas) or 1, self._shard_group(settings)
-        row = settings.first(*self.replicas) or settings.first(*self.shard_group)
-        if world_size and 0 < group < world_size:
-            return Chosen("size1" if group == 1 else "hsdp", f"{row} of {world_size} ranks")
-        return Chosen("hsdp", row) if replicas > 1 else Chosen("full")
+V = TypeVar("V", bound=VersionRange)
+M = TypeVar("M", bound=KeyTable)
+F = TypeVar("F")
 
-    def model(self, settings: Settings) -> Chosen:
-        rank = settings.first(*self.lora_rank)
-        return Chosen("qwen3-lora", rank) if (settings.number(*self.lora_rank) or 0) > 0 else Chosen("qwen3")
 
-    def configured_model(self, settings: Settings, world_size: int | None) -> ConfiguredModel:
-        ranks = self._shard_group(settings)
-        if world_size is None:
-            return ConfiguredModel(path=settings.first(*self.path))
-        if not 0 < ranks < world_size:
-            ranks = max(1, world_size // (settings.number(*self.replicas) or 1))
-        return ConfiguredModel(path=settings.first(*self.path), ranks=ranks)
+class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A framework's table in ``frameworks.toml``.
 
-    def _shard_group(self, settings: Settings) -> int:
-        """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh)."""
-        size = settings.number(*self.shard_group, default=-1)
-        if size == 0:
-            row = settings.first(*self.shard_group)
-            raise Unreadable(f"{row} is a group of no ranks, and the job fails; all are -1")
-        return -1 if size is None else size
+    read_in: the versions of its source that it was read in. distributions: its packages; the version of the first that
+    is installed is taken where none is given. section_keys: the words that a section of FSDP settings can have; empty
+    where any can be there. cpu_collectives: whether it runs collectives over shards that the policy keeps on the CPU,
+    as to clip gradients. versions: ranges that together hold every version. models: by role, or by name.
+    """
+
+    name: str
+    read_in: str
+    distributions: tuple[str, ...] = ()
+    section_keys: str = ""
+    cpu_collectives: bool = True
+    versions: tuple[V, ...] = ()
+    models: Mapping[str, M] = {}
+
+
+@functools.cache
+def _read_tables() -> dict[str, Any]:
+    return tomllib.loads(pathlib.Path(__file__).with_name("frameworks.toml").read_text(encoding="utf-8"))
+
+
+def load_facts(name: str, kind: type[F]) -> F:
+    """The table of that name as ``kind``, which is `FrameworkFacts` of some types. Raises msgspec.ValidationError."""
+    return msgspec.convert(_read_tables()[name], kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReading:
-    """The reading of one model's settings.
-
-    uses: one for each range of versions in question. model: the one that the settings name, for its dimensions.
-    """
+    """The uses of one model, one for each range of versions in question; the model itself; and findings on it."""
 
     uses: Sequence[Use]
     model: ConfiguredModel = field(default_factory=ConfiguredModel)
     findings: Sequence[ConfigFinding] = ()
 
 
+@dataclass(frozen=True)
 class Framework(ABC):
-    """A framework whose configurations are understood. All of its methods can raise UsageError and Unreadable.
+    """A configuration of one framework. Every method can raise UsageError and Unreadable.
 
-    read_in: the versions of its source that it was read in.
-    distributions: its packages; the version of the first that is installed is taken where none is given.
-    cpu_collectives: whether it runs collectives over shards that the policy keeps on the CPU, as to clip gradients.
-    keys: all that a section of FSDP settings can have.
+    version: of the framework, None for all. world_size: the number of ranks, None where nothing says it.
     """
 
-    name: ClassVar[str]
-    read_in: ClassVar[str]
-    distributions: ClassVar[tuple[str, ...]] = ()
-    cpu_collectives: ClassVar[bool] = True
-    keys: ClassVar[Keys] = ()
+    facts: ClassVar[FrameworkFacts[Any, Any]]
+    settings: Settings
+    version: Version | None = None
+    world_size: int | None = None
 
+    @staticmethod
     @abstractmethod
-    def recognizes(self, settings: Settings) -> bool:
+    def recognizes(settings: Settings) -> bool:
         """Whether the settings are a configuration of this framework."""
 
-    @abstractmethod
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        """The uses of one of the models."""
-
-    def models(self, settings: Settings, given: Given) -> Mapping[Role, tuple[str, ...]]:
-        """By role of each model of the run, the sections of its FSDP settings."""
-        return {"model": ()}
-
-    def complete(self, settings: Settings) -> Settings:
+    @staticmethod
+    def complete(settings: Settings) -> Settings:
         """The settings with those of files that a setting names."""
         return settings
 
-    def world_size(self, settings: Settings) -> int | None:
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
         """The number of ranks by the settings, or the framework's default; None for that of the launch command."""
         return None
 
-    def findings(self, settings: Settings) -> Sequence[ConfigFinding]:
+    @abstractmethod
+    def read(self, role: Role) -> ModelReading:
+        """The uses of one of the models."""
+
+    def models(self) -> Mapping[Role, tuple[str, ...]]:
+        """By role of each model of the run, the sections of its FSDP settings."""
+        return {"model": self.keys("model").sections}
+
+    def section_keys(self) -> Keys:
+        """All that a section of FSDP settings can have; empty where that is not known."""
+        return tuple(self.facts.section_keys.split())
+
+    def findings(self) -> Iterable[ConfigFinding]:
         """Findings on the configuration as a whole."""
         return ()
+
+    def keys(self, role: Role) -> KeyTable:
+        table: KeyTable = self.facts.models.get(role, KeyTable())
+        return table
+
+
+class FsdpFramework(Framework, Generic[V]):
+    """A configuration of a framework that trains with FSDP."""
+
+    @abstractmethod
+    def choose_axes(self, role: Role, versions: V) -> Mapping[AxisName, Chosen]:
+        """The values of the axes that a model has under those versions, in the order in which they are shown."""
+
+    @abstractmethod
+    def extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterable[ExtractionPoint]:
+        """Where those versions extract the weights of a model, or load them."""
+
+    def ranges(self) -> Sequence[V]:
+        """The ranges that contain the version; all of them where none is given."""
+        return matching(self.facts.versions or (VersionRange(),), self.version)
+
+    def reading(
+        self, role: Role, findings: Iterable[ConfigFinding] = (), ranges: Sequence[V] | None = None
+    ) -> ModelReading:
+        """The reading of a model under FSDP. ranges: of versions; None for all in question."""
+        uses = [
+            use_of(
+                role,
+                versions.label,
+                self.choose_axes(role, versions),
+                functools.partial(self.extractions, role, versions),
+            )
+            for versions in (self.ranges() if ranges is None else ranges)
+        ]
+        return ModelReading(uses=uses, model=self.configured_model(role), findings=tuple(findings))
+
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        keys = self.keys(role)
+        path, ranks = self.settings.first(*keys.path), self._shard_group(keys)
+        if self.world_size is None:
+            return ConfiguredModel(path=path)
+        if not 0 < ranks < self.world_size:
+            ranks = max(1, self.world_size // (self.settings.number(*keys.replicas) or 1))
+        return ConfiguredModel(path=path, ranks=ranks)
+
+    def choose_offload(self, role: Role, default: str) -> OffloadChoice:
+        """The policy if it is on, or else the manual offloads that are. default: where no setting says anything."""
+        keys = self.keys(role)
+        policy = self.settings.first(*keys.policy)
+        if self.settings.flag(*keys.policy):
+            return OffloadChoice(policy=policy)
+        return OffloadChoice(
+            param=self.settings.first_true(*keys.param_offload),
+            optimizer=self.settings.first_true(*keys.optimizer_offload),
+            default=str(policy or default),
+        )
+
+    def choose_sharding(self, role: Role) -> Chosen:
+        keys = self.keys(role)
+        replicas, group = self.settings.number(*keys.replicas) or 1, self._shard_group(keys)
+        row = self.settings.first(*keys.replicas) or self.settings.first(*keys.shard_group)
+        if self.world_size and 0 < group < self.world_size:
+            return Chosen(Sharding.SIZE1 if group == 1 else Sharding.HSDP, f"{row} of {self.world_size} ranks")
+        return Chosen(Sharding.HSDP, row) if replicas > 1 else Chosen(Sharding.FULL)
+
+    def choose_model(self, role: Role) -> Chosen:
+        row = self.settings.first(*self.keys(role).lora_rank)
+        has_adapter = row is not None and (self.settings.number(row.key) or 0) > 0
+        return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
+
+    def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
+        """A note on the degrees of other parallelisms that are more than 1."""
+        rows = [self.settings.first(f"{section}.{degree}") for degree in degrees]
+        others = [row for row in rows if row and (self.settings.number(row.key) or 1) > 1]
+        sentence = "the probe has no other parallelism beside FSDP; these settings are left out of the cases"
+        return [note(sentence, *others)] if others else []
+
+    def _shard_group(self, keys: KeyTable) -> int:
+        """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh)."""
+        size = self.settings.number(*keys.shard_group)
+        if size == 0:
+            row = self.settings.first(*keys.shard_group)
+            raise Unreadable(f"{row} is a group of no ranks, and the job fails; all are -1")
+        return -1 if size is None else size
 
 
 def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
@@ -181,64 +235,13 @@ def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> Mo
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
 
-def get_if_true(settings: Settings, *keys: str) -> Setting | None:
-    """The setting of the first of ``keys`` that is set, if it is true."""
-    return settings.first(*keys) if settings.flag(*keys) else None
+def choose_backend(row: Setting | None, default: str) -> Chosen:
+    """The process group that a setting names, as ``cpu:gloo,cuda:nccl``; default: why it is NCCL alone without one."""
+    backends = [part.rpartition(":")[2].strip() for part in str(row.value).split(",")] if row else []
+    return Chosen(Backend.MIXED if "gloo" in backends else Backend.DEVICE_ONLY, row or default)
 
 
-def names_gloo(backend: str) -> bool:
-    """Whether a process group's backend, as ``cpu:gloo,cuda:nccl``, has gloo."""
-    return "gloo" in [part.rpartition(":")[2].strip() for part in backend.split(",")]
-
-
-def find_other_parallelisms(settings: Settings, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
-    """A note on the degrees of other parallelisms that are more than 1."""
-    rows = [settings.first(f"{section}.{degree}") for degree in degrees]
-    others = [row for row in rows if row and (settings.number(row.key) or 1) > 1]
-    sentence = "the probe has no other parallelism beside FSDP; these settings are left out of the cases"
-    return [note(sentence, *others)] if others else []
-
-
-def load_known_keys(name: str) -> Keys:
-    """The keys that ``keys.toml`` lists under a name."""
-    return tuple(_key_lists()[name].split())
-
-
-@functools.cache
-def _key_lists() -> dict[str, str]:
-    return tomllib.loads(pathlib.Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
-
-
-def checked_version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
-    """The version that an option gives, or that of the first of the distributions that is installed.
-
-    Raises UsageError for a text that is not a version.
-    """
-    if given is not None:
-        version = parse_version(given, option)
-        return CheckedVersion(of=distributions[0], version=version, source="given" if version else "not known")
-    for distribution in distributions:
-        try:
-            version = Version(importlib.metadata.version(distribution))
-        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
-            continue
-        return CheckedVersion(of=distribution, version=version, source="installed here")
-    return CheckedVersion(of=distributions[0])
-
-
-def parse_version(text: str, option: str = "--framework-version") -> Version | None:
-    """The version that an option gives; None for ``all``. Raises UsageError."""
-    if text == "all":
-        return None
-    if text in ("main", "latest"):
-        return _NEWEST
-    try:
-        return Version(text)
-    except InvalidVersion:
-        raise UsageError(f"{option} {text}: this is not a version; use one like 0.7.1, or main, or all") from None
-
-
-def matching(ranges: Sequence[VersionRangeT], version: Version | None) -> list[VersionRangeT]:
+def matching(ranges: Sequence[V], version: Version | None) -> list[V]:
     """The ranges that contain the version; all of them where none is given. A pre-release counts as its release."""
     if version is None:
         return list(ranges)

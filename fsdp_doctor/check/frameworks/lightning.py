@@ -7,25 +7,27 @@ checkpoint reads, model_parallel.py, and fabric/utilities/distributed.py for the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from fsdp_doctor.check.findings import note
+from fsdp_doctor.check.findings import ConfiguredModel, note
 from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    Given,
+    FrameworkFacts,
+    FsdpFramework,
+    Keys,
+    KeyTable,
     ModelReading,
     VersionRange,
-    get_if_true,
-    matching,
-    names_gloo,
+    choose_backend,
+    load_facts,
     not_under_fsdp,
 )
-from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, OffloadChoice, Role, Use, extraction, use_of
-from fsdp_doctor.matrix.axes import Sharding
+from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
+from fsdp_doctor.matrix.axes import AxisName, Backend, Offload, Sharding, Strategy
+from fsdp_doctor.matrix.cases import Scenario
 
-_ARGUMENTS = ("trainer.strategy.init_args", "strategy.init_args")
 _STRATEGY = ("trainer.strategy", "trainer.strategy.class_path", "strategy.class_path")
+_MODEL_PARALLEL = "ModelParallelStrategy"
 # The names of registered strategies, and whether each offloads.
 _FSDP_NAMES = {
     "fsdp": False,
@@ -43,91 +45,80 @@ _SHARDING: dict[str, Sharding] = {
 _NCCL_ALONE = "Lightning's default is NCCL alone"
 
 
-@dataclass(frozen=True)
-class _Versions(VersionRange):
+class _Versions(VersionRange, frozen=True, kw_only=True):
     """use_orig_params: where it is not set."""
 
     use_orig_params: bool
 
 
-_VERSIONS = (_Versions("before 2.1", "<2.1", False), _Versions("since 2.1", ">=2.1", True))
+class Lightning(FsdpFramework[_Versions]):
+    facts = load_facts("lightning", FrameworkFacts[_Versions, KeyTable])
 
-
-def _keys(name: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for section in _ARGUMENTS)
-
-
-class Lightning(Framework):
-    name = "Lightning"
-    read_in = "2.0.0 to 2.6.5"
-    distributions = ("lightning", "pytorch-lightning")
-
-    def recognizes(self, settings: Settings) -> bool:
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
         row = settings.first(*_STRATEGY)
         names = (*_FSDP_NAMES, "ddp", "ddp_find_unused_parameters_true")
         return row is not None and (row.name == "class_path" or str(row.value) in names)
 
-    def world_size(self, settings: Settings) -> int | None:
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
         devices = settings.count("trainer.devices")
         return devices and devices * (settings.count("trainer.num_nodes") or 1)
 
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        row = settings.first(*_STRATEGY)
-        name = settings.text(*_STRATEGY).rpartition(".")[2]
-        if name == "ModelParallelStrategy":
+    def read(self, role: Role) -> ModelReading:
+        row = self.settings.first(*_STRATEGY)
+        if self._name == _MODEL_PARALLEL:
             sentence = "the fully_shard that configure_model calls is not here: whether it has a policy is not known"
-            return ModelReading(uses=(_read_model_parallel(settings),), findings=[note(sentence, row)])
-        if name in _FSDP_NAMES and row is not None:
-            ranges = matching(_VERSIONS, given.framework_version)
-            return ModelReading(uses=[_read_use(settings, row, _FSDP_NAMES[name], versions) for versions in ranges])
-        if _OTHER_NAMES.fullmatch(name):
+            return self.reading(role, [note(sentence, row)], [_Versions(use_orig_params=True)])
+        if self._name in _FSDP_NAMES:
+            return self.reading(role)
+        if _OTHER_NAMES.fullmatch(self._name):
             return not_under_fsdp(role, row)
         raise Unreadable(f"{row} does not say which strategy it is")
 
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        """None that is known: the model is in the script."""
+        return ConfiguredModel()
 
-def _read_use(settings: Settings, strategy: Setting, name_offloads: bool, versions: _Versions) -> Use:
-    orig, backend = settings.first(*_keys("use_orig_params")), settings.first(*_keys("process_group_backend"))
-    is_flat = not settings.flag(*_keys("use_orig_params"), default=versions.use_orig_params)
-    cpu_offload = settings.first(*_keys("cpu_offload"))
-    offload = OffloadChoice(
-        policy=strategy if name_offloads and cpu_offload is None else get_if_true(settings, *_keys("cpu_offload")),
-        default=cpu_offload or "cpu_offload=None is the default",
-    )
-    path = settings.word(*_keys("state_dict_type"), default="full")
-    row = settings.first(*_keys("sharding_strategy"))
-    sharding = _SHARDING.get(settings.text(*_keys("sharding_strategy")).rpartition(".")[2].upper(), "full")
-    return use_of(
-        "model",
-        versions.label,
-        {
+    def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
+        if self._name == _MODEL_PARALLEL:
+            return {
+                "strategy": Chosen(Strategy.FSDP2, f"{_MODEL_PARALLEL} has the script call fully_shard"),
+                "offload": Chosen(Offload()),
+                "backend": Chosen(Backend.DEVICE_ONLY, _NCCL_ALONE),
+            }
+        orig, cpu_offload = self.settings.first(*_keys("use_orig_params")), self.settings.first(*_keys("cpu_offload"))
+        is_flat = not self.settings.flag(*_keys("use_orig_params"), default=versions.use_orig_params)
+        by_name = self.settings.first(*_STRATEGY) if _FSDP_NAMES[self._name] and cpu_offload is None else None
+        offload = OffloadChoice(
+            policy=by_name or self.settings.first_true(*_keys("cpu_offload")),
+            default=cpu_offload or "cpu_offload=None is the default",
+        )
+        row = self.settings.first(*_keys("sharding_strategy"))
+        sharding = _SHARDING.get(str(row.value).rpartition(".")[2].upper() if row else "")
+        return {
             "strategy": Chosen(
-                "fsdp1" if is_flat else "fsdp1-orig", orig or f"use_orig_params={not is_flat} is the default".lower()
+                Strategy.FSDP1 if is_flat else Strategy.FSDP1_ORIG,
+                orig or f"use_orig_params={not is_flat} is the default".lower(),
             ),
             "offload": offload.chosen,
-            "backend": Chosen(
-                "mixed" if backend and names_gloo(str(backend.value)) else "device-only", backend or _NCCL_ALONE
-            ),
-            "sharding": Chosen(sharding, row if sharding != "full" else None),
-        },
-        lambda scenario: [
-            extraction(
-                "checkpoint", scenario, "sharded_state_dict" if path == "sharded" else "full_state_dict.rank0+cpu"
-            )
-        ],
-    )
+            "backend": choose_backend(self.settings.first(*_keys("process_group_backend")), _NCCL_ALONE),
+            "sharding": Chosen(sharding, row) if sharding else Chosen(Sharding.FULL),
+        }
+
+    def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        if self._name == _MODEL_PARALLEL:
+            saves_shards = self.settings.flag(*_keys("save_distributed_checkpoint"), default=True)
+            path = "get_model_state_dict.sharded+cpu" if saves_shards else "get_model_state_dict.full+cpu"
+        else:
+            saves_shards = self.settings.word(*_keys("state_dict_type"), default="full") == "sharded"
+            path = "sharded_state_dict" if saves_shards else "full_state_dict.rank0+cpu"
+        yield extraction("checkpoint", scenario, path)
+
+    @property
+    def _name(self) -> str:
+        return self.settings.text(*_STRATEGY).rpartition(".")[2]
 
 
-def _read_model_parallel(settings: Settings) -> Use:
-    """FSDP2, which the script's own configure_model asks for."""
-    saves_shards = settings.flag(*_keys("save_distributed_checkpoint"), default=True)
-    path = "get_model_state_dict.sharded+cpu" if saves_shards else "get_model_state_dict.full+cpu"
-    return use_of(
-        "model",
-        "",
-        {
-            "strategy": Chosen("fsdp2", "ModelParallelStrategy has the script call fully_shard"),
-            "offload": Chosen("none"),
-            "backend": Chosen("device-only", _NCCL_ALONE),
-        },
-        lambda scenario: [extraction("checkpoint", scenario, path)],
-    )
+def _keys(name: str) -> Keys:
+    return f"trainer.strategy.init_args.{name}", f"strategy.init_args.{name}"

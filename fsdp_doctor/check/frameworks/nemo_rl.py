@@ -8,51 +8,43 @@ pin; fsdp1_policy_worker.py until v0.2; algorithms/grpo.py for the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    Given,
+    FrameworkFacts,
+    FsdpFramework,
     KeyTable,
     ModelReading,
     VersionRange,
-    find_other_parallelisms,
-    load_known_keys,
-    matching,
+    load_facts,
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, Use, extraction, use_of
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
+from fsdp_doctor.matrix.axes import AxisName, Backend, Pinning, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _DTENSOR = "policy.dtensor_cfg"
 _MEGATRON = "policy.megatron_cfg.enabled"
-_TABLE = KeyTable(policy=(f"{_DTENSOR}.cpu_offload",), path=("policy.model_name",))
 _DEGREES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size")
 
 
-@dataclass(frozen=True)
-class _Versions(VersionRange):
+class _Versions(VersionRange, frozen=True, kw_only=True):
     """mixed_in_v2: whether the group of the second worker has gloo beside NCCL with the offload."""
 
     mixed_in_v2: bool
 
 
-_VERSIONS = (_Versions("before v0.5", "<0.5", False), _Versions("since v0.5", ">=0.5", True))
+class NemoRl(FsdpFramework[_Versions]):
+    facts = load_facts("nemo_rl", FrameworkFacts[_Versions, KeyTable])
 
-
-class NemoRl(Framework):
-    name = "NeMo-RL"
-    read_in = "v0.2.1 to v0.7.0"
-    distributions = ("nemo-rl",)
-    keys = load_known_keys("nemo_rl")
-
-    def recognizes(self, settings: Settings) -> bool:
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
         return bool(settings.below(_DTENSOR) or settings.below("policy.megatron_cfg")) or (
             "policy.model_name" in settings and bool(settings.below("cluster"))
         )
 
-    def world_size(self, settings: Settings) -> int | None:
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
         """The whole cluster, or what generation on GPUs of its own leaves: a part of the only node, or else nodes.
 
         None where the configuration does not say how many generation takes.
@@ -68,49 +60,38 @@ class NemoRl(Framework):
             return None
         return per_node - taken if nodes == 1 else per_node * (nodes - taken)
 
-    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
+    def models(self) -> dict[Role, tuple[str, ...]]:
         return {"actor": (_DTENSOR,)}
 
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        if settings.flag(_MEGATRON):
-            return not_under_fsdp(role, settings.first(_MEGATRON))
-        enabled = settings.first(f"{_DTENSOR}.enabled")
+    def read(self, role: Role) -> ModelReading:
+        if self.settings.flag(_MEGATRON):
+            return not_under_fsdp(role, self.settings.first(_MEGATRON))
+        enabled = self.settings.first(f"{_DTENSOR}.enabled")
         if enabled is None:
             raise Unreadable(
                 "policy.dtensor_cfg.enabled is not in the configuration; give the file of its `defaults` beside"
             )
-        if not settings.flag(f"{_DTENSOR}.enabled"):
+        if not self.settings.flag(f"{_DTENSOR}.enabled"):
             raise Unreadable(f"{enabled}: FSDP1 in NeMo-RL until v0.2 and refused since; neither is read")
-        return ModelReading(
-            uses=[_read_use(settings, versions) for versions in matching(_VERSIONS, given.framework_version)],
-            model=_TABLE.configured_model(settings, given.world_size),
-            findings=find_other_parallelisms(settings, _DTENSOR, _DEGREES),
-        )
+        return self.reading(role, self.find_other_parallelisms(_DTENSOR, _DEGREES))
 
-
-def _read_use(settings: Settings, versions: _Versions) -> Use:
-    offload = _TABLE.offload(settings, "cpu_offload=false is the default")
-    is_mixed = offload.policy and settings.flag(f"{_DTENSOR}._v2") and versions.mixed_in_v2
-    return use_of(
-        "actor",
-        versions.label,
-        {
-            "strategy": Chosen("fsdp2", "the DTensor worker uses fully_shard only"),
+    def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
+        offload = self.choose_offload(role, "cpu_offload=false is the default")
+        is_mixed = offload.policy and self.settings.flag(f"{_DTENSOR}._v2") and versions.mixed_in_v2
+        return {
+            "strategy": Chosen(Strategy.FSDP2, "the DTensor worker uses fully_shard only"),
             "offload": offload.chosen,
             "pinning": Chosen(
-                "unpinned" if offload.policy else "pinned", "nemo_rl: CPUOffloadPolicy(pin_memory=False)"
+                Pinning.UNPINNED if offload.policy else Pinning.PINNED, "nemo_rl: CPUOffloadPolicy(pin_memory=False)"
             ),
             "backend": Chosen(
-                "mixed" if is_mixed else "device-only",
+                Backend.MIXED if is_mixed else Backend.DEVICE_ONLY,
                 "the worker's init_process_group: gloo beside NCCL with cpu_offload, with _v2 and since v0.5",
             ),
-        },
-        lambda scenario: _extraction_points(settings, scenario),
-    )
+        }
 
-
-def _extraction_points(settings: Settings, scenario: Scenario) -> Iterator[ExtractionPoint]:
-    """dtensor_params_generator, before which an offloaded model is moved to the device; and checkpoints."""
-    yield extraction("weights for generation", scenario, "state_dict.full_tensor.to", staged=scenario.policy)
-    if settings.flag("checkpointing.enabled"):
-        yield extraction("checkpoint", scenario, "get_model_state_dict.sharded")
+    def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        """dtensor_params_generator, before which an offloaded model is moved to the device; and checkpoints."""
+        yield extraction("weights for generation", scenario, "state_dict.full_tensor.to", staged=scenario.policy)
+        if self.settings.flag("checkpointing.enabled"):
+            yield extraction("checkpoint", scenario, "get_model_state_dict.sharded")

@@ -7,32 +7,28 @@ for what is read. The package skyrl follows skyrl_train; a version given is skyr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import note
 from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    Given,
+    FrameworkFacts,
+    FsdpFramework,
     KeyTable,
     ModelReading,
     VersionRange,
-    get_if_true,
-    load_known_keys,
-    matching,
+    load_facts,
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, Use, extraction, use_of
-from fsdp_doctor.matrix.axes import Backend, Strategy
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy, Transfer
 from fsdp_doctor.matrix.cases import Scenario
 
-_SECTION: dict[Role, str] = {"actor": "trainer.policy", "ref": "trainer.ref", "critic": "trainer.critic"}
 _STRATEGY = "trainer.strategy"
 _MOVED = "distributed/fsdp_strategy.py moves it by hand where all are colocated, the default"
 
 
-@dataclass(frozen=True)
-class _Versions(VersionRange):
+class _Versions(VersionRange, frozen=True, kw_only=True):
     """fsdp: the strategy that the word ``fsdp`` means. default: the word where none is set. adapter: its path."""
 
     fsdp: Strategy = Strategy.FSDP1
@@ -41,98 +37,72 @@ class _Versions(VersionRange):
     adapter: str = "lora.layered_summon"
 
 
-_VERSIONS = (
-    _Versions("skyrl before 0.2, and skyrl_train", "<0.2", backend=Backend.DEVICE_ONLY),
-    _Versions("skyrl 0.2", ">=0.2,<0.3"),
-    _Versions("skyrl since 0.3", ">=0.3", fsdp=Strategy.FSDP2, default="fsdp", adapter="lora.adapter"),
-)
+class SkyRl(FsdpFramework[_Versions]):
+    facts = load_facts("skyrl", FrameworkFacts[_Versions, KeyTable])
 
-
-def _key_table(role: Role) -> KeyTable:
-    section = _SECTION[role]
-    return KeyTable(
-        policy=(f"{section}.fsdp_config.cpu_offload",),
-        shard_group=(f"{section}.fsdp_config.fsdp_size",),
-        lora_rank=(f"{section}.model.lora.rank",),
-        path=(f"{section}.model.path", "trainer.policy.model.path"),
-    )
-
-
-class SkyRl(Framework):
-    name = "SkyRL"
-    read_in = "skyrl_train 0.1.0 to skyrl 0.3.0"
-    distributions = ("skyrl",)
-    keys = load_known_keys("skyrl")
-
-    def recognizes(self, settings: Settings) -> bool:
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
         return bool(settings.below("trainer.policy") or settings.below("trainer.placement"))
 
-    def world_size(self, settings: Settings) -> int | None:
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
         per_node = settings.number("trainer.placement.policy_num_gpus_per_node", default=1)
         nodes = settings.number("trainer.placement.policy_num_nodes", default=1)
         return per_node * nodes if per_node and nodes else None
 
-    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
+    def models(self) -> dict[Role, tuple[str, ...]]:
         roles: list[Role] = ["actor"]
-        in_reward = settings.flag("trainer.algorithm.use_kl_in_reward")
-        if in_reward or settings.flag("trainer.algorithm.use_kl_loss", default=True):
+        in_reward = self.settings.flag("trainer.algorithm.use_kl_in_reward")
+        if in_reward or self.settings.flag("trainer.algorithm.use_kl_loss", default=True):
             roles.append("ref")
-        if settings.first("trainer.critic.model.path") is not None:
+        if self.settings.first("trainer.critic.model.path") is not None:
             roles.append("critic")
-        return {role: (f"{_SECTION[role]}.fsdp_config",) for role in roles}
+        return {role: self.keys(role).sections for role in roles}
 
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        row, table = settings.first(_STRATEGY), _key_table(role)
+    def read(self, role: Role) -> ModelReading:
+        row = self.settings.first(_STRATEGY)
         if row is not None and str(row.value) not in ("fsdp", "fsdp2"):
             return not_under_fsdp(role, row)
-        uses = [_read_use(settings, role, versions, given) for versions in matching(_VERSIONS, given.framework_version)]
-        policy = get_if_true(settings, *table.policy)
-        is_fsdp1 = any(use.scenario is not None and use.scenario.version == 1 for use in uses)
+        policy = self.settings.first_true(*self.keys(role).policy)
+        has_fsdp1 = any(self._read_strategy(versions).version == 1 for versions in self.ranges())
         sentence = f"{role}: SkyRL does not read cpu_offload for a model that FSDP1 trains"
-        return ModelReading(
-            uses=uses,
-            model=table.configured_model(settings, given.world_size),
-            findings=[note(sentence, policy)] if policy and is_fsdp1 and role != "ref" else [],
-        )
+        return self.reading(role, [note(sentence, policy)] if policy and has_fsdp1 and role != "ref" else [])
 
-
-def _read_use(settings: Settings, role: Role, versions: _Versions, given: Given) -> Use:
-    row, table = settings.first(_STRATEGY), _key_table(role)
-    strategy = versions.fsdp if (settings.text(_STRATEGY) or versions.default) == "fsdp" else Strategy.FSDP2
-    offload = _read_offload(settings, role, strategy)
-    return use_of(
-        role,
-        versions.label,
-        {
-            "strategy": Chosen(strategy, row or f"strategy={versions.default} is the default"),
+    def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
+        strategy = self._read_strategy(versions)
+        offload = self._choose_offload(role, strategy)
+        return {
+            "strategy": Chosen(
+                strategy, self.settings.first(_STRATEGY) or f"strategy={versions.default} is the default"
+            ),
             "offload": offload.chosen,
-            "transfer": Chosen("nonblocking", "fsdp_utils.py: non_blocking=True")
+            "transfer": Chosen(Transfer.NONBLOCKING, "fsdp_utils.py: non_blocking=True")
             if offload.param
-            else Chosen("blocking"),
-            "model": table.model(settings),
+            else Chosen(Transfer.BLOCKING),
+            "model": self.choose_model(role),
             "backend": Chosen(versions.backend, "skyrl's workers/worker.py: gloo beside NCCL since 0.2"),
-            "sharding": table.sharding(settings, given.world_size),
-        },
-        lambda scenario: _extraction_points(scenario, role, versions.adapter),
-    )
+            "sharding": self.choose_sharding(role),
+        }
 
+    def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        """FSDPWeightExtractor after backload_to_gpu; of an adapter collect_lora_params."""
+        if role != "actor":
+            return
+        if scenario.model.has_adapters:
+            yield extraction("adapter for the rollout", scenario, versions.adapter, staged=scenario.param_offload)
+            return
+        path = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
+        yield extraction("weights for the rollout", scenario, path, staged=scenario.param_offload)
 
-def _read_offload(settings: Settings, role: Role, strategy: Strategy) -> OffloadChoice:
-    """The policy, or else the manual offload that colocation brings; under FSDP1 only the reference has a policy."""
-    offload = _key_table(role).offload(settings, "cpu_offload=false is the default")
-    if offload.policy and strategy == "fsdp1" and role != "ref":
-        offload = OffloadChoice()
-    if offload.policy or not settings.flag("trainer.placement.colocate_all", default=True):
-        return offload
-    return OffloadChoice(param=_MOVED, optimizer=None if role == "ref" else _MOVED)
+    def _read_strategy(self, versions: _Versions) -> Strategy:
+        word = self.settings.text(_STRATEGY) or versions.default
+        return versions.fsdp if word == "fsdp" else Strategy.FSDP2
 
-
-def _extraction_points(scenario: Scenario, role: Role, adapter: str) -> list[ExtractionPoint]:
-    """FSDPWeightExtractor after backload_to_gpu; of an adapter collect_lora_params."""
-    if role != "actor":
-        return []
-    staged = scenario.param_offload
-    if scenario.model == "qwen3-lora":
-        return [extraction("adapter for the rollout", scenario, adapter, staged=staged)]
-    path = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
-    return [extraction("weights for the rollout", scenario, path, staged=staged)]
+    def _choose_offload(self, role: Role, strategy: Strategy) -> OffloadChoice:
+        """The policy, which under FSDP1 only the reference has, or else the manual offload that colocation brings."""
+        offload = self.choose_offload(role, "cpu_offload=false is the default")
+        if offload.policy and strategy.version == 1 and role != "ref":
+            offload = OffloadChoice()
+        if offload.policy or not self.settings.flag("trainer.placement.colocate_all", default=True):
+            return offload
+        return OffloadChoice(param=_MOVED, optimizer=None if role == "ref" else _MOVED)

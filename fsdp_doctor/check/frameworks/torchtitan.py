@@ -6,18 +6,21 @@ backend, models/llama3/infra/parallelize.py for the policy, components/checkpoin
 
 from __future__ import annotations
 
-from fsdp_doctor.check.findings import ConfigFinding, conflict, unknown
+from collections.abc import Iterator
+
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, unknown
 from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    Given,
+    FrameworkFacts,
+    FsdpFramework,
     KeyTable,
     ModelReading,
-    find_other_parallelisms,
-    load_known_keys,
+    VersionRange,
+    load_facts,
     not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading, use_of
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading
+from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _SECTION = "parallelism"
@@ -25,60 +28,53 @@ _DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_paral
 _OFFLOAD = "training.enable_cpu_offload"
 _SHARD = f"{_SECTION}.data_parallel_shard_degree"
 _CONTEXT = f"{_SECTION}.context_parallel_degree"
-_TABLE = KeyTable(policy=(_OFFLOAD,), replicas=(f"{_SECTION}.data_parallel_replicate_degree",))
 
 
-class Torchtitan(Framework):
-    name = "torchtitan"
-    read_in = "v0.2.2"
-    distributions = ("torchtitan",)
-    keys = load_known_keys("torchtitan")
+class Torchtitan(FsdpFramework[VersionRange]):
+    facts = load_facts("torchtitan", FrameworkFacts[VersionRange, KeyTable])
 
-    def recognizes(self, settings: Settings) -> bool:
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
         return _OFFLOAD in settings or bool(settings.below(_SECTION) and settings.below("training"))
 
-    def models(self, settings: Settings, given: Given) -> dict[Role, tuple[str, ...]]:
-        return {"model": (_SECTION,)}
-
-    def read(self, role: Role, settings: Settings, given: Given) -> ModelReading:
-        offload = _TABLE.offload(settings, "enable_cpu_offload=false is the default")
-        if settings.number(_SHARD) == 1 and (settings.number(_CONTEXT) or 1) == 1:
-            shard = settings.first(_SHARD)
+    def read(self, role: Role) -> ModelReading:
+        offload = self.settings.first_true(_OFFLOAD)
+        if self.settings.number(_SHARD) == 1 and (self.settings.number(_CONTEXT) or 1) == 1:
+            shard = self.settings.first(_SHARD)
             sentence = (
                 "enable_cpu_offload is a setting of FSDP, and nothing is sharded with data_parallel_shard_degree=1"
             )
-            ignored = [conflict(sentence, settings.first(_OFFLOAD), shard)] if offload.policy else []
-            return not_under_fsdp(role, shard, *ignored)
-        use = use_of(
-            role,
-            "",
-            {
-                "strategy": Chosen("fsdp2", "torchtitan uses fully_shard only"),
-                "offload": offload.chosen,
-                "backend": Chosen(
-                    "mixed" if offload.policy else "device-only",
-                    "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
-                ),
-                "sharding": _TABLE.sharding(settings, given.world_size),
-            },
-            _checkpoints if settings.flag("checkpoint.enable", "checkpoint.enable_checkpoint") else lambda scenario: (),
-        )
-        return ModelReading(uses=(use,), findings=find_other_parallelisms(settings, _SECTION, _DEGREES))
+            return not_under_fsdp(role, shard, *([conflict(sentence, offload, shard)] if offload else []))
+        return self.reading(role, self.find_other_parallelisms(_SECTION, _DEGREES))
 
-    def findings(self, settings: Settings) -> list[ConfigFinding]:
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        """None that is known: the configuration names a size of torchtitan's own model."""
+        return ConfiguredModel()
+
+    def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
+        offload = self.choose_offload(role, "enable_cpu_offload=false is the default")
+        return {
+            "strategy": Chosen(Strategy.FSDP2, "torchtitan uses fully_shard only"),
+            "offload": offload.chosen,
+            "backend": Chosen(
+                Backend.MIXED if offload.policy else Backend.DEVICE_ONLY,
+                "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
+            ),
+            "sharding": self.choose_sharding(role),
+        }
+
+    def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        if self.settings.flag("checkpoint.enable", "checkpoint.enable_checkpoint"):
+            yield extraction("checkpoint", scenario, "get_model_state_dict.sharded")
+            yield extraction("checkpoint", scenario, "dcp")
+            yield loading("resume", scenario, "dcp.load.model+optimizer")
+
+    def findings(self) -> list[ConfigFinding]:
         """An offload under a name that torchtitan does not know."""
         return [
             unknown(
                 f"{row.key.removeprefix('training.')!r} is not a known key of training (did you mean {_OFFLOAD}?)", row
             )
-            for row in settings.below("training")
+            for row in self.settings.below("training")
             if row.key != _OFFLOAD and "offload" in row.key
         ]
-
-
-def _checkpoints(scenario: Scenario) -> tuple[ExtractionPoint, ...]:
-    return (
-        extraction("checkpoint", scenario, "get_model_state_dict.sharded"),
-        extraction("checkpoint", scenario, "dcp"),
-        loading("resume", scenario, "dcp.load.model+optimizer"),
-    )

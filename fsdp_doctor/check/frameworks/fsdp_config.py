@@ -1,0 +1,625 @@
+"""The frameworks that share ``fsdp_config``: accelerate, Hugging Face's Trainer and TRL, axolotl, ms-swift.
+
+The section was read in accelerate at 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for what a
+version ignores or refuses, Accelerator.get_state_dict and utils/fsdp_utils.py for what is read; TRL's sync to vLLM,
+with ``use_vllm``, in trl/generation/vllm_generation.py. The sources of each framework stand at its class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fsdp_doctor.check.config_files import flatten, parse_json
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, note
+from fsdp_doctor.check.frameworks.framework import (
+    FrameworkFacts,
+    FsdpFramework,
+    Keys,
+    KeyTable,
+    ModelReading,
+    V,
+    VersionRange,
+    choose_backend,
+    load_facts,
+    not_under_fsdp,
+)
+from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT, SECTION as LAUNCH
+from fsdp_doctor.check.reading import follow
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction, loading
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import AxisName, Backend, FsdpVersion, Model, Sharding, Strategy
+from fsdp_doctor.matrix.cases import Scenario
+
+_SECTION = "fsdp_config"
+_VERSION_1_ONLY = (
+    "sharding_strategy",
+    "use_orig_params",
+    "backward_prefetch",
+    "forward_prefetch",
+    "sync_module_states",
+)
+_VERSIONS: dict[str, FsdpVersion] = {"1": 1, "2": 2}
+_CHECKPOINT: dict[tuple[int, str], str] = {
+    (1, "FULL_STATE_DICT"): "full_state_dict.rank0+cpu",
+    (1, "SHARDED_STATE_DICT"): "sharded_state_dict",
+    (1, "LOCAL_STATE_DICT"): "local_state_dict",
+    (2, "FULL_STATE_DICT"): "get_model_state_dict.full+cpu",
+    (2, "SHARDED_STATE_DICT"): "get_model_state_dict.sharded+cpu",
+}
+# load_fsdp_model and load_fsdp_optimizer of FSDP2.
+_RESUME: dict[tuple[int, str], tuple[str, ...]] = {
+    (2, "FULL_STATE_DICT"): ("set_model_state_dict.broadcast", "set_optimizer_state_dict.broadcast"),
+    (2, "SHARDED_STATE_DICT"): ("dcp.load.model+optimizer",),
+}
+# By the words of torch.distributed.fsdp.ShardingStrategy; accelerate takes its numbers, too.
+_SHARDING: dict[str, Sharding] = {
+    "HYBRID_SHARD": Sharding.HSDP,
+    "HYBRID_SHARD_ZERO2": Sharding.HSDP,
+    "NO_SHARD": Sharding.SIZE1,
+}
+_SHARDING_NUMBERS: dict[str, Sharding] = {"4": Sharding.HSDP, "5": Sharding.HSDP, "3": Sharding.SIZE1}
+
+
+def _keys(name: str) -> Keys:
+    """A key of the section with accelerate's prefix, and without."""
+    return f"{_SECTION}.fsdp_{name}", f"{_SECTION}.{name}"
+
+
+class FsdpConfigFramework(FsdpFramework[V]):
+    """A configuration that becomes arguments of accelerate's FullyShardedDataParallelPlugin."""
+
+    vllm_key = "use_vllm"
+
+    @abstractmethod
+    def fsdp_version(self, versions: V) -> FsdpVersion:
+        """The version of FSDP under those versions of the framework."""
+
+    def section_keys(self) -> Keys:
+        words = self.facts.section_keys.split()
+        return (*(f"fsdp_{word}" for word in words), *words)
+
+    def state_dict_type(self, versions: V) -> str:
+        """In capitals; empty for the plugin's default."""
+        return self.settings.word(*_keys("state_dict_type")).upper()
+
+    def extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        """The reads of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights; the loads of load_state."""
+        version = scenario.version
+        default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
+        saved = version, self.state_dict_type(versions) or default
+        yield extraction("whole model (get_state_dict)", scenario, _CHECKPOINT[version, "FULL_STATE_DICT"])
+        if saved in _CHECKPOINT:
+            yield extraction("checkpoint (save_state)", scenario, _CHECKPOINT[saved])
+        if self.settings.flag(self.vllm_key):
+            sync = "summon_full_params" if version == 1 else "state_dict.to.full_tensor"
+            yield extraction("weights for vLLM (TRL)", scenario, sync)
+        for path in _RESUME.get(saved, ()):
+            yield loading("resume (load_state)", scenario, path)
+
+    def choose_strategy(self, version: FsdpVersion, why: Setting | str) -> Chosen:
+        if version == 2:
+            return Chosen(Strategy.FSDP2, why)
+        orig = self.settings.first(*_keys("use_orig_params"))
+        is_flat = not self.settings.flag(*_keys("use_orig_params"), default=True)
+        return Chosen(
+            Strategy.FSDP1 if is_flat else Strategy.FSDP1_ORIG,
+            f"{why}; {orig or 'use_orig_params=true is the default'}",
+        )
+
+    def configured_version(self, *, default: FsdpVersion, before: Keys = ()) -> FsdpVersion:
+        """The version that the section asks for. before: keys that go before it. Raises UsageError for another one."""
+        row = self.settings.first(*before, *_keys("version"))
+        if row is None:
+            return default
+        if str(row.value) not in _VERSIONS:
+            raise UsageError(f"{row}: the version of FSDP in fsdp_config must be 1 or 2")
+        return _VERSIONS[str(row.value)]
+
+    def model_of_all_ranks(self, role: Role) -> ConfiguredModel:
+        return ConfiguredModel(path=self.settings.first(*self.keys(role).path), ranks=self.world_size)
+
+    def find_version_conflicts(self, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
+        """Keys of the other version of FSDP, each with the versions of the framework for which it is the other one.
+
+        fsdp_versions: by the versions of the framework, which are empty where all do the same.
+        """
+        return [
+            dataclasses.replace(
+                finding,
+                holds_for=tuple(
+                    f"model, {label}" for label, same in fsdp_versions.items() if same == version and label
+                ),
+            )
+            for version in dict.fromkeys(fsdp_versions.values())
+            for finding in self._find_keys_of_other_version(version)
+        ]
+
+    def _find_keys_of_other_version(self, version: FsdpVersion) -> Iterator[ConfigFinding]:
+        """As FullyShardedDataParallelPlugin.__post_init__ treats them."""
+        reshard = self.settings.first(*_keys("reshard_after_forward"))
+        if version == 1:
+            if reshard and isinstance(reshard.value, bool):
+                sentence = "reshard_after_forward belongs to fsdp_version 2; use sharding_strategy with version 1"
+                yield conflict(sentence, reshard)
+            return
+        if rows := [row for name in _VERSION_1_ONLY if (row := self.settings.first(*_keys(name)))]:
+            yield conflict("fsdp_version 2 does not read these settings, which belong to version 1", *rows)
+        local = self.settings.first(*_keys("state_dict_type"))
+        if local and str(local.value).upper() == "LOCAL_STATE_DICT":
+            yield conflict("accelerate rejects LOCAL_STATE_DICT with fsdp_version 2", local)
+        if reshard and str(reshard.value).lower() not in ("true", "false"):
+            yield conflict("reshard_after_forward must be true or false with fsdp_version 2", reshard)
+
+
+# accelerate
+
+_REPLICAS = "parallelism_config.parallelism_config_dp_replicate_size"
+_CONFIG_FILE = f"{LAUNCH}.config_file"
+# Flags of `accelerate launch` that choose an engine, and its distributed_type.
+_ENGINES = {
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DEEPSPEED",
+    "use_megatron_lm": "MEGATRON_LM",
+    "multi_gpu": "MULTI_GPU",
+}
+_OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO", "XLA", "TPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
+
+
+class _AccelerateVersions(VersionRange, frozen=True, kw_only=True):
+    """offload_backend: of the process group with ``offload_params``."""
+
+    offload_backend: Backend
+
+
+class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
+    """``fsdp_config`` of accelerate's YAML, versions 1 and 2, and the flags of ``accelerate launch``.
+
+    Read at 1.6.0, 1.9.0 and 1.15.0.dev: commands/launch.py and utils/launch.py for the defaults and for which of a
+    flag and a file counts, state.py for the backend (gloo beside NCCL since 1.7.0, PR 3574).
+    """
+
+    facts = load_facts("accelerate", FrameworkFacts[_AccelerateVersions, KeyTable])
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        has_section = any(row.key.startswith(f"{_SECTION}.fsdp_") for row in settings.below(_SECTION))
+        is_asked = any(f"{LAUNCH}.{flag}" in settings for flag in (*_ENGINES, "config_file"))
+        return (
+            "distributed_type" in settings
+            or "compute_environment" in settings
+            or (settings.text(PROGRAM) == "accelerate" and ("fsdp" not in settings or is_asked))
+            or (has_section and "fsdp" not in settings and "output_dir" not in settings)
+        )
+
+    @staticmethod
+    def complete(settings: Settings) -> Settings:
+        """With the file that ``--config_file`` names, and with the flags, which go before it."""
+        completed = Settings.joined(_read_config_file(settings), settings)
+        for flag, engine in _ENGINES.items():
+            if row := settings.first_true(f"{LAUNCH}.{flag}"):
+                completed.put(Setting("distributed_type", engine, f"--{flag}, {row.where}"))
+        for row in settings.below(LAUNCH):
+            if row.name.startswith("fsdp_"):
+                completed.put(Setting(f"{_SECTION}.{row.name}", row.value, row.where))
+            elif row.name in ("num_processes", "num_machines"):
+                completed.put(Setting(row.name, row.value, row.where))
+        return completed
+
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
+        return settings.number("num_processes")
+
+    def read(self, role: Role) -> ModelReading:
+        launched = self.settings.first("distributed_type")
+        if launched is not None and str(launched.value).upper() != "FSDP":
+            if str(launched.value).upper() not in _OTHER_ENGINES:
+                raise Unreadable(f"{launched} is not one of accelerate's engines")
+            ignored = [row for row in self.settings.below(_SECTION) if row.value is not None][:1]
+            sentence = "accelerate reads fsdp_config only with distributed_type=FSDP"
+            return not_under_fsdp(role, launched, *(conflict(sentence, launched, row) for row in ignored))
+        if launched is None and not self.settings.below(_SECTION):
+            raise Unreadable("accelerate launch has neither --use_fsdp nor --config_file, so the default file decides")
+        findings = [*self.find_version_conflicts({"": self.configured_version(default=1)}), *self._find_refused()]
+        if (row := self.settings.first("fsdp")) and row.value:
+            # TrainingArguments puts its own values over the environment that ``accelerate launch`` made.
+            sentence = (
+                "the script sets fsdp too, which overrides the settings of accelerate launch; leave one of them out"
+            )
+            findings.append(note(sentence, row))
+        return self.reading(role, findings)
+
+    def fsdp_version(self, versions: _AccelerateVersions) -> FsdpVersion:
+        return self.configured_version(default=1)
+
+    def choose_axes(self, role: Role, versions: _AccelerateVersions) -> dict[AxisName, Chosen]:
+        offload = OffloadChoice(
+            policy=self.settings.first_true(*_keys("offload_params")),
+            default=self.settings.first(*_keys("offload_params")) or "fsdp_offload_params=false is the default",
+        )
+        otherwise: Backend = (
+            Backend.MIXED if self.state_dict_type(versions) == "FULL_STATE_DICT" else Backend.DEVICE_ONLY
+        )
+        why = self.settings.first(*_keys("version")) or "fsdp_version=1 is the default"
+        return {
+            "strategy": self.choose_strategy(self.fsdp_version(versions), why),
+            "offload": offload.chosen,
+            "backend": Chosen(
+                versions.offload_backend if offload.policy else otherwise,
+                "accelerate/state.py: gloo beside NCCL for offload_params since 1.7.0, and for FULL_STATE_DICT",
+            ),
+            "sharding": self.choose_sharding(role),
+            "model": Chosen(Model.QWEN3),
+        }
+
+    def choose_sharding(self, role: Role) -> Chosen:
+        if (self.settings.number(_REPLICAS) or 1) > 1:
+            return Chosen(Sharding.HSDP, self.settings.first(_REPLICAS))
+        row = self.settings.first(*_keys("sharding_strategy"))
+        if row is None or self.configured_version(default=1) == 2:
+            return Chosen(Sharding.FULL)
+        sharding = (_SHARDING | _SHARDING_NUMBERS).get(str(row.value).upper())
+        return Chosen(sharding, row) if sharding else Chosen(Sharding.FULL)
+
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        model = self.model_of_all_ranks(role)
+        if model.ranks is None:
+            return model
+        machines = self.settings.number("num_machines", default=1) or 1
+        match self.choose_sharding(role).value:
+            case Sharding.SIZE1:
+                return dataclasses.replace(model, ranks=1)
+            case Sharding.HSDP:
+                return dataclasses.replace(model, ranks=max(1, model.ranks // machines))
+            case _:
+                return model
+
+    def _find_refused(self) -> Iterator[ConfigFinding]:
+        """Settings of a file that ``accelerate launch`` refuses at its start; a flag is text, and passes."""
+        engine = self.settings.first("distributed_type")
+        for row in self.settings:
+            is_misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)
+            if engine is not None and row.file == engine.file and is_misplaced:
+                yield conflict(
+                    f"accelerate refuses a file with a key that it does not know; move {row.key} into fsdp_config", row
+                )
+        synchronizes = self.settings.first(*_keys("sync_module_states"))
+        loads = self.settings.first(*_keys("cpu_ram_efficient_loading"))
+        if synchronizes is None or synchronizes.value is not False or not _is_in_file(synchronizes):
+            return
+        if loads is None or loads.value is not False:
+            sentence = (
+                "accelerate launch refuses cpu_ram_efficient_loading, which is on by default, without "
+                "sync_module_states"
+            )
+            yield conflict(sentence, loads, synchronizes)
+
+
+def _read_config_file(settings: Settings) -> Settings:
+    """Empty if the file was given beside the command. Raises Unreadable where it is not here."""
+    row = settings.first(_CONFIG_FILE)
+    if row is None or "distributed_type" in settings:
+        return Settings()
+    read = follow(row)
+    if read is None and not any(f"{LAUNCH}.{flag}" in settings for flag in _ENGINES):
+        raise Unreadable(f"{row}: {pathlib.Path(str(row.value)).name} is not here; give that file beside the command")
+    return read or Settings()
+
+
+def _is_in_file(row: Setting) -> bool:
+    return pathlib.Path(row.file).suffix.lower() in (".yaml", ".yml", ".json")
+
+
+# Hugging Face's Trainer and TRL
+
+_OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+# Keys of the Trainer that no configuration of another framework has together with fsdp_config.
+_TRAINER_KEYS = ("output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps")
+
+
+class _TrainerVersions(VersionRange, frozen=True, kw_only=True):
+    """default: the version of FSDP where the settings do not say one. reads_*: whether that key is read."""
+
+    default: FsdpVersion
+    reads_version: bool = True
+    reads_cpu_offload: bool = False
+    reads_state_dict_type: bool = False
+
+
+class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
+    """``fsdp`` and ``fsdp_config`` of TrainingArguments, in JSON, YAML or flags.
+
+    Read in transformers' training_args.py at 4.46, 4.56, 5.0, 5.9, 5.10, 5.11 and 5.23 (_process_fsdp_args; PR 45640
+    made FSDP2 the default), and in accelerate's state.py: TrainingArguments makes the process group before it sets
+    FSDP_OFFLOAD_PARAMS, from which accelerate takes its CPU backend, so under torchrun the group has NCCL alone unless
+    ``ddp_backend`` says otherwise.
+    """
+
+    facts = load_facts("hf_trainer", FrameworkFacts[_TrainerVersions, KeyTable])
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        has_section = _SECTION in settings or bool(settings.below(_SECTION))
+        return "fsdp" in settings or (has_section and any(key in settings for key in _TRAINER_KEYS))
+
+    @staticmethod
+    def complete(settings: Settings) -> Settings:
+        """``fsdp_config`` may be a JSON text, or name a JSON file."""
+        row = settings.first(_SECTION)
+        if row is None or not isinstance(row.value, str) or not row.value:
+            return settings
+        if "$" in row.value:
+            raise Unreadable(f"{row} refers to a value that is not in the configuration")
+        rows = parse_json(row) if row.value.lstrip().startswith("{") else follow(row)
+        if rows is None:
+            raise UsageError(f"{row}: there is no such file; give it beside, or write fsdp_config out")
+        return Settings.joined(settings, [Setting(f"{_SECTION}.{r.key}", r.value, r.where) for r in rows])
+
+    def models(self) -> dict[Role, tuple[str, ...]]:
+        return {"model": (_SECTION,) if self._read_options() else ()}
+
+    def read(self, role: Role) -> ModelReading:
+        options, ranges = self._read_options(), self.ranges()
+        if not options:
+            sentence = "TrainingArguments reads fsdp_config only where fsdp is set"
+            ignored = [conflict(sentence, row) for row in self.settings.below(_SECTION)[:1]]
+            return not_under_fsdp(role, self.settings.first("deepspeed") or "fsdp is not set", *ignored)
+        fsdp_versions = {versions.label: self.fsdp_version(versions) for versions in ranges}
+        findings = [*self.find_version_conflicts(fsdp_versions), *self._find_ignored(options, ranges)]
+        return self.reading(role, findings)
+
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        return self.model_of_all_ranks(role)
+
+    def fsdp_version(self, versions: _TrainerVersions) -> FsdpVersion:
+        asked = self.configured_version(default=versions.default)
+        return asked if versions.reads_version else versions.default
+
+    def state_dict_type(self, versions: _TrainerVersions) -> str:
+        if not versions.reads_state_dict_type:
+            return ""
+        return self.settings.word(*_keys("state_dict_type"), default="FULL_STATE_DICT").upper()
+
+    def choose_axes(self, role: Role, versions: _TrainerVersions) -> dict[AxisName, Chosen]:
+        options, version = self._read_options(), self.fsdp_version(versions)
+        fsdp = self.settings.first("fsdp")
+        policy = fsdp if "offload" in options else None
+        if versions.reads_cpu_offload:
+            policy = self.settings.first_true(*_keys("cpu_offload")) or policy
+        words = [word.upper() for word in options if version == 1 and word.upper() in _SHARDING]
+        row = self.settings.first(*_keys("version")) if versions.reads_version else None
+        return {
+            "strategy": self.choose_strategy(version, row or f"FSDP{versions.default} is the default"),
+            "offload": OffloadChoice(policy=policy, default=f"{fsdp} does not ask for it").chosen,
+            "backend": choose_backend(
+                self.settings.first("ddp_backend"), "only NCCL under torchrun; accelerate launch sets its own"
+            ),
+            "sharding": Chosen(_SHARDING[words[0]], fsdp) if words else Chosen(Sharding.FULL),
+            "model": Chosen(Model.QWEN3),
+        }
+
+    def _read_options(self) -> tuple[str, ...]:
+        """The words of ``fsdp``. Raises UsageError for one that TrainingArguments does not have."""
+        row = self.settings.first("fsdp")
+        if row is None or row.value is False:
+            return ()
+        if row.value is True:
+            return ("full_shard",)
+        if "$" in str(row.value):
+            raise Unreadable(f"{row} refers to a value that is not in the configuration")
+        words = row.value if isinstance(row.value, list) else str(row.value).split()
+        for word in words:
+            if word not in _OPTIONS:
+                raise UsageError(f"{row}: {word!r} is not an option of fsdp; the options are {', '.join(_OPTIONS)}")
+        return tuple(words)
+
+    def _find_ignored(self, options: Sequence[str], ranges: Sequence[_TrainerVersions]) -> Iterator[ConfigFinding]:
+        """Settings that versions in question ignore or refuse; where the version is not known, these are notes."""
+        finding = conflict if len(ranges) == 1 else note
+        version = self.settings.first(*_keys("version"))
+        if version and any(not versions.reads_version for versions in ranges):
+            yield finding("transformers before 5.0 ignores the version in fsdp_config and always uses FSDP1", version)
+        offload = self.settings.first_true(*_keys("cpu_offload")) if "offload" not in options else None
+        if offload and any(not versions.reads_cpu_offload for versions in ranges):
+            yield finding("transformers before 5.10 ignores cpu_offload; put `offload` into fsdp there", offload)
+        ignored = self.settings.first_true(*_keys("offload_params"))
+        if ignored and "offload" not in options and not offload:
+            yield conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored)
+        refused = ", ".join(word for word in options if word.upper() in _SHARDING)
+        if refused and any(versions.default == 2 and self.fsdp_version(versions) == 2 for versions in ranges):
+            yield finding(f"transformers since 5.10 rejects {refused} with FSDP2", self.settings.first("fsdp"))
+        deepspeed = self.settings.first("deepspeed", f"{LAUNCH}.deepspeed")
+        if deepspeed and deepspeed.value:
+            yield conflict("fsdp and deepspeed are both set; TrainingArguments takes one of them", deepspeed)
+
+
+# axolotl
+
+# Keys that no other framework has beside base_model.
+_AXOLOTL_KEYS = (
+    *("datasets", "sequence_len", "micro_batch_size", "adapter", "special_tokens", "sample_packing", "rl", "plugins"),
+    *("val_set_size", "dataset_prepared_path", "tokenizer_type", "model_type", "lora_r", "chat_template"),
+)
+
+
+class _AxolotlVersions(VersionRange, frozen=True, kw_only=True):
+    """offload_backend: of the process group with the offload. reads_version: whether fsdp_version is read."""
+
+    offload_backend: Backend
+    reads_version: bool = True
+
+
+class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
+    """``fsdp``, ``fsdp_config`` and ``fsdp_version`` of axolotl's YAML.
+
+    Read at v0.4.0, v0.7.1 to v0.18.0: utils/schemas (fsdp.py, validation.py) for the keys and their older names,
+    utils/trainer.py (setup_fsdp_envs) for the environment that accelerate reads, core/builders/base.py for what the
+    Trainer gets; requirements.txt for accelerate, which is 1.7 or newer, and so has gloo beside NCCL, since v0.10.
+    """
+
+    facts = load_facts("axolotl", FrameworkFacts[_AxolotlVersions, KeyTable])
+    vllm_key = "trl.use_vllm"
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        return (
+            ("base_model" in settings and any(key in settings for key in _AXOLOTL_KEYS))
+            or settings.text(PROGRAM) == "axolotl"
+            or settings.text(SCRIPT).startswith("axolotl.")
+        )
+
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
+        """As the command tells its launcher: accelerate the ranks of all nodes, torchrun those of each."""
+        per_node = settings.count("nproc_per_node")
+        return settings.number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
+
+    def models(self) -> dict[Role, tuple[str, ...]]:
+        is_set = self.settings.first("fsdp") is not None or self.settings.below(_SECTION)
+        return {"model": (_SECTION,) if is_set else ()}
+
+    def section_keys(self) -> Keys:
+        return _with_accelerates(self.facts.section_keys)
+
+    def read(self, role: Role) -> ModelReading:
+        if "base_model" not in self.settings:
+            raise Unreadable("the command's configuration is not here; give that file beside")
+        if not self._read_options() and not self.settings.below(_SECTION):
+            return not_under_fsdp(role, self.settings.first("deepspeed") or "neither fsdp nor fsdp_config is set")
+        fsdp_versions = {versions.label: self.fsdp_version(versions) for versions in self.ranges()}
+        return self.reading(role, self.find_version_conflicts(fsdp_versions))
+
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        return self.model_of_all_ranks(role)
+
+    def fsdp_version(self, versions: _AxolotlVersions) -> FsdpVersion:
+        return self.configured_version(default=1, before=("fsdp_version",)) if versions.reads_version else 1
+
+    def choose_axes(self, role: Role, versions: _AxolotlVersions) -> dict[AxisName, Chosen]:
+        by_option = self.settings.first("fsdp") if "offload" in self._read_options() else None
+        offload = OffloadChoice(
+            policy=self.settings.first_true(*_keys("offload_params")) or by_option,
+            default=self.settings.first(*_keys("offload_params")) or "offload_params=false is the default",
+        )
+        version, adapter = self.fsdp_version(versions), self.settings.first("adapter")
+        why = self.settings.first("fsdp_version", *_keys("version")) or "fsdp_version=1 is the default"
+        return {
+            "strategy": self.choose_strategy(version, why),
+            "offload": offload.chosen,
+            "backend": Chosen(
+                versions.offload_backend if offload.policy else Backend.DEVICE_ONLY,
+                "accelerate makes gloo beside NCCL for the offload since 1.7, which axolotl has since v0.10",
+            ),
+            "sharding": self._choose_sharding(version),
+            "model": Chosen(
+                Model.QWEN3_LORA if adapter and adapter.value in ("lora", "qlora") else Model.QWEN3, adapter
+            ),
+        }
+
+    def _choose_sharding(self, version: FsdpVersion) -> Chosen:
+        if version == 2:
+            has_replicas = (self.settings.number("dp_replicate_size") or 1) > 1
+            return (
+                Chosen(Sharding.HSDP, self.settings.first("dp_replicate_size"))
+                if has_replicas
+                else Chosen(Sharding.FULL)
+            )
+        row = self.settings.first(*_keys("sharding_strategy"))
+        words = [str(row.value)] if row else self._read_options()
+        sharding = next((_SHARDING[word.upper()] for word in words if word.upper() in _SHARDING), None)
+        return Chosen(sharding, row or self.settings.first("fsdp")) if sharding else Chosen(Sharding.FULL)
+
+    def _read_options(self) -> list[str]:
+        row = self.settings.first("fsdp")
+        if row is None or row.value in (False, True):
+            return []
+        return [str(word) for word in row.value] if isinstance(row.value, list) else str(row.value).split()
+
+
+# ms-swift
+
+# swift/config/fsdp2.json.
+_PRESET = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+_SWIFT_OPTIONS = "ms_swift.fsdp"
+
+
+class MsSwift(FsdpConfigFramework[VersionRange]):
+    """``--fsdp`` of ms-swift's command line: ``fsdp2``, a JSON text, or a JSON file.
+
+    Read at v3.8.0, v3.12.0, v4.0.0 and v4.5.2: arguments/sft_args.py (_init_fsdp) and config/fsdp2.json for what
+    ``--fsdp`` stands for, cli/main.py for the ranks. Before v3.12 it has no ``--fsdp`` of its own; then, and under
+    `accelerate launch`, accelerate's configuration decides.
+    """
+
+    facts = load_facts("ms_swift", FrameworkFacts[VersionRange, KeyTable])
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        program, script = settings.text(PROGRAM), settings.text(SCRIPT)
+        if program in ("", "accelerate"):
+            return False
+        return program in ("swift", "megatron") or "swift/cli" in script or script.startswith("swift.cli")
+
+    @staticmethod
+    def complete(settings: Settings) -> Settings:
+        """The words that ``--fsdp`` stands for, below ``ms_swift.fsdp``, and its section."""
+        row = settings.first("fsdp")
+        if row is None or not row.value:
+            return settings
+        completed = Settings.joined(settings)
+        for inner in _read_fsdp_flag(row):
+            completed.put(Setting(_SWIFT_OPTIONS if inner.key == "fsdp" else inner.key, inner.value, inner.where))
+        return completed
+
+    def section_keys(self) -> Keys:
+        return _with_accelerates(self.facts.section_keys)
+
+    def read(self, role: Role) -> ModelReading:
+        if self.settings.text(PROGRAM) == "megatron":
+            return not_under_fsdp(role, self.settings.first(PROGRAM))
+        if self.settings.first("fsdp") is None:
+            return not_under_fsdp(role, self.settings.first("deepspeed") or "--fsdp is not set")
+        return self.reading(role, self.find_version_conflicts({"": self.configured_version(default=2)}))
+
+    def configured_model(self, role: Role) -> ConfiguredModel:
+        return self.model_of_all_ranks(role)
+
+    def fsdp_version(self, versions: VersionRange) -> FsdpVersion:
+        return self.configured_version(default=2)
+
+    def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
+        options, cpu = self.settings.first(_SWIFT_OPTIONS), self.settings.first(*_keys("cpu_offload"))
+        by_option = options if "offload" in self.settings.text(_SWIFT_OPTIONS).split() else None
+        offload = OffloadChoice(
+            policy=self.settings.first_true(*_keys("cpu_offload")) or by_option, default=cpu or options
+        )
+        tuner = self.settings.first("tuner_type", "train_type", "sft_type")
+        has_adapter = not tuner or str(tuner.value) in ("lora", "longlora", "adalora")
+        why = self.settings.first(*_keys("version")) or "FSDP2 is ms-swift's default"
+        return {
+            "strategy": self.choose_strategy(self.fsdp_version(versions), why),
+            "offload": offload.chosen,
+            "backend": Chosen(Backend.DEVICE_ONLY, "the Trainer makes its process group with NCCL alone"),
+            "sharding": Chosen(Sharding.FULL),
+            "model": Chosen(Model.QWEN3_LORA if has_adapter else Model.QWEN3, tuner or "the default"),
+        }
+
+
+def _with_accelerates(words: str) -> Keys:
+    """The words of accelerate's section and further ones, each with its prefix, and without."""
+    every = f"{Accelerate.facts.section_keys} {words}".split()
+    return (*(f"fsdp_{word}" for word in every), *every)
+
+
+def _read_fsdp_flag(row: Setting) -> Iterable[Setting]:
+    text = str(row.value)
+    if text == "fsdp2":
+        return flatten(_PRESET, "fsdp2.json", lambda _: f"swift's fsdp2.json, {row}")
+    if text.lstrip().startswith("{"):
+        return parse_json(row)
+    if (named := follow(row)) is not None:
+        return named
+    raise Unreadable(f"{row}: there is no such file; give it beside the command")

@@ -1,0 +1,513 @@
+"""verl: PPO and its relatives (actor, ref, critic), and the SFT trainers.
+
+Read in verl's sources at v0.2.0.post2, v0.3.0.post1, v0.4.0 to v0.9.0 and main of August 2026: trainer/config/*.yaml
+for the defaults, trainer/fsdp_sft_trainer.py (until v0.7.0) and sft_trainer.py, workers/fsdp_workers.py (removed by
+PR 6067) and workers/engine/fsdp/transformer_impl.py for what is moved and read, utils/fsdp_utils.py for how,
+utils/checkpoint/fsdp_checkpoint_manager.py for checkpoints, trainer/main_ppo.py, trainer/ppo/utils.py and
+ppo/ray_trainer.py for which models are built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from fsdp_doctor.check.findings import ConfigFinding, conflict, known, note, unknown
+from fsdp_doctor.check.frameworks.framework import (
+    FrameworkFacts,
+    FsdpFramework,
+    Keys,
+    KeyTable,
+    ModelReading,
+    VersionRange,
+    load_facts,
+    matching,
+    not_under_fsdp,
+)
+from fsdp_doctor.check.launch_commands import SCRIPT
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction, loading
+from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Strategy, Transfer
+from fsdp_doctor.matrix.cases import Scenario
+
+_Trainer: TypeAlias = Literal["ppo", "sft", "old_sft"]
+
+_STRATEGIES: dict[str, Strategy] = {"fsdp": Strategy.FSDP1, "fsdp2": Strategy.FSDP2}
+# The engines other than verl's own FSDP. The first two are Megatron; the others have an FSDP2 that is not read.
+_OTHER_ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan", "automodel")
+_WITHOUT_FSDP = _OTHER_ENGINES[:2]
+_ENGINE_KEYS = ("strategy", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size", "use_orig_params")
+_ENGINE_CHOICES = ("model_engine", "engine", "config_name", "defaults")
+# verl's own configurations, whose defaults are known.
+_VERL_CONFIGS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "ppo_megatron_trainer")
+_OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
+_UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+_IMPLEMENTATION = "trainer.use_legacy_worker_impl"
+# The dtypes that verl's PrecisionType makes of other names.
+_DTYPES = {"fp16": "float16", "16": "float16", "bf16": "bfloat16", "fp32": "float32", "32": "float32"}
+
+
+class VerlModel(KeyTable, frozen=True, kw_only=True):
+    """A model of a run: where its settings are, in newer and older layouts, and what verl does with it.
+
+    strategies: the keys that decide between FSDP1, FSDP2 and other engines, before the one in its sections; default is
+    what they are without. model, checkpoint: the sections of those settings; without checkpoint it is never saved.
+    policy_names: the names in its sections that ask for the policy, all of them together. synced: its weights go to
+    the rollout. forward_only: it is under the policy whatever is asked for.
+    """
+
+    role: Role
+    strategies: Keys
+    model: str
+    default: str = "fsdp"
+    checkpoint: str = ""
+    policy_names: tuple[str, ...] = ("offload_policy",)
+    synced: bool = False
+    forward_only: bool = False
+
+    def below(self, name: str) -> Keys:
+        """The keys of that name in its sections."""
+        return tuple(f"{section}.{name}" for section in self.sections)
+
+    def outer_strategy(self, settings: Settings) -> Setting | None:
+        """The strategy outside of its sections, which the trainer follows."""
+        return settings.first(*self.strategies)
+
+    def inner_strategy(self, settings: Settings) -> Setting | None:
+        """The strategy in its sections, which the engine followed until PR 5885."""
+        return settings.first(*self.below("strategy"))
+
+    def strategy_setting(self, settings: Settings) -> Setting | None:
+        return self.outer_strategy(settings) or self.inner_strategy(settings)
+
+    def strategy(self, settings: Settings) -> Strategy | None:
+        """FSDP1 or FSDP2, regardless of use_orig_params; None for another engine."""
+        return _STRATEGIES.get(settings.word(*self.strategies, *self.below("strategy"), default=self.default))
+
+    def policy_setting(self, settings: Settings) -> Setting | None:
+        """The setting that asks for the policy; None where one of those that must be on is not."""
+        is_asked = all(settings.flag(*self.below(name)) for name in self.policy_names)
+        return settings.first(*self.below(self.policy_names[0])) if is_asked else None
+
+    def manual_offloads(self, settings: Settings) -> dict[str, Setting]:
+        """By name, the manual offloads that are on."""
+        rows = {name: settings.first_true(*self.below(name)) for name in ("param_offload", "optimizer_offload")}
+        return {name: row for name, row in rows.items() if row}
+
+    def adapter(self, settings: Settings) -> Setting | None:
+        """The setting that asks for an adapter: lora_rank, or one to start from; lora.rank is Megatron's."""
+        if (settings.number(f"{self.model}.lora_rank") or 0) > 0:
+            return settings.first(f"{self.model}.lora_rank")
+        return settings.first(f"{self.model}.lora_adapter_path")
+
+
+class VerlVersions(VersionRange, frozen=True, kw_only=True):
+    """A range of versions, of one implementation of the workers.
+
+    trainers: those that it is a range of. chosen_by: the words of use_legacy_worker_impl that choose it; empty for all.
+    engine: whether the engine runs the model, rather than fsdp_workers.py.
+    own_strategy: the engine follows the strategy in the model's section alone, by default ``fsdp`` (until PR 5885).
+    stages: it stages before each sync, whatever the offload. stages_policy: under CPUOffloadPolicy too.
+    stages_fsdp2: an FSDP2 model without adapters too.
+    saves_policy_staged: a checkpoint under the policy is taken from a module that was moved.
+    saves_whole: the old SFT trainer saves the whole model, not its shards.
+    reads_after_offload: the state dict is read after the module was offloaded again.
+    merged_late: a merged adapter is read after the merge was undone.
+    nonblocking: FSDP2 shards are offloaded without waiting for the copies.
+    asks_offloaded: fully asynchronous training asks an offloaded model for its names and shapes (issue 4657).
+    backend, critic_backend: of PPO's process group, and of the critic's own.
+    always_ref: a reference model is built whether anything asks for one or not.
+    fsdp1_only: FSDP2 and LoRA are not known yet.
+    """
+
+    trainers: tuple[_Trainer, ...]
+    chosen_by: tuple[str, ...] = ()
+    engine: bool = True
+    own_strategy: bool = False
+    stages: bool = True
+    stages_policy: bool = False
+    stages_fsdp2: bool = True
+    saves_policy_staged: bool = False
+    saves_whole: bool = False
+    reads_after_offload: bool = True
+    merged_late: bool = True
+    nonblocking: bool = False
+    asks_offloaded: bool = False
+    backend: Backend = Backend.MIXED
+    critic_backend: Backend = Backend.MIXED
+    always_ref: bool = False
+    fsdp1_only: bool = False
+
+
+_FACTS = load_facts("verl", FrameworkFacts[VerlVersions, VerlModel])
+_ACTOR, _REF, _CRITIC, _SFT, _OLD_SFT = (_FACTS.models[name] for name in ("actor", "ref", "critic", "sft", "old_sft"))
+
+
+class Verl(FsdpFramework[VerlVersions]):
+    facts = _FACTS
+
+    @staticmethod
+    def recognizes(settings: Settings) -> bool:
+        return _is_ppo(settings) or _is_sft(settings)
+
+    @staticmethod
+    def count_ranks(settings: Settings) -> int | None:
+        """Eight on one node by default; for an SFT trainer what torchrun starts, unless it is the one on Ray."""
+        per_node = settings.number("trainer.n_gpus_per_node", default=8 if _is_ppo(settings) else None)
+        nodes = settings.number("trainer.nnodes", default=1)
+        return per_node * nodes if per_node and nodes else None
+
+    def models(self) -> dict[Role, tuple[str, ...]]:
+        if engine := _other_engine(self.settings):
+            if _words(f"{engine.key} {engine.value}").isdisjoint(_WITHOUT_FSDP):
+                raise Unreadable(f"{engine}: this engine of verl has an FSDP of its own, which is not read")
+            return {"actor" if _is_ppo(self.settings) else "model": ()}
+        if config := _unknown_config(self.settings):
+            raise Unreadable(f"{config}: what that configuration sets is not known; give its file beside the command")
+        models = _built_models(self.settings)
+        return {model.role: model.sections for model in models if model is not _REF or self._ranges_of(model)}
+
+    def keys(self, role: Role) -> VerlModel:
+        return next(model for model in _built_models(self.settings) if model.role == role)
+
+    def read(self, role: Role) -> ModelReading:
+        if engine := _other_engine(self.settings):
+            return not_under_fsdp(role, engine)
+        model = self.keys(role)
+        ranges = self._ranges_of(model)
+        strategy = model.strategy(self.settings)
+        if strategy is None:
+            conflicts = self._find_offload_conflicts(model, strategy)
+            return not_under_fsdp(role, model.strategy_setting(self.settings), *conflicts)
+        if not ranges:
+            raise Unreadable("that version of verl does not know what these settings ask for")
+        if all(versions.fsdp1_only for versions in ranges):
+            strategy = Strategy.FSDP1
+        findings = [
+            *self._find_offload_conflicts(model, strategy),
+            *self._find_double_load(model, ranges),
+            *self._find_useless_offload(model, strategy),
+            *self._find_ignored_strategy(model, ranges),
+        ]
+        return self.reading(role, findings, ranges)
+
+    def choose_axes(self, role: Role, versions: VerlVersions) -> dict[AxisName, Chosen]:
+        model = self.keys(role)
+        strategy = Strategy.FSDP1 if versions.fsdp1_only else model.strategy(self.settings) or Strategy.FSDP1
+        offload, adapter = self._choose_offloads(model, strategy), model.adapter(self.settings)
+        return {
+            "strategy": self._choose_strategy(model, strategy, versions),
+            "offload": offload.chosen,
+            "model": Chosen(Model.QWEN3_LORA, adapter) if adapter else Chosen(Model.QWEN3),
+            "sharding": self.choose_sharding(role),
+            "backend": _choose_backend(model, versions),
+            "transfer": _choose_transfer(strategy, offload, versions),
+        }
+
+    def extractions(self, role: Role, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        """The weights sync, and checkpoints."""
+        model = self.keys(role)
+        if model.synced:
+            staged = _sync_is_staged(versions, scenario)
+            path = self._sync_path(versions, scenario, staged)
+            yield extraction("weights for the rollout", scenario, path, staged=staged)
+            if versions.asks_offloaded and self.settings.below("async_training"):
+                yield extraction("get_actor_weights_info for the rollout", scenario, "weights_info")
+        # PPO saves every ``save_freq`` steps if that is positive, and by default not at all; SFT saves at its end.
+        saves = role == "model" or (self.settings.number("trainer.save_freq") or -1) > 0
+        if model.checkpoint and saves:
+            yield from self._checkpoints(model, versions, scenario)
+
+    def findings(self) -> Iterator[ConfigFinding]:
+        yield from self._find_misplaced_offloads()
+        script = self.settings.text(SCRIPT)
+        module = re.fullmatch(r"(\w+)(?:\.\w+)+", script)
+        # A package with verl's settings that is not verl's may be a copy of it, with workers of its own.
+        if module is not None and module[1] not in ("verl", "recipe") and not script.endswith((".py", ".sh")):
+            sentence = (
+                f"{module[1]} is not verl's own package: what is said here holds if its workers are those of verl"
+            )
+            yield note(sentence, self.settings.first(SCRIPT))
+        if _is_ppo(self.settings) and not _other_engine(self.settings):
+            yield from self._find_models_not_built()
+        if self.settings.first("defaults"):
+            yield note("Hydra's `defaults` are not followed; verl's own defaults are assumed")
+
+    # Versions and axes
+
+    def _ranges_of(self, model: VerlModel) -> list[VerlVersions]:
+        """The ranges of versions that build the model: by the version, and by the implementation that is chosen."""
+        trainer: _Trainer = "old_sft" if model is _OLD_SFT else "sft" if model is _SFT else "ppo"
+        ranges = [item for item in matching(_FACTS.versions, self.version) if trainer in item.trainers]
+        if trainer == "sft":
+            return ranges
+        if trainer == "ppo" and (word := self.settings.word(_IMPLEMENTATION)) in ("auto", "enable", "disable"):
+            ranges = [item for item in ranges if not item.chosen_by or word in item.chosen_by]
+        ranges = [item for item in ranges if not item.fsdp1_only or not self._asks_for_newer(model)]
+        # With an adapter the actor without it is the reference: ``ref_in_actor``.
+        is_asked = _asks_for_reference(self.settings) and model.adapter(self.settings) is None
+        return [item for item in ranges if model is not _REF or item.always_ref or is_asked]
+
+    def _asks_for_newer(self, model: VerlModel) -> bool:
+        """Whether the settings ask for what came with v0.4: FSDP2, adapters, the newer layouts."""
+        asks_fsdp2 = (
+            model.strategy_setting(self.settings) is not None and model.strategy(self.settings) is Strategy.FSDP2
+        )
+        asks_adapter = model is not _OLD_SFT and model.adapter(self.settings) is not None
+        return (
+            asks_fsdp2 or asks_adapter or _IMPLEMENTATION in self.settings or bool(self.settings.below("critic.fsdp"))
+        )
+
+    def _choose_strategy(self, model: VerlModel, strategy: Strategy, versions: VerlVersions) -> Chosen:
+        row, orig = model.strategy_setting(self.settings), model.below("use_orig_params")
+        why = "verl has only FSDP1 before v0.4" if versions.fsdp1_only else str(row or "verl's default")
+        if strategy.version == 1 and self.settings.flag(*orig):
+            return Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.first(*orig)}")
+        return Chosen(strategy, why)
+
+    def _choose_offloads(self, model: VerlModel, strategy: Strategy) -> OffloadChoice:
+        """The policy is FSDP2's, and FSDP1's for the old SFT trainer."""
+        if model.forward_only:
+            return OffloadChoice(
+                policy="verl puts a model that only runs forward under the policy, whatever its flags say"
+            )
+        reads_policy = strategy.version == (1 if model is _OLD_SFT else 2)
+        manual = model.manual_offloads(self.settings)
+        return OffloadChoice(
+            policy=model.policy_setting(self.settings) if reads_policy else None,
+            param=manual.get("param_offload"),
+            optimizer=manual.get("optimizer_offload"),
+            default="verl's default",
+        )
+
+    # Extractions
+
+    def _sync_path(self, versions: VerlVersions, scenario: Scenario, staged: bool) -> str:
+        if scenario.model.has_adapters:
+            if versions.stages and self.settings.flag("actor_rollout_ref.model.lora.merge"):
+                is_late = versions.merged_late and scenario.version == 2
+                return "lora.merged.read_late" if is_late else "lora.merged"
+            is_layered = self.settings.flag("actor_rollout_ref.rollout.layered_summon")
+            return "lora.layered_summon" if is_layered else "lora.adapter"
+        if scenario.version == 1:
+            load_format = "" if versions.engine else self.settings.word("actor_rollout_ref.rollout.load_format")
+            return "full_state_dict" if "hf" in load_format.split("_") else "sharded_state_dict.full_tensor"
+        is_late = versions.reads_after_offload and staged and scenario.param_offload
+        return "state_dict.held" if is_late else "state_dict.to.full_tensor"
+
+    def _checkpoints(self, model: VerlModel, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        """save_checkpoint: the sharded state dict, and where ``hf_model`` asks for it the whole model; the resume."""
+        is_fsdp2 = scenario.version == 2
+        whole = "get_model_state_dict.full+cpu" if is_fsdp2 else "full_state_dict.rank0+cpu"
+        if versions.saves_whole:
+            yield extraction("checkpoint", scenario, whole)
+            return
+        staged = scenario.param_offload or (scenario.policy and is_fsdp2 and versions.saves_policy_staged)
+        row = self.settings.first(f"{model.checkpoint}.save_contents")
+        contents = row.value if row and isinstance(row.value, list) else ["model"]
+        paths = {"model": "state_dict" if is_fsdp2 else "sharded_state_dict", "hf_model": whole}
+        for name, path in paths.items():
+            if name in contents:
+                yield extraction("checkpoint", scenario, path, staged=staged)
+        # FSDPCheckpointManager.load_checkpoint, after load_fsdp_model_to_gpu where param_offload asks for it.
+        yield loading("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
+
+    # Settings that contradict one another, that nothing reads, or that do harm together
+
+    def _find_offload_conflicts(self, model: VerlModel, strategy: Strategy | None) -> Iterator[ConfigFinding]:
+        """Conflicts between strategy and offloads. strategy: None for an engine other than FSDP1 and FSDP2."""
+        settings, role = self.settings, model.role
+        policy, row = model.policy_setting(settings), model.strategy_setting(settings)
+        if model is _OLD_SFT:
+            if policy and strategy is Strategy.FSDP2:
+                sentence = (
+                    "since v0.4 the SFT trainer hands FSDP2 what is FSDP1's offload, which leaves the shards on the CPU"
+                )
+                yield conflict(sentence, policy, row)
+            return
+        inner, outer = model.inner_strategy(settings), model.outer_strategy(settings)
+        if inner and outer and inner.value != outer.value and inner.key != outer.key:
+            sentence = (
+                f"{role}: two different strategies: since PR 5885 (v0.8.0) the engine follows the first, before that "
+                "the second"
+            )
+            yield conflict(sentence, outer, inner)
+        manual = list(model.manual_offloads(settings).values())
+        if model.forward_only:
+            if policy or manual:
+                yield note(
+                    f"{role}: verl puts this model under the policy, whatever these settings say", policy, *manual
+                )
+        elif policy and strategy is Strategy.FSDP1:
+            yield conflict(
+                f"{role}: offload_policy has no effect with FSDP1; only strategy=fsdp2 reads it", policy, row
+            )
+        elif policy and strategy is Strategy.FSDP2 and manual:
+            sentence = f"{role}: the policy and a manual offload are both on; the policy takes precedence"
+            yield conflict(sentence, policy, *manual)
+        if strategy is Strategy.FSDP2 and (orig := settings.first_true(*model.below("use_orig_params"))):
+            yield note(f"{role}: FSDP2 does not read use_orig_params", orig)
+
+    def _find_ignored_strategy(self, model: VerlModel, ranges: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
+        """Until PR 5885 the engine followed the strategy in the model's section alone, by default ``fsdp``."""
+        outer, inner = model.outer_strategy(self.settings), model.inner_strategy(self.settings)
+        if any(item.own_strategy for item in ranges) and outer and outer.value != "fsdp" and not inner:
+            sentence = "an engine before PR 5885, as in v0.7.1, uses FSDP1 unless fsdp_config.strategy is set"
+            yield note(f"{model.role}: {sentence}", outer)
+
+    def _find_double_load(self, model: VerlModel, ranges: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
+        """A worker that only generates has the FSDP model beside the engine's own weights (issue 4229)."""
+        settings = self.settings
+        legacy = tuple(f"{model.role}, {item.label}" for item in ranges if not item.engine)
+        rows, size = settings.below("async_training"), model.below("fsdp_size")
+        if not (model.synced and legacy and rows) or settings.number(*size) != 1:
+            return
+        if settings.flag(*model.below("param_offload")):
+            return
+        share = settings.first(_UTILIZATION)
+        memory = f"{share.value} of the device's memory" if share else "its share of the device's memory"
+        sentence = (
+            f"{model.role}: a worker that only generates loads this FSDP model, too, and with fsdp_size=1 all of it: "
+            f"it is beside the engine's own weights when the engine asks for {memory} (issue 4229); "
+            "`fsdp-doctor memory rollout` shows it"
+        )
+        yield dataclasses.replace(conflict(sentence, settings.first(*size), share, rows[0]), holds_for=legacy)
+
+    def _find_useless_offload(self, model: VerlModel, strategy: Strategy) -> Iterator[ConfigFinding]:
+        """An offload of FSDP1 parameters that are not sharded, in the dtype of the computation (by default float32)."""
+        settings = self.settings
+        moved = settings.first_true(*model.below("param_offload"))
+        if strategy.version == 2 or moved is None or model.forward_only or model is _OLD_SFT:
+            return
+        if self.configured_model(model.role).ranks != 1 or settings.flag(*model.below("use_orig_params")):
+            return
+        stored = settings.first(*model.below("model_dtype"))
+        computed = settings.first(*model.below("mixed_precision.param_dtype"), *model.below("dtype"))
+        if _read_dtype(stored, "float32") == _read_dtype(computed, "bfloat16"):
+            size = settings.first(*model.below("fsdp_size"))
+            yield known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
+
+    def _find_misplaced_offloads(self) -> Iterator[ConfigFinding]:
+        """Offloads in a section where verl's FSDP does not read them."""
+        sections = [section for model in _FACTS.models.values() for section in model.sections]
+        for row in self.settings:
+            section = row.key.rpartition(".")[0]
+            if row.name not in _OFFLOADS or section in sections or _names_other_engine(section):
+                continue
+            if section.startswith(("actor_rollout_ref", "critic", "engine")):
+                (near,) = difflib.get_close_matches(section, sections, n=1, cutoff=0)
+                sentence = f"verl's FSDP does not read {row.name} in {section} (did you mean {near}.{row.name}?)"
+                yield unknown(sentence, row)
+
+    def _find_models_not_built(self) -> Iterator[ConfigFinding]:
+        """A note on each model that has settings and is not built."""
+        settings, adapter = self.settings, _REF.adapter(self.settings)
+        if adapter and _asks_for_reference(settings):
+            sentence = (
+                "no reference model is built: with an adapter the actor without it is the reference (ref_in_actor)"
+            )
+            yield note(sentence, adapter)
+        elif settings.below(_REF.sections[0]) and not _asks_for_reference(settings):
+            yield note("no reference model is built since v0.4: neither use_kl_loss nor use_kl_in_reward is true")
+        if settings.below("critic") and not _has_critic(settings):
+            yield note("no critic is built", settings.first("critic.enable", "algorithm.adv_estimator"))
+
+
+def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
+    if model is _CRITIC and not versions.critic_backend.has_cpu_collectives:
+        return Chosen(versions.critic_backend, "verl/workers/fsdp_workers.py gives the critic's own process NCCL alone")
+    if model is _SFT or not versions.backend.has_cpu_collectives:
+        return Chosen(Backend.DEVICE_ONLY, "verl makes this process group with NCCL alone")
+    return Chosen(Backend.MIXED)
+
+
+def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlVersions) -> Chosen:
+    """FSDP1's flat parameters and the optimizer's state are copied so in every version, FSDP2's since PR 7347."""
+    moves_optimizer_alone = offload.optimizer and not offload.param
+    moves_so = moves_optimizer_alone or (offload.param and (strategy.version == 1 or versions.nonblocking))
+    if not moves_so or offload.policy:
+        return Chosen(Transfer.BLOCKING)
+    return Chosen(Transfer.NONBLOCKING, "verl/utils/fsdp_utils.py offloads with non_blocking=True")
+
+
+def _sync_is_staged(versions: VerlVersions, scenario: Scenario) -> bool:
+    """Whether get_per_tensor_param of the engine, or rollout_mode of the worker, moves the model first."""
+    if scenario.policy:
+        return versions.stages_policy
+    if not versions.stages:
+        return scenario.param_offload
+    return scenario.version == 1 or scenario.model.has_adapters or versions.stages_fsdp2
+
+
+def _read_dtype(row: Setting | None, default: str) -> str:
+    word = str(row.value) if row else default
+    return _DTYPES.get(word, word)
+
+
+def _is_ppo(settings: Settings) -> bool:
+    """Whether the run is of PPO or a relative of it."""
+    has_critic = any(settings.below(section) for section in _CRITIC.sections) or "critic.strategy" in settings
+    script = settings.text(SCRIPT)
+    return bool(settings.below("actor_rollout_ref")) or has_critic or ("main_ppo" in script and "verl" in script)
+
+
+def _is_sft(settings: Settings) -> bool:
+    has_engine = any(f"engine.{key}" in settings for key in _ENGINE_KEYS)
+    has_section = bool(settings.below("model.fsdp_config") and settings.below("trainer"))
+    script = settings.text(SCRIPT)
+    is_script = "sft_trainer" in script and "verl" in script
+    return has_engine or "model.partial_pretrain" in settings or has_section or is_script
+
+
+def _built_models(settings: Settings) -> tuple[VerlModel, ...]:
+    """The models of the run; some versions may not build all of them."""
+    if _is_ppo(settings):
+        return (_ACTOR, _REF, _CRITIC) if _has_critic(settings) else (_ACTOR, _REF)
+    is_old = "fsdp_sft_trainer" in settings.text(SCRIPT) or "model.partial_pretrain" in settings
+    return (_OLD_SFT,) if is_old or settings.below("model.fsdp_config") else (_SFT,)
+
+
+def _has_critic(settings: Settings) -> bool:
+    estimator = settings.first("algorithm.adv_estimator")
+    is_enabled = settings.flag("critic.enable", default=estimator is None or estimator.value == "gae")
+    return is_enabled and bool(settings.below("critic") or estimator)
+
+
+def _asks_for_reference(settings: Settings) -> bool:
+    return settings.flag("algorithm.use_kl_in_reward") or settings.flag("actor_rollout_ref.actor.use_kl_loss")
+
+
+def _unknown_config(settings: Settings) -> Setting | None:
+    """The setting that names a configuration which is neither verl's own nor given, so that its values are unknown."""
+    path, name = settings.first("config_path", "config_dir"), settings.first("config_name")
+    stem = str(name.value).removesuffix(".yaml") if name else ""
+    if any(pathlib.PurePath(row.file).stem == stem for row in settings):
+        return None
+    if name is not None and stem not in _VERL_CONFIGS:
+        return name
+    is_verl_folder = path is None or str(path.value).rstrip("/").endswith("config")
+    return None if is_verl_folder else path
+
+
+def _other_engine(settings: Settings) -> Setting | None:
+    """The setting that chooses another engine than FSDP: one of Hydra's choices, or an engine's own section."""
+    for row in map(settings.first, _ENGINE_CHOICES):
+        if row is not None and _names_other_engine(str(row.value)):
+            return row
+    if _ACTOR.outer_strategy(settings) is not None or settings.below("actor_rollout_ref.actor.fsdp_config"):
+        return None
+    sections = (settings.below(f"actor_rollout_ref.actor.{name}") for name in _OTHER_ENGINES)
+    return next((rows[0] for rows in sections if rows), None)
+
+
+def _names_other_engine(text: str) -> bool:
+    """Whether a name or a key has one of the other engines as one of its words, as ``ppo_megatron_trainer`` has."""
+    return not _words(text).isdisjoint(_OTHER_ENGINES)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.split(r"[^A-Za-z0-9]+", text))
