@@ -28,8 +28,8 @@ from fsdp_doctor.check.findings import (
     note,
     unknown,
 )
+from fsdp_doctor.check.framework import Framework
 from fsdp_doctor.check.frameworks import FRAMEWORKS
-from fsdp_doctor.check.frameworks.framework import Framework
 from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal

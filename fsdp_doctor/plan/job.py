@@ -15,7 +15,7 @@ from packaging.version import Version
 from typing_extensions import assert_never
 
 from fsdp_doctor.check import CheckResult, check, with_ranks
-from fsdp_doctor.check.frameworks.framework import Keys
+from fsdp_doctor.check.framework import Keys
 from fsdp_doctor.check.launch_commands import ENVIRONMENT, SECTION
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use

@@ -12,15 +12,8 @@ from support.checked import CONFIGS, GOOD, cases_of_roles, checked, ids, loads, 
 
 import fsdp_doctor.check
 from fsdp_doctor.check import CheckResult, cases, check, parse_version, with_ranks
+from fsdp_doctor.check.framework import FrameworkFacts, FsdpFramework, KeyTable, ModelReading, VersionRange, matching
 from fsdp_doctor.check.frameworks import FRAMEWORKS
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
-    FsdpFramework,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    matching,
-)
 from fsdp_doctor.check.frameworks.verl import Verl
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fsdp_doctor.check.framework import Framework, ModelReading, load_facts, not_under_fsdp
 from fsdp_doctor.check.frameworks.areal import Areal
-from fsdp_doctor.check.frameworks.framework import (
-    Framework,
-    FrameworkFacts,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    load_facts,
-    not_under_fsdp,
-)
 from fsdp_doctor.check.frameworks.fsdp_config import Accelerate, Axolotl, HfTrainer, MsSwift
 from fsdp_doctor.check.frameworks.lightning import Lightning
 from fsdp_doctor.check.frameworks.nemo_rl import NemoRl
@@ -36,7 +28,7 @@ class _OtherEngine(Framework):
 
 
 class _OpenRlhf(_OtherEngine):
-    facts = load_facts("open_rlhf", FrameworkFacts[VersionRange, KeyTable])
+    facts = load_facts("open_rlhf")
     why = "OpenRLHF trains with DeepSpeed"
 
     @staticmethod
@@ -46,7 +38,7 @@ class _OpenRlhf(_OtherEngine):
 
 
 class _DeepSpeed(_OtherEngine):
-    facts = load_facts("deepspeed", FrameworkFacts[VersionRange, KeyTable])
+    facts = load_facts("deepspeed")
     why = "DeepSpeed trains"
 
     @staticmethod
@@ -57,7 +49,7 @@ class _DeepSpeed(_OtherEngine):
 
 
 class _Megatron(_OtherEngine):
-    facts = load_facts("megatron", FrameworkFacts[VersionRange, KeyTable])
+    facts = load_facts("megatron")
     why = "Megatron-LM trains"
 
     @staticmethod

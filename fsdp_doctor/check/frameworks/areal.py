@@ -11,15 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
-    FsdpFramework,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    load_facts,
-    not_under_fsdp,
-)
+from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
@@ -30,7 +22,7 @@ _ALLOCATION = "allocation_mode"
 
 
 class Areal(FsdpFramework[VersionRange]):
-    facts = load_facts("areal", FrameworkFacts[VersionRange, KeyTable])
+    facts = load_facts("areal")
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:

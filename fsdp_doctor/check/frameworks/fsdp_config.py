@@ -14,11 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fsdp_doctor.check.config_files import flatten, parse_json
 from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, note
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
+from fsdp_doctor.check.framework import (
     FsdpFramework,
     Keys,
-    KeyTable,
     ModelReading,
     V,
     VersionRange,
@@ -182,7 +180,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
     flag and a file counts, state.py for the backend (gloo beside NCCL since 1.7.0, PR 3574).
     """
 
-    facts = load_facts("accelerate", FrameworkFacts[_AccelerateVersions, KeyTable])
+    facts = load_facts("accelerate", _AccelerateVersions)
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
@@ -338,7 +336,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
     ``ddp_backend`` says otherwise.
     """
 
-    facts = load_facts("hf_trainer", FrameworkFacts[_TrainerVersions, KeyTable])
+    facts = load_facts("hf_trainer", _TrainerVersions)
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
@@ -460,7 +458,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
     Trainer gets; requirements.txt for accelerate, which is 1.7 or newer, and so has gloo beside NCCL, since v0.10.
     """
 
-    facts = load_facts("axolotl", FrameworkFacts[_AxolotlVersions, KeyTable])
+    facts = load_facts("axolotl", _AxolotlVersions)
     vllm_key = "trl.use_vllm"
 
     @staticmethod
@@ -554,7 +552,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
     `accelerate launch`, accelerate's configuration decides.
     """
 
-    facts = load_facts("ms_swift", FrameworkFacts[VersionRange, KeyTable])
+    facts = load_facts("ms_swift")
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:

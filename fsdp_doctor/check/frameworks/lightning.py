@@ -10,11 +10,9 @@ import re
 from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import ConfiguredModel, note
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
+from fsdp_doctor.check.framework import (
     FsdpFramework,
     Keys,
-    KeyTable,
     ModelReading,
     VersionRange,
     choose_backend,
@@ -52,7 +50,7 @@ class _Versions(VersionRange, frozen=True, kw_only=True):
 
 
 class Lightning(FsdpFramework[_Versions]):
-    facts = load_facts("lightning", FrameworkFacts[_Versions, KeyTable])
+    facts = load_facts("lightning", _Versions)
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:

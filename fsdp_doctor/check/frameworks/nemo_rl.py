@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
-    FsdpFramework,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    load_facts,
-    not_under_fsdp,
-)
+from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
 from fsdp_doctor.matrix.axes import AxisName, Backend, Pinning, Strategy
@@ -35,7 +27,7 @@ class _Versions(VersionRange, frozen=True, kw_only=True):
 
 
 class NemoRl(FsdpFramework[_Versions]):
-    facts = load_facts("nemo_rl", FrameworkFacts[_Versions, KeyTable])
+    facts = load_facts("nemo_rl", _Versions)
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:

@@ -11,15 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import conflict
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
-    FsdpFramework,
-    Keys,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    load_facts,
-)
+from fsdp_doctor.check.framework import FsdpFramework, Keys, KeyTable, ModelReading, VersionRange, load_facts
 from fsdp_doctor.check.launch_commands import SECTION as LAUNCH
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading
@@ -39,7 +31,7 @@ class _Versions(VersionRange, frozen=True, kw_only=True):
     offloads_optimizer: bool
 
 
-_FACTS = load_facts("prime_rl", FrameworkFacts[_Versions, _Keys])
+_FACTS = load_facts("prime_rl", _Versions, _Keys)
 _KEYS = _FACTS.models["actor"]
 
 

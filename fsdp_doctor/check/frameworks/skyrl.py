@@ -10,15 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import note
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
-    FsdpFramework,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    load_facts,
-    not_under_fsdp,
-)
+from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy, Transfer
@@ -38,7 +30,7 @@ class _Versions(VersionRange, frozen=True, kw_only=True):
 
 
 class SkyRl(FsdpFramework[_Versions]):
-    facts = load_facts("skyrl", FrameworkFacts[_Versions, KeyTable])
+    facts = load_facts("skyrl", _Versions)
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:

@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, unknown
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
-    FsdpFramework,
-    KeyTable,
-    ModelReading,
-    VersionRange,
-    load_facts,
-    not_under_fsdp,
-)
+from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
@@ -31,7 +23,7 @@ _CONTEXT = f"{_SECTION}.context_parallel_degree"
 
 
 class Torchtitan(FsdpFramework[VersionRange]):
-    facts = load_facts("torchtitan", FrameworkFacts[VersionRange, KeyTable])
+    facts = load_facts("torchtitan")
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:

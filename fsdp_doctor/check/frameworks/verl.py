@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.findings import ConfigFinding, conflict, known, note, unknown
-from fsdp_doctor.check.frameworks.framework import (
-    FrameworkFacts,
+from fsdp_doctor.check.framework import (
     FsdpFramework,
     Keys,
     KeyTable,
@@ -143,7 +142,7 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     fsdp1_only: bool = False
 
 
-_FACTS = load_facts("verl", FrameworkFacts[VerlVersions, VerlModel])
+_FACTS = load_facts("verl", VerlVersions, VerlModel)
 _ACTOR, _REF, _CRITIC, _SFT, _OLD_SFT = (_FACTS.models[name] for name in ("actor", "ref", "critic", "sft", "old_sft"))
 
 

@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, overload
 
 import msgspec
 from packaging.specifiers import SpecifierSet
@@ -62,7 +62,6 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 V = TypeVar("V", bound=VersionRange)
 M = TypeVar("M", bound=KeyTable)
-F = TypeVar("F")
 
 
 class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,12 +84,20 @@ class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, f
 
 @functools.cache
 def _read_tables() -> dict[str, Any]:
-    return tomllib.loads(pathlib.Path(__file__).with_name("frameworks.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(
+        (pathlib.Path(__file__).with_name("frameworks") / "frameworks.toml").read_text(encoding="utf-8")
+    )
 
 
-def load_facts(name: str, kind: type[F]) -> F:
-    """The table of that name as ``kind``, which is `FrameworkFacts` of some types. Raises msgspec.ValidationError."""
-    return msgspec.convert(_read_tables()[name], kind)
+@overload
+def load_facts(name: str) -> FrameworkFacts[VersionRange, KeyTable]: ...
+@overload
+def load_facts(name: str, versions: type[V]) -> FrameworkFacts[V, KeyTable]: ...
+@overload
+def load_facts(name: str, versions: type[V], keys: type[M]) -> FrameworkFacts[V, M]: ...
+def load_facts(name: str, versions: Any = VersionRange, keys: Any = KeyTable) -> Any:
+    """A framework's table, with its ranges of versions and its models as those types."""
+    return msgspec.convert(_read_tables()[name], FrameworkFacts[versions, keys])
 
 
 @dataclass(frozen=True, kw_only=True)
