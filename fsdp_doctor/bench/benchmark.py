@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import assert_never
 
 from fsdp_doctor.bench.measure import Clock, Links, measure_links
-from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, LoadSource, extractions_of
+from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, extractions_of
 from fsdp_doctor.bench.results import BenchResult, Measured
 from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, sharded
 from fsdp_doctor.case import offloading
@@ -240,7 +240,7 @@ def _compared_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
 
 
 def _least_load_seconds(
-    source: LoadSource, scenario: Scenario, links: Links, full: float, shards: float
+    source: BenchSource, scenario: Scenario, links: Links, full: float, shards: float
 ) -> float | None:
     """The time that the bounding link needs; None where there is none, as between two hosts' memories.
 
@@ -251,12 +251,12 @@ def _least_load_seconds(
         return None
     is_resident = not scenario.offload
     match source:
-        case LoadSource.RANK0:
+        case BenchSource.RANK0:
             # Rank 0 sends nothing of its own part.
             return full / h2d if is_resident else max((full - shards) / h2d, shards / host)
-        case LoadSource.FILES:
+        case BenchSource.FILES:
             return shards / min(h2d, file) if is_resident else shards / file
-        case LoadSource.RANKS:
+        case BenchSource.RANKS:
             return shards / (h2d if is_resident else host)
         case _:
             assert_never(source)
@@ -274,10 +274,10 @@ def _filled(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
 
 
 @contextlib.contextmanager
-def _given(source: LoadSource, tensors: Tensors) -> Iterator[Any]:
+def _given(source: BenchSource, tensors: Tensors) -> Iterator[Any]:
     """Yields the argument of a load: a mapping, a directory of files, or None on ranks that have nothing."""
-    if source is not LoadSource.FILES:
-        yield tensors if source is LoadSource.RANKS or dist.get_rank() == 0 else None
+    if source is not BenchSource.FILES:
+        yield tensors if source is BenchSource.RANKS or dist.get_rank() == 0 else None
         return
     name = [tempfile.mkdtemp(prefix="fsdp-doctor-bench-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
@@ -297,12 +297,12 @@ def _given(source: LoadSource, tensors: Tensors) -> Iterator[Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _can_load(name: str, source: LoadSource, scenario: Scenario) -> bool:
+def _can_load(name: str, source: BenchSource, scenario: Scenario) -> bool:
     """Whether the method can: torch loads FSDP1 on the device; without a broadcast every rank needs the tensors."""
     if name == _OURS:
         return True
     is_flat = scenario.version == 1 and not scenario.strategy.uses_original_parameters
-    return not (is_flat and scenario.param_offload) and (name == _BROADCAST or source is not LoadSource.RANK0)
+    return not (is_flat and scenario.param_offload) and (name == _BROADCAST or source is not BenchSource.RANK0)
 
 
 def _load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Module, Any], object]:

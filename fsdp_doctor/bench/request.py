@@ -26,7 +26,7 @@ LOADS = ("load_full_tensors", "set_model_state_dict.broadcast", "set_model_state
 DTYPES = ("bf16", "fp32", "fp32:bf16")
 
 
-class LoadSource(str, Enum):
+class BenchSource(str, Enum):
     """Where the full tensors of a load are."""
 
     RANK0 = "rank0"  # in pinned memory of rank 0 alone
@@ -34,7 +34,7 @@ class LoadSource(str, Enum):
     FILES = "files"  # in safetensors files that are in the page cache
 
 
-SOURCES = tuple(source.value for source in LoadSource)
+SOURCES = tuple(source.value for source in BenchSource)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class BenchOptions:
 
     direction: Direction
     scenarios: tuple[Scenario, ...]
-    sources: tuple[LoadSource, ...]
+    sources: tuple[BenchSource, ...]
     model: str
     layers: int | None
     dtypes: tuple[str, ...]

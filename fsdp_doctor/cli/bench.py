@@ -18,7 +18,7 @@ from fsdp_doctor.bench.request import (
     SOURCES,
     STRATEGIES,
     BenchOptions,
-    LoadSource,
+    BenchSource,
     extractions_of,
     scenarios_of,
 )
@@ -99,7 +99,7 @@ class MeasuredOptions:
         ]
         return BenchOptions(
             direction=direction,
-            sources=tuple(map(LoadSource, self.source or SOURCES)),
+            sources=tuple(map(BenchSource, self.source or SOURCES)),
             model=self.model,
             layers=self.layers,
             scenarios=scenarios,

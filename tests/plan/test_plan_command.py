@@ -264,7 +264,7 @@ def test_a_setting_that_cannot_be_planned_is_refused(
     setting: str, options: tuple[str, ...], code: int, words: tuple[str, ...]
 ) -> None:
     named = setting if "=3" not in setting else ""
-    _fails(_plan(*_SMALL, *options, config=(*_VERL, setting)), code, named, *words)
+    _fails(_plan("--model", "small", *options, config=(*_VERL, setting)), code, named, *words)
 
 
 @pytest.mark.parametrize(
