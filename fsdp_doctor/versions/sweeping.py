@@ -110,6 +110,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
     log = file.with_suffix(".log")
     try:
         with tempfile.TemporaryDirectory(prefix=".environment-", dir=sweep.directory) as scratch:
+            log.write_text("")
             _print_progress(f"torch {version}: installing")
             # 2.10 is the newest of its patch releases.
             torch = f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
@@ -289,7 +290,7 @@ def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: 
     else:
         make = [sys.executable, "-m", "venv", str(directory)]
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    with open(log, "w", encoding="utf-8") as file:
+    with open(log, "a", encoding="utf-8") as file:
         _run_installer(make, file)
         _run_installer([*install, *wanted], file)
     return python
