@@ -321,7 +321,7 @@ class StateMatching:
             case "keep":
                 raise LoadError(
                     f"{entry_name(key, parameter.names[0])} is {entry.dtype} in the source, and the parameter is "
-                    f"{dtype}: torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' loads "
+                    f"{dtype}: torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' takes "
                     "it as it is"
                 )
             case "cast":

@@ -186,7 +186,7 @@ def _rollout_doctor(*arguments: str) -> Done:
 
 
 def _rollout_text(file: str) -> str:
-    return (_REDUNDANT_LOAD / file).read_rollout_text(encoding="utf-8")
+    return (_REDUNDANT_LOAD / file).read_text(encoding="utf-8")
 
 
 def test_check_finds_the_settings_that_meet() -> None:
