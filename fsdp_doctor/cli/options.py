@@ -158,13 +158,17 @@ def model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
     return directory.resolve()
 
 
-def read_expectation(value: str | None) -> Baseline | None:
-    """Reads what ``--expect`` names: the catalogue, or a file of expectations, or a report."""
+def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
+    """Reads what ``--expect`` names: the catalogue, which is the default, a file of expectations, or a report."""
     from fsdp_doctor.report.expected_failures import read_expected_failures
     from fsdp_doctor.report.journal import read_report
 
+    if strict and value is not None:
+        raise UsageError("--strict expects that nothing is bad, and --expect something else; give one of them")
+    if strict:
+        return "nothing bad"
     if value is None or value == "known":
-        return "known" if value else None
+        return "known"
     file = pathlib.Path(value)
     return read_expected_failures(file) if file.suffix == ".toml" else read_report(file)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fsdp_doctor.report.formats import Format
 
 PROBE_EXIT_CODES = (
-    "Exit codes: 0 nothing bad, or all as --expect says; 1 a bad verdict, or one that --expect does not have; "
-    "2 usage; 3 cannot run here; 4 the doctor's own fault; 130 interrupted."
+    "Exit codes: 0 every verdict is as expected; 1 one is not, or with --strict one is bad; 2 usage; "
+    "3 cannot run here; 4 the doctor's own fault; 130 interrupted."
 )
 REPRO_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
 
@@ -104,9 +104,12 @@ def probe(
             metavar="known|TOML|REPORT",
             help="The expected verdicts: as the catalogue has them for this torch, device and number of ranks, "
             "as in a TOML file that `fsdp-doctor report expect` writes, or as in a JSON report. Exit code 1 if there "
-            "are others, which are listed.",
+            "are others, which are listed.  [default: known]",
         ),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 for every bad verdict, also for one that torch is known for.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,
 ) -> None:
     """Run the matrix and report what works here.
@@ -135,7 +138,7 @@ def probe(
             format=cast("Format | Literal['auto']", outputs.format),
             outputs=outputs.files,
             page=outputs.html,
-            expect=options.read_expectation(expect),
+            expect=options.read_expectation(expect, strict=strict),
             resume_from=read_report(earlier) if earlier and earlier.exists() else None,
             host_name=outputs.host_name,
             **vars(limits),
@@ -153,7 +156,7 @@ def conduct(asked: ProbeOptions, ranks: options.RankOptions) -> None:
 
     code = conduct(asked)
     if code:
-        launch.tell_torchrun(f"exit code {code}: a verdict is bad, or not the expected one")
+        launch.tell_torchrun(f"exit code {code}: a verdict is not the expected one")
     raise SystemExit(code)
 
 

@@ -29,9 +29,8 @@ DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the o
 MERGE_EXIT_CODES = "Exit codes: 0 merged, whatever the verdicts; 2 usage; 4 the output cannot be written."
 EXPECT_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
 SWEEP_EXIT_CODES = (
-    "Exit codes: 0 every version ran and has nothing bad, or all as --expect says; 1 a bad verdict, or one that "
-    "--expect does not have; 2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; "
-    "130 interrupted."
+    "Exit codes: 0 every version ran, with every verdict as expected; 1 one is not, or with --strict one is bad; "
+    "2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; 130 interrupted."
 )
 _WRITTEN_BY_SWEEP = ("json_file", "markdown", "junit", "svg")
 
@@ -46,8 +45,7 @@ def show(
         str | None,
         typer.Option(
             metavar="known|TOML|REPORT",
-            help="For github and junit: the expected verdicts, as for `fsdp-doctor probe --expect`.  "
-            "[default: for github, known]",
+            help="For github and junit: the expected verdicts, as for `fsdp-doctor probe --expect`.  [default: known]",
         ),
     ] = None,
     out: Annotated[
@@ -55,27 +53,24 @@ def show(
     ] = None,
 ) -> None:
     """Convert a JSON report to any of the formats."""
-    from fsdp_doctor.probe import baseline
+    from fsdp_doctor.probe.baseline import Judgement
     from fsdp_doctor.report import formats
-    from fsdp_doctor.report.document import context_of
     from fsdp_doctor.report.github import write_step_summary
     from fsdp_doctor.report.journal import read_report
     from fsdp_doctor.report.layout import summary
 
     report = read_report(file)
-    context = context_of(report)
-    expected = read_expectation(expect)
-    surprises = baseline.surprises(report, expected or "known", context) if format == "github" else []
+    judgement = Judgement(report, read_expectation(expect))
     if format == "github":
-        write_step_summary(report, surprises)
+        write_step_summary(report, judgement.unexpected)
     on_terminal = out is None and sys.stdout.isatty()
     text = formats.render(
         report,
         cast("formats.Format", format),
         width=shutil.get_terminal_size((132, 24)).columns,
         color=on_terminal and "NO_COLOR" not in os.environ,
-        surprises=surprises,
-        expected=baseline.as_expected(report, expected, context),
+        unexpected=judgement.unexpected if format == "github" else (),
+        expected=judgement.expected_failures,
     )
     output.write(out, text)
     for note in report.notes:
@@ -230,7 +225,7 @@ def sweep(
     except _Signal as name:
         raise Interrupted(f"stopped by {name}; what ran is kept, and the same command goes on with it") from None
     # The worst of all versions: a fault of ours, then a version that could not run, then a verdict.
-    expected = read_expectation(parsed["expect"])
+    expected = read_expectation(parsed["expect"], strict=parsed["strict"])
     raise SystemExit(max(_exit_code(version, expected) for version in swept))
 
 
@@ -270,15 +265,14 @@ def _result_line(swept: Swept) -> str:
 
 
 def _exit_code(swept: Swept, expected: Baseline) -> int:
-    from fsdp_doctor.probe import baseline
-    from fsdp_doctor.report.document import context_of
+    from fsdp_doctor.probe.baseline import Judgement
 
     if swept.trouble or not swept.report.complete:
         return swept.exit_code
-    surprises = baseline.surprises(swept.report, expected, context_of(swept.report))
-    for sentence in surprises:
+    judgement = Judgement(swept.report, expected)
+    for sentence in judgement.unexpected:
         print(f"torch {swept.version}: {sentence}", file=sys.stderr)
     try:
-        return baseline.exit_code(swept.report, expected, surprises)
+        return judgement.choose_exit_code()
     except FsdpDoctorError as error:
         return error.exit_code

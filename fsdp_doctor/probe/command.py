@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, first_line
@@ -22,8 +21,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, imports, launch
 from fsdp_doctor.matrix.paths import is_user_path
 from fsdp_doctor.page import write_page
-from fsdp_doctor.probe import baseline
-from fsdp_doctor.probe.baseline import Baseline
+from fsdp_doctor.probe.baseline import Baseline, Judgement
 from fsdp_doctor.probe.first_report import first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
@@ -181,20 +179,17 @@ def _run(
         with contextlib.suppress(RuntimeError):
             conductor.end()
     report, lost = writer.finish(
-        ended=str(trouble or ""), expected=lambda report: baseline.as_expected(report, options.expect, context)
+        ended=str(trouble or ""), expected=lambda report: Judgement(report, options.expect).expected_failures
     )
     no_page = _write_page(options.page, report) if options.page is not None else None
-    unexpected = baseline.surprises(report, options.expect, context)
-    # Without an expectation the catalogue says what is unexpected; the exit code stays what it is.
-    shown = unexpected if options.expect is not None else baseline.surprises(report, "known", context)
-    _print(report, options, unexpected, shown)
+    judgement = Judgement(report, options.expect)
+    _print(judgement, options)
     if options.format == "github":
-        write_step_summary(report, shown)
-    if options.expect == "known":
-        print(baseline.conclusion(report, unexpected, context), file=sys.stderr)
+        write_step_summary(report, judgement.unexpected)
+    print(judgement.conclusion, file=sys.stderr)
     if problem := trouble or lost or no_page or (_unmeasured(report) if options.with_ledgers else None):
         raise problem
-    return baseline.exit_code(report, options.expect, unexpected)
+    return judgement.choose_exit_code()
 
 
 def _unmeasured(report: Report) -> CannotRun | None:
@@ -217,10 +212,12 @@ def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
     return None
 
 
-def _print(report: Report, options: ProbeOptions, unexpected: Sequence[str], shown: Sequence[str]) -> None:
+def _print(judgement: Judgement, options: ProbeOptions) -> None:
     """Prints the chosen format to stdout; to stderr what is unexpected before it, and notes and summary after it."""
-    for sentence in unexpected:
-        print(sentence, file=sys.stderr)
+    report = judgement.report
+    if options.expect != "nothing bad":  # where they are what the report says itself
+        for sentence in judgement.unexpected:
+            print(sentence, file=sys.stderr)
     tty = sys.stdout.isatty()
     # A report can quote what this terminal or pipe has no characters for.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -228,8 +225,16 @@ def _print(report: Report, options: ProbeOptions, unexpected: Sequence[str], sho
     name = options.format if options.format != "auto" else ("table" if tty else "lines")
     width = shutil.get_terminal_size((132, 24)).columns
     color = tty and "NO_COLOR" not in os.environ
-    expected = baseline.as_expected(report, options.expect, context_of(report))
-    text = formats.render(report, name, width=width, color=color, surprises=shown, expected=expected)
+    text = formats.render(
+        report,
+        name,
+        width=width,
+        color=color,
+        unexpected=judgement.unexpected,
+        expected=judgement.expected_failures,
+    )
+    if name == "table":
+        print(f"{'FAIL' if judgement.unexpected else 'PASS'}: {judgement.conclusion}\n")
     sys.stdout.write(text)
     sys.stdout.flush()
     for note in (*report.notes, *_not_selected(report, options.expect)):

@@ -41,6 +41,6 @@ class ProbeOptions:
     format: Format | Literal["auto"] = "auto"
     outputs: Mapping[Format, pathlib.Path] = dataclasses.field(default_factory=dict)
     page: pathlib.Path | None = None
-    expect: Baseline = None
+    expect: Baseline = "known"
     resume_from: Report | None = None
     host_name: bool = False

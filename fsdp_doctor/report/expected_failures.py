@@ -108,14 +108,7 @@ def _piece_expression(piece: str) -> str:
     return re.escape(piece)
 
 
-def unexpected(report: Report, expected: ExpectedFailures, torch: str) -> list[str]:
-    """A sentence for each unexpected result, the bad ones first, and for each stale expectation."""
-    ordered = sorted(report.results, key=lambda result: not result.verdict.bad)
-    sentences = (_sentence(result, expected.of(result.id, torch)) for result in ordered)
-    return [*filter(None, sentences), *_stale(report, expected, torch)]
-
-
-def _sentence(result: CaseResult, expected: ExpectedFailure | None) -> str:
+def describe_difference(result: CaseResult, expected: ExpectedFailure | None) -> str:
     """The difference between a result and its expectation; empty without one, and for a case that did not run."""
     kind, reason = result.verdict.kind, result.verdict.reason
     if kind in NOT_RUN or (kind in GOOD if expected is None else expected.met_by(result)):
@@ -133,7 +126,7 @@ def comparable(text: str) -> str:
     return _DEVICE.sub("device", without_seconds(fold(" ".join(printable(text).split()))))
 
 
-def _stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
+def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
     """A sentence for each expectation that none of its cases meets, or whose patterns match no case at all."""
     ids = (*(result.id for result in report.results), *_all_ids())
     by_entry: dict[ExpectedFailure, list[CaseResult]] = {}

@@ -34,12 +34,12 @@ def render(
     *,
     width: int = 132,
     color: bool = False,
-    surprises: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
     expected: Collection[str] = (),
 ) -> str:
     """Renders the report in a format, ending in a newline.
 
-    width, color: of the table; the width in columns. surprises: sentences on unexpected results, for annotations.
+    width, color: of the table; the width in columns. unexpected: sentences on unexpected results, for annotations.
     expected: the ids of bad cases that were expected; JUnit does not count them as failures.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
@@ -60,7 +60,7 @@ def render(
         case "svg":
             return printable(table.render_svg(report)) + "\n"
         case "github":
-            return github.workflow_commands(report, surprises)
+            return github.workflow_commands(report, unexpected)
         case "memory":
             lines = "".join(f"{printable(line)}\n" for line in _cases_without_ledgers(report))
             return render_ledgers(_ledgers(report), color) + lines

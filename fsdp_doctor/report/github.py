@@ -18,9 +18,9 @@ _VARIABLE = "GITHUB_STEP_SUMMARY"
 _TITLE = "fsdp-doctor"
 
 
-def workflow_commands(report: Report, surprises: Sequence[str]) -> str:
+def workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
     """Workflow commands: an error for each surprise that GitHub would show, and a notice that sums up."""
-    errors = list(surprises)
+    errors = list(unexpected)
     if not report.complete:
         errors.insert(0, f"the run is incomplete: {report.ended or 'still running'}")
     if len(errors) > _MOST_ANNOTATIONS:
@@ -36,18 +36,18 @@ def _command(kind: str, text: str) -> str:
     return f"::{kind} title={_TITLE}::{escaped}"
 
 
-def step_summary(report: Report, surprises: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
-    """Markdown of at most ``num_bytes`` in UTF-8: the surprises first, then the report."""
+def step_summary(report: Report, unexpected: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
+    """Markdown of at most ``num_bytes`` in UTF-8: the unexpected first, then the report."""
     body = printable(markdown.render(report)).rstrip("\n") + "\n"
-    head = f"## {_TITLE}: {f'{len(surprises)} unexpected' if surprises else 'nothing unexpected'}\n\n"
+    head = f"## {_TITLE}: {f'{len(unexpected)} unexpected' if unexpected else 'nothing unexpected'}\n\n"
     room = max(num_bytes - _size(head + body) - 200, num_bytes // 2)
-    text = f"{head}{_items(surprises, room)}\n{body}"
+    text = f"{head}{_items(unexpected, room)}\n{body}"
     if _size(text) <= num_bytes:
         return text
     return text.encode()[: max(0, num_bytes)].decode(errors="ignore").rpartition("\n")[0] + "\n"
 
 
-def write_step_summary(report: Report, surprises: Sequence[str]) -> None:
+def write_step_summary(report: Report, unexpected: Sequence[str]) -> None:
     """Appends the summary to the file that GitHub names, if it names one. Raises DoctorFault if that fails."""
     name = os.environ.get(_VARIABLE)
     if not name:
@@ -56,19 +56,19 @@ def write_step_summary(report: Report, surprises: Sequence[str]) -> None:
     try:
         size = file.stat().st_size if file.exists() else 0
         with open(file, "a", encoding="utf-8") as opened:
-            opened.write(step_summary(report, surprises, _SUMMARY_BYTES - size))
+            opened.write(step_summary(report, unexpected, _SUMMARY_BYTES - size))
     except OSError as error:
         raise DoctorFault(f"cannot write the summary of the job, {name}: {error.strerror or error}") from None
 
 
-def _items(surprises: Sequence[str], num_bytes: int) -> str:
-    """A list of the surprises that fit."""
+def _items(unexpected: Sequence[str], num_bytes: int) -> str:
+    """A list of the unexpected that fit."""
     lines: list[str] = []
-    for number, text in enumerate(surprises):
+    for number, text in enumerate(unexpected):
         line = f"- {_as_code(text)}\n"
         num_bytes -= _size(line)
         if num_bytes < 0:
-            lines.append(f"- and {len(surprises) - number} more, which the log lists\n")
+            lines.append(f"- and {len(unexpected) - number} more, which the log lists\n")
             break
         lines.append(line)
     return "".join(lines)

@@ -13,7 +13,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.paths import LOADING_FIX, OPTIMIZER_FIX
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.probe import baseline
+from fsdp_doctor.probe.baseline import Judgement
 from fsdp_doctor.report.document import context_of, recognized
 from fsdp_doctor.report.journal import read_report
 
@@ -43,7 +43,7 @@ def test_every_verdict_of_a_committed_report_is_expected(file: pathlib.Path) -> 
     judged = [one for one in report.results if one.id not in _SINCE_THEN and one.verdict.kind != "refused"]
     results = tuple(recognized(result, context) for result in judged)
     assert len(results) > (0 if file.parent.name == "frameworks" else 250)
-    assert baseline.surprises(dataclasses.replace(report, results=results), "known", context) == []
+    assert Judgement(dataclasses.replace(report, results=results), "known").unexpected == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``--expect``: which verdicts are a surprise, what is said of them, and the exit code."""
+"""``--expect`` and ``--strict``: which verdicts are unexpected, what is said of them, and the exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_doctor.errors import CannotRun, DoctorFault
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
-from fsdp_doctor.probe import baseline
+from fsdp_doctor.probe.baseline import Baseline, Judgement
 from fsdp_doctor.report.document import CaseResult, Report, case_fields
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 
@@ -29,37 +29,36 @@ def _result(case_id: str, kind: VerdictKind, known: str = "") -> CaseResult:
     return CaseResult(**case_fields(parse_case_id(case_id, PATH_NAMES)), verdict=verdict, known=known)
 
 
-def _report(*results: CaseResult) -> Report:
+def _report(*results: CaseResult, context: RunContext = _GPUS) -> Report:
     return Report(
         version="0",
         created="",
         command="",
-        device="cuda",
+        device=context.device,
         world_size=2,
         num_selected=len(results),
-        environment={},
+        environment={"packages": {"torch": context.torch}},
         results=results,
     )
 
 
-def _judged(*results: CaseResult, context: RunContext = _GPUS) -> tuple[list[str], str, int]:
-    """What is said of each surprise, the last line, and the exit code."""
-    report = _report(*results)
-    said = baseline.surprises(report, "known", context)
-    return said, baseline.conclusion(report, said, context), baseline.exit_code(report, "known", said)
+def _judge(*results: CaseResult, context: RunContext = _GPUS) -> tuple[list[str], str, int]:
+    """The sentences on what is unexpected, the last line, and the exit code."""
+    judgement = Judgement(_report(*results, context=context), "known")
+    return judgement.unexpected, judgement.conclusion, judgement.choose_exit_code()
 
 
 _AS_KNOWN = _result(_HALF_MOVED, "crash", "fsdp2-pinned-policy-half-moved")
 
 
 def test_an_expected_failure_is_not_reported() -> None:
-    said, last, code = _judged(_AS_KNOWN, _result(_FINE, "ok"))
+    said, last, code = _judge(_AS_KNOWN, _result(_FINE, "ok"))
     assert (said, code) == ([], 0)
     assert last == "2 cases: 1 ok, 1 as torch 2.13 is known to fail, 0 unexpected"
 
 
 def test_an_unexpected_failure_comes_first_and_an_expected_one_that_is_not_seen_after_it() -> None:
-    said, last, code = _judged(_result(_HALF_MOVED, "ok"), _result(_FINE, "hang"))
+    said, last, code = _judge(_result(_HALF_MOVED, "ok"), _result(_FINE, "hang"))
     assert said == [
         f"unexpected: {_FINE} is hang, not ok: it broke",
         f"expected and not seen: {_HALF_MOVED} is ok, not crash (fsdp2-pinned-policy-half-moved)",
@@ -75,7 +74,7 @@ def test_an_unexpected_failure_comes_first_and_an_expected_one_that_is_not_seen_
 def test_the_same_verdict_for_another_reason_and_the_same_reason_with_another_verdict_are_unexpected(
     kind: VerdictKind, known: str
 ) -> None:
-    said, _, code = _judged(_result(_HALF_MOVED, kind, known))
+    said, _, code = _judge(_result(_HALF_MOVED, kind, known))
     recognized = f" ({known})" if known else ""
     assert said == [
         f"unexpected: {_HALF_MOVED} is {kind}{recognized}, not crash (fsdp2-pinned-policy-half-moved): it broke"
@@ -84,44 +83,44 @@ def test_the_same_verdict_for_another_reason_and_the_same_reason_with_another_ve
 
 
 def test_a_failure_that_another_torch_does_not_show_is_unexpected_on_it() -> None:
-    assert _judged(_AS_KNOWN, context=RunContext(torch="2.8.0"))[2] == 1
-    assert _judged(_result(_HALF_MOVED, "ok"), context=RunContext(torch="2.8.0"))[2] == 0
+    assert _judge(_AS_KNOWN, context=RunContext(torch="2.8.0"))[2] == 1
+    assert _judge(_result(_HALF_MOVED, "ok"), context=RunContext(torch="2.8.0"))[2] == 0
 
 
 @pytest.mark.parametrize("won", [True, False])
 def test_a_race_may_be_won_or_lost_on_an_accelerator(won: bool) -> None:
     result = _result(_RACE, "ok") if won else _result(_RACE, "wrong", "non-blocking-d2h-read-too-early")
-    assert _judged(result)[2] == 0
+    assert _judge(result)[2] == 0
     # The emulated device's copies are late for certain.
-    assert _judged(result, context=RunContext(torch="2.13.0", device="emulated"))[2] == won
+    assert _judge(result, context=RunContext(torch="2.13.0", device="emulated"))[2] == won
 
 
 def test_a_case_that_did_not_run_is_not_unexpected() -> None:
-    said, last, code = _judged(_result(_HALF_MOVED, "unsupported"), _result(_FINE, "skipped"), _AS_KNOWN)
+    said, last, code = _judge(_result(_HALF_MOVED, "unsupported"), _result(_FINE, "skipped"), _AS_KNOWN)
     assert (said, code) == ([], 0)
     assert last == "3 cases: 0 ok, 1 as torch 2.13 is known to fail, 2 not run, 0 unexpected"
 
 
-@pytest.mark.parametrize("expected", [None, "known"])
-def test_a_run_of_which_nothing_could_run_cannot_be_judged(expected: baseline.Baseline) -> None:
+@pytest.mark.parametrize("expected", ["nothing bad", "known"])
+def test_a_run_of_which_nothing_could_run_cannot_be_judge(expected: Baseline) -> None:
     with pytest.raises(CannotRun):
-        baseline.exit_code(_report(_result(_FINE, "unsupported")), expected, [])
+        Judgement(_report(_result(_FINE, "unsupported")), expected).choose_exit_code()
 
 
-@pytest.mark.parametrize("expected", [None, "known", _report()])
-def test_a_lost_result_is_the_doctors_fault_whatever_is_expected(expected: baseline.Baseline) -> None:
+@pytest.mark.parametrize("expected", ["nothing bad", "known", _report()])
+def test_a_lost_result_is_the_doctors_fault_whatever_is_expected(expected: Baseline) -> None:
     with pytest.raises(DoctorFault, match="1 case without a result"):
-        baseline.exit_code(_report(_result(_FINE, "lost")), expected, [])
+        Judgement(_report(_result(_FINE, "lost")), expected).choose_exit_code()
 
 
-def test_against_a_report_a_better_verdict_is_a_surprise_too_and_a_new_case_is_expected_to_be_ok() -> None:
+def test_against_a_report_a_better_verdict_is_unexpected_too_and_a_new_case_is_expected_to_be_ok() -> None:
     expected = _report(_result(_FINE, "crash"), _AS_KNOWN)
     run = _report(_result(_FINE, "ok"), _AS_KNOWN, _result(_RACE, "wrong"))
-    said = baseline.surprises(run, expected, _GPUS)
-    assert said == [f"expected ok, got wrong: {_RACE}", f"expected crash, got ok: {_FINE}"]
-    assert baseline.exit_code(run, expected, said) == 1
-    assert baseline.surprises(expected, expected, _GPUS) == []
-    assert baseline.exit_code(expected, expected, []) == 0
+    judgement = Judgement(run, expected)
+    assert judgement.unexpected == [f"expected ok, got wrong: {_RACE}", f"expected crash, got ok: {_FINE}"]
+    assert judgement.choose_exit_code() == 1
+    same = Judgement(expected, expected)
+    assert (same.unexpected, same.choose_exit_code()) == ([], 0)
 
 
 # The program.
@@ -134,14 +133,19 @@ def _last(run: Run) -> str:
 
 
 def test_a_run_whose_failures_are_known_ends_with_0_and_says_so_last(tmp_path: pathlib.Path) -> None:
-    done = probe(tmp_path, *_SELECTED, "--path", "summon_full_params,unshard", "--expect", "known")
+    words = (*_SELECTED, "--method", "summon_full_params,unshard", "--format", "table")
+    done = probe(tmp_path, *words)
     assert done.code == 0, done.stderr
     torch = ".".join(map(str, _TORCH))
     assert _last(done) == f"4 cases: 2 ok, 2 as torch {torch} is known to fail, 0 unexpected"
+    assert done.stdout.splitlines()[0] == f"PASS: {_last(done)}"
+    strict = probe(tmp_path, *words, "--strict")
+    assert (strict.code, _last(strict)) == (1, "4 cases: 2 ok, 2 bad")
+    assert strict.stdout.splitlines()[0] == f"FAIL: {_last(strict)}"
 
 
 def test_a_failure_of_the_users_method_is_unexpected_and_comes_first(tmp_path: pathlib.Path) -> None:
-    words = ("--path", "summon_full_params,faults.values:drops_a_key", "--expect", "known")
+    words = ("--method", "summon_full_params,faults.values:drops_a_key")
     done = probe(tmp_path, *_SELECTED, *words)
     assert done.code == 1
     first, second = done.stderr.splitlines()[:2]
@@ -161,7 +165,7 @@ def test_the_failures_of_one_rank_of_fsdp1_are_expected_with_every_offload(tmp_p
     """One GPU is the first thing that many try; there FSDP1 falls back to NO_SHARD."""
     scenarios = ("--strategy", "fsdp1", "--offload", "none,param,optimizer,policy", "--staging", "unstaged")
     words = ("--nproc", "1", "--direction", "out", *scenarios)
-    done = probe(tmp_path, *words, "--fix", "--expect", "known", device="emulated")
+    done = probe(tmp_path, *words, "--fix", device="emulated")
     assert done.code == 0, done.stderr
     assert done.report is not None
     shown = {result.known for result in done.report.bad}
@@ -177,6 +181,6 @@ def test_the_failures_of_one_rank_of_fsdp1_are_expected_with_every_offload(tmp_p
 
 def test_three_ranks_whose_shards_are_uneven_are_expected_to_hang(tmp_path: pathlib.Path) -> None:
     words = ("--nproc", "3", "--timeout", "6", "--case", "fsdp2/none/unstaged/from_local")
-    done = probe(tmp_path, *words, "--case", "fsdp2/none/unstaged/dcp", "--expect", "known", device="emulated")
+    done = probe(tmp_path, *words, "--case", "fsdp2/none/unstaged/dcp", device="emulated")
     assert done.code == 0, done.stderr
     assert (done.kind("from_local"), done.kind("dcp")) == ("hang", "ok")

@@ -40,10 +40,10 @@ def test_torchrun_with_the_launcher_file_of_a_checkout(tmp_path: pathlib.Path) -
 
 def test_torchrun_with_the_module_tells_a_bad_verdict_in_its_summary() -> None:
     paths = ("unshard,summon_full_params",)
-    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", *_TWO_CASES[:-1], *paths)
+    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", "--strict", *_TWO_CASES[:-1], *paths)
     assert done.code == 1
     assert set(_IDS) < set(_ids(done))
-    assert "fsdp-doctor: exit code 1: a verdict is bad" in done.stderr
+    assert "fsdp-doctor: exit code 1: a verdict is not the expected one" in done.stderr
 
 
 def test_torchrun_with_the_installed_command() -> None:
@@ -73,7 +73,7 @@ def half_bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Pat
     """A run of two ok and two bad cases into a pipe, by the launcher file from another directory; and its report."""
     directory = tmp_path_factory.mktemp("half_bad")
     file = directory / "report.json"
-    words = ("probe", "--device", "cpu", *_HALF_BAD, "--confirm", "--json", str(file))
+    words = ("probe", "--device", "cpu", *_HALF_BAD, "--strict", "--confirm", "--json", str(file))
     done = run(sys.executable, str(ROOT / "fsdp-doctor"), *words, env={"PYTHONPATH": ""}, cwd=directory)
     return dataclasses.replace(done, report=read_report(file)), file
 

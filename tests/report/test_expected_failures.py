@@ -13,9 +13,10 @@ from support.reports import report, result
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.probe.baseline import Judgement
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expectation_toml import expectation_toml, patterns_of
-from fsdp_doctor.report.expected_failures import ExpectedFailures, compiled_pattern, read_expected_failures, unexpected
+from fsdp_doctor.report.expected_failures import ExpectedFailures, compiled_pattern, read_expected_failures
 from fsdp_doctor.report.journal import read_report
 
 _HALF_MOVED = "fsdp2/policy/staged/state_dict"
@@ -42,10 +43,15 @@ def _read(tmp_path: pathlib.Path, text: str) -> ExpectedFailures:
 
 
 def _told(tmp_path: pathlib.Path, *results: CaseResult, text: str = _TABLE, torch: str = "2.13.0") -> list[str]:
-    return unexpected(report(*results), _read(tmp_path, text), torch)
+    return _judge(report(*results), _read(tmp_path, text), torch)
 
 
-def test_what_is_expected_is_no_surprise_on_any_device(tmp_path: pathlib.Path) -> None:
+def _judge(judged: Report, expected: ExpectedFailures, torch: str = "2.13.0") -> list[str]:
+    of_torch = dataclasses.replace(judged, environment={"packages": {"torch": torch}})
+    return Judgement(of_torch, expected).unexpected
+
+
+def test_what_is_expected_is_not_reported_on_any_device(tmp_path: pathlib.Path) -> None:
     assert _told(tmp_path, _result(_HALF_MOVED, "crash", _REASON), _result(_FINE, "ok")) == []
 
 
@@ -83,7 +89,7 @@ def test_a_case_that_could_not_run_here_makes_no_expectation_stale(tmp_path: pat
     assert _told(tmp_path, _result(_HALF_MOVED, "unsupported", "no device")) == []
 
 
-def test_from_its_until_version_on_a_failure_is_a_surprise_and_the_expectation_is_not_stale(
+def test_from_its_until_version_on_a_failure_is_unexpected_and_the_expectation_is_not_stale(
     tmp_path: pathlib.Path,
 ) -> None:
     crash = _result(_HALF_MOVED, "crash", _REASON)
@@ -109,9 +115,9 @@ def test_what_is_written_from_a_report_is_what_the_report_shows_and_nothing_more
     whole = read_report(ROOT / "examples" / "reports" / name)
     text = expectation_toml(whole)
     expected = _read(tmp_path, text)
-    assert unexpected(whole, expected, "2.13.0") == []
+    assert _judge(whole, expected) == []
     mended = [dataclasses.replace(one, verdict=dataclasses.replace(one.verdict, kind="ok")) for one in whole.results]
-    told = unexpected(dataclasses.replace(whole, results=tuple(mended)), expected, "2.13.0")
+    told = _judge(dataclasses.replace(whole, results=tuple(mended)), expected)
     assert sum(sentence.startswith("expected") for sentence in told) == len(whole.bad)
     assert sum(sentence.startswith("stale") for sentence in told) == text.count("[[expect]]")
     assert len(text.splitlines()) < len(whole.bad), "it is short"
@@ -131,7 +137,7 @@ def test_a_report_without_a_failure_expects_none(tmp_path: pathlib.Path) -> None
 def test_reasons_that_hold_quotes_and_control_characters_are_written_and_read(tmp_path: pathlib.Path) -> None:
     reason = 'ValueError: "a\\b" \x1b[31m \ud800 and more'
     one = report(_result(_FINE, "crash", reason))
-    assert unexpected(one, _read(tmp_path, expectation_toml(one)), "2.13.0") == []
+    assert _judge(one, _read(tmp_path, expectation_toml(one))) == []
 
 
 def test_patterns_match_the_cases_and_none_of_the_others() -> None:

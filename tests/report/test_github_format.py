@@ -14,7 +14,7 @@ from fsdp_doctor.report.github import step_summary, workflow_commands, write_ste
 _REPORT = report(*every_kind())
 
 
-def test_each_surprise_is_an_error_and_the_last_line_a_notice_that_sums_up() -> None:
+def test_each_unexpected_verdict_is_an_error_and_the_last_line_a_notice_that_sums_up() -> None:
     *errors, notice = workflow_commands(_REPORT, ["unforeseen: a is crash", "stale: b"]).splitlines()
     assert errors == [
         "::error title=fsdp-doctor::unforeseen: a is crash",
@@ -29,7 +29,7 @@ def test_what_the_runner_would_read_as_its_own_is_escaped() -> None:
     assert "\x1b" not in first
 
 
-def test_of_many_surprises_as_many_are_told_as_github_shows() -> None:
+def test_of_many_unexpected_as_many_are_told_as_github_shows() -> None:
     *errors, _ = workflow_commands(_REPORT, [f"number {n}" for n in range(25)]).splitlines()
     assert len(errors) == 10
     assert errors[-1] == "::error title=fsdp-doctor::and 16 more, which the log and the job's summary list"
@@ -40,7 +40,7 @@ def test_an_incomplete_run_is_an_error_before_all_others() -> None:
     assert first == "::error title=fsdp-doctor::the run is incomplete: stopped by SIGINT"
 
 
-def test_the_summary_has_the_surprises_before_the_report() -> None:
+def test_the_summary_has_the_unexpected_before_the_report() -> None:
     text = step_summary(_REPORT, ["unforeseen: <b>`x`</b> @someone"])
     assert text.splitlines()[0] == "## fsdp-doctor: 1 unexpected"
     assert text.index("- `` unforeseen: <b>`x`</b> @someone ``") < text.index("\n## fsdp-doctor 0")
@@ -48,9 +48,9 @@ def test_the_summary_has_the_surprises_before_the_report() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1024 * 1024, 100_000, 5_000, 100, 0])
-def test_it_keeps_to_its_limit_and_tells_the_surprises_that_fit(num_bytes: int) -> None:
-    surprises = [f"unforeseen: number {n}, \u00e4nderung {'x' * 100}" for n in range(20_000)]
-    text = step_summary(_REPORT, surprises, num_bytes)
+def test_it_keeps_to_its_limit_and_tells_the_unexpected_that_fit(num_bytes: int) -> None:
+    unexpected = [f"unexpected: number {n}, \u00e4nderung {'x' * 100}" for n in range(20_000)]
+    text = step_summary(_REPORT, unexpected, num_bytes)
     assert len(text.encode()) <= max(num_bytes, 1)
     if num_bytes > 5_000:
         assert "number 0," in text
@@ -81,7 +81,7 @@ def test_without_github_nothing_is_written_and_a_file_that_cannot_be_is_a_fault(
 
 
 def test_it_is_one_of_the_formats() -> None:
-    assert formats.render(_REPORT, "github", surprises=["one"]) == workflow_commands(_REPORT, ["one"])
+    assert formats.render(_REPORT, "github", unexpected=["one"]) == workflow_commands(_REPORT, ["one"])
 
 
 def test_in_junit_a_failure_that_is_expected_is_skipped_and_says_so() -> None:
