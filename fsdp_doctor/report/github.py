@@ -19,7 +19,7 @@ _TITLE = "fsdp-doctor"
 
 
 def workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
-    """Workflow commands: an error for each surprise that GitHub would show, and a notice that sums up."""
+    """Workflow commands: an error for each unexpected verdict that GitHub would show, and a notice that sums up."""
     errors = list(unexpected)
     if not report.complete:
         errors.insert(0, f"the run is incomplete: {report.ended or 'still running'}")

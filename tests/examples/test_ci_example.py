@@ -67,7 +67,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, s
     return directory, _probe_step(directory, {"selection": _ONE_CASE, "expect": "expected.toml"})
 
 
-def test_the_step_fails_on_a_surprise_and_annotates_it(
+def test_the_step_fails_on_an_unexpected_verdict_and_annotates_it(
     installed: tuple[pathlib.Path, subprocess.CompletedProcess[str]],
 ) -> None:
     directory, done = installed
@@ -85,7 +85,7 @@ def test_the_step_leaves_the_files_that_the_job_keeps(
     assert names == {"installed.json", "installed.xml", "merged.json.gz"}
 
 
-def test_with_versions_of_torch_each_has_an_environment_and_what_is_known_is_no_surprise(
+def test_with_versions_of_torch_each_has_an_environment_and_what_is_known_is_expected(
     tmp_path: pathlib.Path,
 ) -> None:
     index = index_with_torch(tmp_path / "wheels", "2.98.0")

@@ -15,9 +15,9 @@ _REPORT = report(*every_kind())
 
 
 def test_each_unexpected_verdict_is_an_error_and_the_last_line_a_notice_that_sums_up() -> None:
-    *errors, notice = workflow_commands(_REPORT, ["unforeseen: a is crash", "stale: b"]).splitlines()
+    *errors, notice = workflow_commands(_REPORT, ["unexpected: a is crash", "stale: b"]).splitlines()
     assert errors == [
-        "::error title=fsdp-doctor::unforeseen: a is crash",
+        "::error title=fsdp-doctor::unexpected: a is crash",
         "::error title=fsdp-doctor::stale: b",
     ]
     assert notice.startswith("::notice title=fsdp-doctor::14 cases on 2 ranks of cuda: ")
@@ -41,9 +41,9 @@ def test_an_incomplete_run_is_an_error_before_all_others() -> None:
 
 
 def test_the_summary_has_the_unexpected_before_the_report() -> None:
-    text = step_summary(_REPORT, ["unforeseen: <b>`x`</b> @someone"])
+    text = step_summary(_REPORT, ["unexpected: <b>`x`</b> @someone"])
     assert text.splitlines()[0] == "## fsdp-doctor: 1 unexpected"
-    assert text.index("- `` unforeseen: <b>`x`</b> @someone ``") < text.index("\n## fsdp-doctor 0")
+    assert text.index("- `` unexpected: <b>`x`</b> @someone ``") < text.index("\n## fsdp-doctor 0")
     assert step_summary(_REPORT, []).startswith("## fsdp-doctor: nothing unexpected\n")
 
 
