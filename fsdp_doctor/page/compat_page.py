@@ -23,8 +23,17 @@ from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.report.journal import replace_file, writing
-from fsdp_doctor.verdict.classification import GOOD, MEANING, NOT_RUN, VerdictKind
-from fsdp_doctor.versions.merged import NOWHERE, SHORTENED, Environment, MergedCase, MergedReport, Outcome
+from fsdp_doctor.verdict.classification import GOOD, MEANING, VerdictKind
+from fsdp_doctor.versions.merged import (
+    NO_ANSWER,
+    NOWHERE,
+    SHORTENED,
+    Environment,
+    MergedCase,
+    MergedReport,
+    MergedVerdict,
+    Outcome,
+)
 
 # In this order they are one script.
 _SCRIPTS = ("cases.js", "choice.js", "matrix.js", "cell.js", "search.js", "start.js")
@@ -39,7 +48,8 @@ _TEMPLATES = jinja2.Environment(
 )
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 _NO_RESULT = -1
-_KINDS = get_args(VerdictKind)
+_KINDS: tuple[MergedVerdict, ...] = (*get_args(VerdictKind), "unmeasurable")
+_UNMEASURABLE = "ran on the CPU, where an offload moves nothing: it cannot show a failure there"
 _DIRECTIONS = get_args(Direction)
 _AXES = ("strategy", "offload", "staging")
 
@@ -64,7 +74,7 @@ def compat_page(merged: MergedReport, picture: str = "") -> str:
         num_cases=len(merged.cases),
         data=page_data(merged),
         entries=known_failures(),
-        meanings=MEANING,
+        meanings={**MEANING, "unmeasurable": _UNMEASURABLE},
         # Not escaped; the content security policy allows these alone.
         style=Markup(style),
         script=Markup(script),
@@ -107,7 +117,7 @@ def page_data(merged: MergedReport) -> dict[str, Any]:
         "environments": [_column(environment) for environment in merged.environments],
         "kinds": [*_KINDS],
         "good": [kind for kind in _KINDS if kind in GOOD],
-        "bad": [kind for kind in _KINDS if kind not in GOOD | NOT_RUN],
+        "bad": [kind for kind in _KINDS if kind not in GOOD | NO_ANSWER],
         "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
         "paths": paths.texts,
         "outcomes": [_outcome(outcome, texts) for outcome in merged.outcomes],

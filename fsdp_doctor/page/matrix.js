@@ -17,7 +17,7 @@ function hasColumn(column, rows) {
 }
 
 function columnHead(column, rows) {
-  const ran = rows.map((one) => one.outcomes[column.index]).filter(Boolean);
+  const ran = rows.map((one) => one.outcomes[column.index]).filter((outcome) => outcome && outcome.kind !== "unmeasurable");
   const good = ran.filter((outcome) => data.good.includes(outcome.kind)).length;
   const head = element("th", { scope: "col", title: column.name }, `torch ${column.torch}`, element("small", {}, column.device));
   if (column.more) head.append(element("small", {}, column.more));

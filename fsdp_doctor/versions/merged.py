@@ -28,16 +28,20 @@ from fsdp_doctor.report.schema import schema_of
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, Verdict, VerdictKind
 
 MERGED_SCHEMA = "fsdp-doctor/merged"
-# Version 2 added the verdict "refused".
-MERGED_SCHEMA_VERSION = 2
+# Version 2 added the verdict "refused", version 3 "unmeasurable".
+MERGED_SCHEMA_VERSION = 3
 
 # The end of a message that was cut.
 SHORTENED = " ..."
 
 # Shown instead of the device of an environment that could not be made.
 NOWHERE = "not run"
+# "unmeasurable": an ok from the CPU, where no memory moves, of a case whose offload or staging moves memory elsewhere.
+MergedVerdict: TypeAlias = VerdictKind | Literal["unmeasurable"]
 # "not run": the environment has no result of the case, or could not be made.
-Shown: TypeAlias = VerdictKind | Literal["not run"]
+Shown: TypeAlias = MergedVerdict | Literal["not run"]
+# Those that say nothing of the case.
+NO_ANSWER: frozenset[Shown] = frozenset({*NOT_RUN, "unmeasurable", "not run"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ class Outcome:
     known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     """
 
-    kind: VerdictKind
+    kind: MergedVerdict
     reason: str
     ranks: tuple[int, ...]
     also: tuple[str, ...]
@@ -91,7 +95,7 @@ class Outcome:
 class Period:
     """Successive versions with the same verdict and entry, from the oldest (``since``) to the newest (``until``)."""
 
-    kind: VerdictKind
+    kind: MergedVerdict
     known: str
     since: str
     until: str
@@ -115,7 +119,7 @@ class Statement:
     @property
     def changes(self) -> bool:
         """Whether two versions that could run the case differ."""
-        return len({(period.kind, period.known) for period in self.periods if period.kind not in NOT_RUN}) > 1
+        return len({(period.kind, period.known) for period in self.periods if period.kind not in NO_ANSWER}) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +172,11 @@ class MergedReport:
 
     def fails(self, case: MergedCase) -> bool:
         """Whether the case has a bad verdict in some environment."""
-        return any(kind != "not run" and kind not in GOOD | NOT_RUN for kind in self._kinds(case))
+        return any(kind not in GOOD | NO_ANSWER for kind in self._kinds(case))
 
     def ran(self, case: MergedCase) -> bool:
         """Whether some environment could run the case."""
-        return any(kind != "not run" and kind not in NOT_RUN for kind in self._kinds(case))
+        return any(kind not in NO_ANSWER for kind in self._kinds(case))
 
     def _kinds(self, case: MergedCase) -> list[Shown]:
         return [self.shown(case, number) for number in range(len(self.environments))]
@@ -195,18 +199,20 @@ def merged_from_dict(data: dict[str, Any]) -> MergedReport:
             index is None or 0 <= index < len(merged.outcomes) for index in case.outcomes
         ):
             raise ValueError(f"{case.id} has other outcomes or environments than the report")
-    return merged if data["schema_version"] == MERGED_SCHEMA_VERSION else _of_version_1(merged)
+    return merged if data["schema_version"] == MERGED_SCHEMA_VERSION else _update(merged, data["schema_version"])
 
 
-def _of_version_1(merged: MergedReport) -> MergedReport:
-    """The report with today's verdicts, and the statements that follow from them."""
+def _update(merged: MergedReport, schema_version: int) -> MergedReport:
+    """The report of an older schema with today's verdicts, and the statements that follow from them."""
     # It imports the records of this module.
     from fsdp_doctor.versions.merging import merge
 
-    outcomes = []
-    for outcome in merged.outcomes:
-        verdict = verdict_of_version_1(Verdict(kind=outcome.kind, reason=outcome.reason))
-        outcomes.append(dataclasses.replace(outcome, kind=verdict.kind, reason=verdict.reason))
+    outcomes = list(merged.outcomes)
+    if schema_version == 1:
+        for number, outcome in enumerate(outcomes):
+            assert outcome.kind != "unmeasurable"
+            verdict = verdict_of_version_1(Verdict(kind=outcome.kind, reason=outcome.reason))
+            outcomes[number] = dataclasses.replace(outcome, kind=verdict.kind, reason=verdict.reason)
     today = merge({"": dataclasses.replace(merged, outcomes=tuple(outcomes))})
     return dataclasses.replace(today, version=merged.version)
 
@@ -245,7 +251,9 @@ def environment_lines(merged: MergedReport) -> Iterator[str]:
         kinds = Counter(merged.shown(case, number) for case in merged.cases)
         num_ok = sum(kinds[kind] for kind in GOOD)
         not_run = kinds["not run"] + sum(kinds[kind] for kind in NOT_RUN)
-        counts = f"{num_ok} ok, {kinds.total() - num_ok - not_run} bad, {not_run} not run"
+        unmeasurable = kinds["unmeasurable"]
+        counts = f"{num_ok} ok, {kinds.total() - num_ok - not_run - unmeasurable} bad, {not_run} not run"
+        counts += f", {unmeasurable} not measurable on the CPU" if unmeasurable else ""
         yield "\t".join(
             [environment.name, counts, *([] if environment.complete else [f"incomplete: {environment.ended}"])]
         )

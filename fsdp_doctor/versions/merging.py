@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import Offload, Staging
 from fsdp_doctor.matrix.cases import AnyCase, leading_words
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.paths import direction_of, is_user_path, paths_for
@@ -112,7 +113,7 @@ def _columns_of(name: str, report: Report | MergedReport) -> list[_Column]:
         _Column(
             _environment(name, report),
             {result.id: _row(result.case) for result in results},
-            {result.id: _outcome(result) for result in results},
+            {result.id: _outcome(result, report.device) for result in results},
         )
     ]
 
@@ -122,7 +123,7 @@ def _column_of_merged(merged: MergedReport, number: int) -> _Column:
     for case in merged.cases:
         if (outcome := merged.outcome(case, number)) is not None:
             rows[case.id] = dataclasses.replace(case, outcomes=(), statements=())
-            outcomes[case.id] = outcome
+            outcomes[case.id] = _as_measured(outcome, rows[case.id], merged.environments[number].device)
     return _Column(merged.environments[number], rows, outcomes)
 
 
@@ -174,12 +175,20 @@ def _has_path(case: AnyCase) -> bool:
     return is_user_path(case.path) or any(path.name == case.path for path in paths_for(case.scenario))
 
 
-def _outcome(result: CaseResult) -> Outcome:
+def _as_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
+    """The outcome; unmeasurable if it is an ok of the CPU, where nothing moves that moves elsewhere."""
+    moves = row.offload not in ("", str(Offload())) or row.staging == Staging.STAGED
+    if device != "cpu" or outcome.kind != "ok" or not moves:
+        return outcome
+    return dataclasses.replace(outcome, kind="unmeasurable", reason="on the CPU an offload or staging moves nothing")
+
+
+def _outcome(result: CaseResult, device: str) -> Outcome:
     verdict, failure = result.verdict, result.failure
     message = f"{failure.type}: {failure.message}" if failure is not None else ""
     if len(message) > _LONGEST_MESSAGE:
         message = message[: _LONGEST_MESSAGE - len(SHORTENED)] + SHORTENED
-    return Outcome(
+    outcome = Outcome(
         kind=verdict.kind,
         reason=verdict.reason,
         ranks=verdict.ranks,
@@ -187,6 +196,7 @@ def _outcome(result: CaseResult) -> Outcome:
         message=message,
         known=result.known,
     )
+    return _as_measured(outcome, _row(result.case), device)
 
 
 def _join(first: _Column, other: _Column) -> _Column:

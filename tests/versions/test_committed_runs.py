@@ -15,25 +15,25 @@ from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
 from fsdp_doctor.matrix.paths import PATH_NAMES
 from fsdp_doctor.report.document import Report
-from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
+from fsdp_doctor.verdict.classification import GOOD
 from fsdp_doctor.versions.measured import measured, with_measured
-from fsdp_doctor.versions.merged import MergedCase, read_merged
+from fsdp_doctor.versions.merged import NO_ANSWER, MergedCase, read_merged
 from fsdp_doctor.versions.merging import merge
 
 _MERGED = read_merged(ROOT / "docs" / "compat" / "merged.json.gz")
 _PAGE = (ROOT / "docs" / "versions.md").read_text()
 
 
-def _counts(number: int, cases: list[MergedCase]) -> tuple[int, int, int]:
-    """In the environment of that number: ok, bad, and without a verdict."""
+def _counts(number: int, cases: list[MergedCase]) -> tuple[int, int, int, int]:
+    """In the environment of that number: ok, bad, not measurable, and without a verdict."""
     kinds = Counter(_MERGED.shown(case, number) for case in cases)
     not_run = kinds["unsupported"] + kinds["skipped"] + kinds["not run"]
-    good = kinds["ok"] + kinds["refused"]
-    return good, len(cases) - good - not_run, not_run
+    good, unmeasurable = kinds["ok"] + kinds["refused"], kinds["unmeasurable"]
+    return good, len(cases) - good - not_run - unmeasurable, unmeasurable, not_run
 
 
 def _matrix_table() -> str:
-    rows = ["| torch | device | ranks | transformers | ok | bad | not run |", "|---|---|---|---|---|---|---|"]
+    rows = ["| torch | device | ranks | transformers | ok | bad | not measurable | not run |", "|---" * 8 + "|"]
     cases = [case for case in _MERGED.cases if not is_framework_id(case.id)]
     for number, one in enumerate(_MERGED.environments):
         if all(case.outcomes[number] is None for case in cases):
@@ -54,7 +54,8 @@ def _frameworks_table() -> str:
                 own = "" if framework in packages else one.packages.get(framework, "")
                 name = f"{framework} {own}".strip()
                 versions = (one.torch, *(one.packages[package] for package in packages))
-                rows.append(f"| {' | '.join(map(str, (name, *versions, *_counts(number, cases))))} |")
+                good, bad, _, not_run = _counts(number, cases)
+                rows.append(f"| {' | '.join(map(str, (name, *versions, good, bad, not_run)))} |")
     return "\n".join(rows)
 
 
@@ -70,7 +71,7 @@ def test_every_run_is_whole_and_small_enough_to_be_committed() -> None:
 
 def test_no_failure_of_it_is_unknown_to_the_catalogue() -> None:
     shown = {one for case in _MERGED.cases for one in case.outcomes if one is not None}
-    unknown = [_MERGED.outcomes[one] for one in shown if _MERGED.outcomes[one].kind not in GOOD | NOT_RUN]
+    unknown = [_MERGED.outcomes[one] for one in shown if _MERGED.outcomes[one].kind not in GOOD | NO_ANSWER]
     assert [one.reason for one in unknown if not one.known] == []
 
 

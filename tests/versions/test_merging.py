@@ -237,7 +237,7 @@ _REPORT_TEXT = json.dumps(report_to_dict(_of("2.11.0", "ok")))
         ("cut.json", _REPORT_TEXT[:-50].encode(), "it is not JSON"),
         ("cut.json.gz", gzip.compress(_REPORT_TEXT.encode())[:-20], "cannot read the report"),
         ("plain.json.gz", _REPORT_TEXT.encode(), "cannot read the report .*Not a gzipped file"),
-        ("merged.json", _GOOD.replace(b'"schema_version": 2', b'"schema_version": 3'), "reads up to 2: upgrade it"),
+        ("merged.json", _GOOD.replace(b'"schema_version": 3', b'"schema_version": 4'), "reads up to 3: upgrade it"),
         ("outcomes.json", _GOOD.replace(b'"outcomes": [0]', b'"outcomes": [7]'), "is a damaged merged report"),
         (
             "path.json",
