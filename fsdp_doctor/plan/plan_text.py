@@ -70,8 +70,9 @@ def plan_as_json(plan: JobPlan) -> str:
 
 def _lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     job, machines = plan.job, plan.job.machines
+    yield from _verdict_lines(plan, advices)
     devices = f"{counted(machines.gpus, 'device')} of {_gib(machines.gpu_memory)} GiB"
-    yield f"{job.framework}: {counted(machines.nodes, 'node')} with {devices}"
+    yield f"\n{job.framework}: {counted(machines.nodes, 'node')} with {devices}"
     for role in plan.roles:
         setup = role.setup
         yield from _wrap(
@@ -98,7 +99,6 @@ def _lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     for moment in plan.host:
         if not moment.is_certain:
             yield from _moment_lines(moment, "would not fit")
-    yield from _verdict_lines(plan, advices)
     yield "\nAssumed:"
     yield from _wrap_all(ASSUMPTIONS)
     yield "Not modelled:"
@@ -140,10 +140,12 @@ def _moment_lines(moment: JobMoment, too_much: str, of_limit: str = "") -> Itera
 
 
 def _verdict_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+    """The answer, in the first line, and what to change."""
     highest, limit = plan.highest, plan.job.machines.gpu_memory
     room = limit - highest.total
     left = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
-    yield f"\nThe highest: {highest.name}, {_gib(highest.total)} of {_gib(limit)} GiB; {left}."
+    answer = "The job fits" if plan.fits else "The job does not fit"
+    yield from _wrap(f"{answer}: {highest.name} takes {_gib(highest.total)} of {_gib(limit)} GiB; {left}.", 0)
     if plan.fits:
         return
     if not plan.highest_of_host.fits:

@@ -51,7 +51,7 @@ def test_every_role_the_engine_and_the_host_are_planned() -> None:
         "engine: generates",
         "rank 0 gathers a full state dict",
         "every rank loads the checkpoint",
-        "The highest: ",
+        "The job fits: ",
         "Assumed:",
         "Not modelled:",
     ):
@@ -89,7 +89,7 @@ def test_each_offload_that_makes_it_fit_is_told() -> None:
 def test_a_limit_smaller_than_the_model_is_said_and_no_setting_is_promised() -> None:
     done = _plan(*_SMALL, "--gpu-memory", "1MiB")
     assert done.code == 1
-    assert "GiB are lacking" in done.stdout
+    assert "GiB are lacking" in " ".join(done.stdout.split())
     assert "No one setting makes it fit; the nearest:" in done.stdout
 
 
