@@ -141,15 +141,17 @@ def _moment_lines(moment: JobMoment, too_much: str, of_limit: str = "") -> Itera
 
 def _verdict_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     """The answer, in the first line, and what to change."""
-    highest, limit = plan.highest, plan.job.machines.gpu_memory
-    room = limit - highest.total
+    limit = plan.job.machines.gpu_memory
+    room = limit - plan.highest.total
     left = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
-    answer = "The job fits" if plan.fits else "The job does not fit"
-    yield from _wrap(f"{answer}: {highest.name} takes {_gib(highest.total)} of {_gib(limit)} GiB; {left}.", 0)
+    device = f"{plan.highest.name} takes {_gib(plan.highest.total)} of {_gib(limit)} GiB; {left}."
     if plan.fits:
+        yield from _wrap(f"The job fits: {device}", 0)
         return
-    if not plan.highest_of_host.fits:
-        yield f"The host does not hold it: {plan.highest_of_host.name}."
+    if not plan.highest.fits:
+        yield from _wrap(f"The job does not fit: {device}", 0)
+    if not (host := plan.highest_of_host).fits:
+        yield f"The job does not fit on the host: {host.name} takes {_gib(host.total)} GiB of it."
     enough = any(advice.plan.fits for advice in advices)
     yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
     # Of several values of one setting the first is nearest to the configured one.
