@@ -45,6 +45,7 @@ def render(
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
     from fsdp_doctor.ledgers.ledger_views import ledgers_svg, render_ledgers
     from fsdp_doctor.report import github, junit, markdown, table
+    from fsdp_doctor.report.heat_map import render_heat_map
 
     match name:
         case "table":
@@ -58,7 +59,7 @@ def render(
         case "junit":
             return junit.render(report, expected)
         case "svg":
-            return printable(table.render_svg(report)) + "\n"
+            return render_heat_map(report) + "\n"
         case "github":
             return github.workflow_commands(report, unexpected)
         case "memory":

@@ -54,13 +54,13 @@ def _grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) -> Gr
         words = [value for axis, value in values if value != axis.default or axis.always_in_id]
     return Grid(
         title=", ".join(words),
-        paths=_ordered((path for path, _ in cells), paths),
-        offloads=_ordered((offload for _, offload in cells), offloads),
+        paths=sort_by_table((path for path, _ in cells), paths),
+        offloads=sort_by_table((offload for _, offload in cells), offloads),
         cells=cells,
     )
 
 
-def _ordered(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
+def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
     """The names in the order of the table; names that the table lacks, as a user's path, at the end."""
     names = dict.fromkeys(present)
     return (*(name for name in order if name in names), *(name for name in names if name not in order))

@@ -1,9 +1,8 @@
-"""The matrix for a terminal, and the same as a picture."""
+"""The matrix for a terminal."""
 
 from __future__ import annotations
 
 import io
-import re
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -22,7 +21,6 @@ from fsdp_doctor.report.layout import (
     printable,
     rerun_command,
     seconds_text,
-    summary,
 )
 from fsdp_doctor.verdict.classification import VerdictKind
 
@@ -65,25 +63,6 @@ def _text(part: RenderableType, width: int, color: bool, soft_wrap: bool = False
     console.print(part, soft_wrap=soft_wrap)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def render_svg(report: Report, width: int = 150) -> str:
-    """The matrix, and its failures in a line each, as an SVG picture."""
-    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
-    failures = distinct_failures(report)
-    console.print(_matrix(report, failures, width))
-    for failure in failures:
-        console.print(_line(failure), no_wrap=True, overflow="ellipsis")
-    for line in (summary(report), *report.notes):
-        console.print(Text(line))
-    svg = console.export_svg(title=f"{report.command}  ({report.world_size} x {_machine(report)})")
-    # rich asks for a web font; a picture in a report fetches nothing.
-    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-
-
-def _machine(report: Report) -> str:
-    accelerators = report.environment.get("accelerators") or []
-    return str(accelerators[0]) if accelerators and report.device != "cpu" else report.device
 
 
 def _matrix(report: Report, failures: list[FailureGroup], width: int) -> RenderableType:
