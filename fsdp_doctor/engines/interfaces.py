@@ -9,28 +9,46 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from fsdp_doctor.engines.packed_bucket import PackedBucket, packed_buckets
-from fsdp_doctor.extract import BUCKET_BYTES, LocalShard, ShardPlace, full_tensors, local_shards, weights_info
+from fsdp_doctor.extract import (
+    BUCKET_BYTES,
+    ClosingIterator,
+    LocalShard,
+    ShardPlace,
+    full_tensors,
+    local_shards,
+    weights_info,
+)
 from fsdp_doctor.extract.local import read_own_shards, request_of
 from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.streams import wait_for_device
+
+_T = TypeVar("_T")
 
 
-class ExtractionOptions(TypedDict, total=False):
-    """The options of :func:`fsdp_doctor.full_tensors` that an engine's interface passes on."""
+class ShardOptions(TypedDict, total=False):
+    """The options of :func:`fsdp_doctor.local_shards` that an engine's interface passes on."""
 
     dtype: torch.dtype | None
     keep_dtype: Collection[str]
     bucket_bytes: int
     lora: Lora
+
+
+class ExtractionOptions(ShardOptions, total=False):
+    """The same for :func:`fsdp_doctor.full_tensors`."""
+
+    in_step: bool
 
 
 # vLLM. Its own ``ModuleSource`` reads ``named_parameters()`` where the shards lie, in the dtype of the masters: no
@@ -45,28 +63,52 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     ranks of the default process group must be vLLM's trainer ranks. vLLM must be installed. ``metadata`` is read when
     it is first asked for, so shard the model first; any rank may read it alone.
 
+    Both iterators begin when the device has done all that was launched on it: vLLM's packed sender reads them on
+    streams of its own, which do not wait for a training step. ``close``, and the end of ``with`` the source, closes
+    those that are not at their end, so that no rank waits for one whose sender raised.
+
     Arguments, errors and which ranks must iterate as :func:`fsdp_doctor.full_tensors` and ``local_shards``.
     """
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     request = request_of(model, None, (), BUCKET_BYTES, options.get("lora", "merged"))
     shards = read_own_shards(request.sources, request.shards)
     places = {name: shard.place for shard in shards for name in shard.spec.names}
+    shard_options: ShardOptions = {key: value for key, value in options.items() if key != "in_step"}  # type: ignore[assignment]
 
     class FullSource(base.WeightSource):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            self._begun: weakref.WeakSet[ClosingIterator[Any]] = weakref.WeakSet()
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            self.close()
+
+        def close(self) -> None:
+            for tensors in list(self._begun):
+                tensors.close()
+
+        def _begin(self, tensors: ClosingIterator[_T]) -> ClosingIterator[_T]:
+            self._begun.add(tensors)
+            wait_for_device(request.device)
+            return tensors
+
         @functools.cached_property
         def metadata(self) -> list[Any]:
-            asked = {key: value for key, value in options.items() if key != "bucket_bytes"}
+            asked = {key: value for key, value in options.items() if key not in ("bucket_bytes", "in_step")}
             return [
                 base.ParamMeta(name, info.dtype, tuple(info.shape), **_layout(base, places.get(name)))
                 for name, info in weights_info(model, **asked).items()  # type: ignore[arg-type]
             ]
 
         def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return full_tensors(model, **options)
+            return self._begin(full_tensors(model, **options))
 
     class ShardedSource(FullSource):
         def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return ((shard.name, shard.tensor) for shard in local_shards(model, **options))
+            shards = self._begin(local_shards(model, **shard_options))
+            return ((shard.name, shard.tensor) for shard in shards)
 
     return ShardedSource() if all(map(_can_be_described, places.values())) else FullSource()
 
@@ -140,8 +182,8 @@ def sglang_buckets(
 
 def verl_weights(
     model: nn.Module, **options: Unpack[ExtractionOptions]
-) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-    """In place of ``get_per_tensor_param``: the generator for ``send_weights``, and no configuration of an adapter.
+) -> tuple[ClosingIterator[tuple[str, torch.Tensor]], None]:
+    """In place of ``get_per_tensor_param``: the iterator for ``send_weights``, and no configuration of an adapter.
 
     Adapters are merged. Arguments, errors and which ranks must call as :func:`fsdp_doctor.full_tensors`.
     """
@@ -149,7 +191,7 @@ def verl_weights(
 
 
 def verl_shards(
-    model: nn.Module, **options: Unpack[ExtractionOptions]
+    model: nn.Module, **options: Unpack[ShardOptions]
 ) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
     """In place of ``get_per_tensor_param_shard``: (name, this rank's shard, 1-D, on the device, verl's ShardSpec).
 

@@ -16,11 +16,19 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
 """
 
 from fsdp_doctor.extract.agreement import PlanMismatch, RankLeft
-from fsdp_doctor.extract.full import BUCKET_BYTES, WeightInfo, full_state_dict, full_tensors, weights_info
+from fsdp_doctor.extract.full import (
+    BUCKET_BYTES,
+    ClosingIterator,
+    WeightInfo,
+    full_state_dict,
+    full_tensors,
+    weights_info,
+)
 from fsdp_doctor.extract.local import LocalShard, ShardPlace, local_shards
 
 __all__ = [
     "BUCKET_BYTES",
+    "ClosingIterator",
     "LocalShard",
     "PlanMismatch",
     "RankLeft",

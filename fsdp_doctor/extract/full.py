@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Self
 
 from fsdp_doctor.extract.agreement import Agreement, PlanMismatch
 from fsdp_doctor.extract.buckets import Bucket, Division
@@ -28,10 +29,12 @@ from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter, list_factor_names
 from fsdp_doctor.extract.plan import Arguments, Plan, get_plan, ranks_of
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups, refusal
 from fsdp_doctor.extract.sources import OutputDtypes, TensorSpec, sources_of, specs
-from fsdp_doctor.extract.streams import HomeStream, Streams
+from fsdp_doctor.extract.streams import HomeStream, Streams, wait_for_device
 from fsdp_doctor.extract.transfers import Call, OrderedResult, TensorTransfer, all_gather, materialize, take_results
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
+
+_T = TypeVar("_T")
 
 BUCKET_BYTES = 512 << 20
 # Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
@@ -55,13 +58,15 @@ def full_tensors(
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
-) -> Iterator[tuple[str, torch.Tensor]]:
+    in_step: bool = False,
+) -> ClosingIterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
 
     Every rank of the group over which the model is sharded must call it with the same arguments and iterate to the
     end. A rank that stops early or raises first takes part in the collectives that it has promised, then makes the
-    others raise RankLeft; it does so when it lets go of the iterator. Under HSDP each replica's shard group is on its
-    own.
+    others raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as tensors``
+    or when nothing refers to it any more; a traceback refers to it, so without ``with`` the others wait while an error
+    is handled. Under HSDP each replica's shard group is on its own.
 
     Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft).
     Tied parameters come under each of their names and share one tensor, gathered once. A yielded tensor belongs to the
@@ -74,7 +79,8 @@ def full_tensors(
 
     Device memory in use at once, with the tensor that the caller had last: two buckets, or one and the largest
     tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB. Where most of the model
-    is in tensors larger than a bucket, as in fused experts, it is one of them more.
+    is in tensors larger than a bucket, as in fused experts, it is one of them more. What is let go of while another
+    stream than the one at the call still reads it is in use until it has been read.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
@@ -90,6 +96,10 @@ def full_tensors(
         ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``
         the one active adapter alone, under the names of peft's adapter files. A model without
         adapters has only weights.
+    in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
+        and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
+        For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
+        for from running (RLinf issue 1539). Each bucket costs a wait for the device and a meeting over the store.
 
     Raises, before any collective: ValueError, TypeError for wrong arguments; RuntimeError for a tensor on the meta
     device, or a process group that is missing or has no backend for the device; NotImplementedError for adapters that
@@ -98,8 +108,8 @@ def full_tensors(
     once for a plan that is kept.
     """
     with announced(model):
-        arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora)
-    return _yield_each_name(extract(model, arguments))
+        arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora, in_step=in_step)
+    return ClosingIterator(_yield_each_name(extract(model, arguments)))
 
 
 def weights_info(
@@ -158,6 +168,28 @@ def start_extraction(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream
     with agreement.leaving():
         pipeline = Pipeline(plan, shards, agreement)
     return TensorStream(pipeline, agreement, HomeStream(plan.device))
+
+
+class ClosingIterator(Iterator[_T]):
+    """An iterator that lets the other ranks go on when it is closed before its end, as it is at the end of ``with``.
+
+    It closes when nothing refers to it any more, too; while an error is handled, the traceback refers to it.
+    """
+
+    def __init__(self, items: Generator[_T]) -> None:
+        self._items = items
+
+    def __next__(self) -> _T:
+        return next(self._items)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._items.close()
 
 
 class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
@@ -255,9 +287,14 @@ class Pipeline:
                     if last_done[0] is not None:
                         last_done[0].synchronize()
                     self._load(bucket)
-                    self._launch_loaded()
+                    if not self._plan.in_step:
+                        self._launch_loaded()
+                if self._plan.in_step:
+                    wait_for_device(self._plan.device)
                 if not pending[0].is_launched:
                     self._launch(pending[0])
+                if self._plan.in_step:
+                    wait_for_device(self._plan.device)
                 last_done.append(pending[0].done)
                 results = self._results(pending.popleft())
                 self._keep_spare(self._promised_buckets())
@@ -269,6 +306,8 @@ class Pipeline:
                     del result
                     yield spec, tensor
                     del tensor
+            if self._plan.in_step:
+                wait_for_device(self._plan.device)
             self._agreement.finish()
         except BaseException as error:
             # They hold memory, which the buckets that are yet to be launched may need.
@@ -358,7 +397,8 @@ class Pipeline:
         if len(self._plan.ranks) == 1:
             self._promised = num_left
             return
-        num_next = self._plan.num_promisable(first, self._agreement.num_next(num_left))
+        wanted = 1 if self._plan.in_step else self._agreement.num_next(num_left)
+        num_next = self._plan.num_promisable(first, wanted)
         one_only = False
         try:
             self._keep_spare(self._plan.buckets[first + 1 : first + num_next])
@@ -450,6 +490,8 @@ class Pipeline:
     def _leave(self) -> None:
         """Ends the extraction; an early end gives memory back that is still being written to."""
         if self._pending:
+            # Threads may be reading into their memory.
+            self._copies.close()
             with self._streams.gathering():
                 all_of_it = self._streams.gathered()
             self._streams.wait(all_of_it)

@@ -126,9 +126,15 @@ class HostCopies:
         self._submissions: collections.deque[_Submission] = collections.deque()
 
     def close(self) -> None:
-        """Waits for the threads and the device, whatever they end with: what they write to may be freed then."""
+        """Waits for the threads and the device, whatever they end with: what they write to may be freed then.
+
+        What no thread has begun to read is not read. More may be copied afterwards.
+        """
         if self._readers is not None:
             self._readers.close()
+        self._readers = None
+        self._begun.clear()
+        self._submissions.clear()
         self._streams.loaded()
 
     def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:

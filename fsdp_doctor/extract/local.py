@@ -21,7 +21,15 @@ from typing_extensions import assert_never
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan, PlanMismatch
 from fsdp_doctor.extract.buckets import Division
-from fsdp_doctor.extract.full import BUCKET_BYTES, CHUNK_BYTES, MOST_THREADS, TensorStream, announced, start_extraction
+from fsdp_doctor.extract.full import (
+    BUCKET_BYTES,
+    CHUNK_BYTES,
+    MOST_THREADS,
+    ClosingIterator,
+    TensorStream,
+    announced,
+    start_extraction,
+)
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
@@ -89,7 +97,7 @@ def local_shards(
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
-) -> Iterator[LocalShard]:
+) -> ClosingIterator[LocalShard]:
     """Yields what this rank holds of every parameter and every persistent buffer: (name, tensor, global shape, place).
 
     Names, their order, dtypes and arguments are those of :func:`full_tensors`; tied names share a tensor. Every name
@@ -107,10 +115,10 @@ def local_shards(
     with announced_where_merged(model, lora):
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
         refuse_unknown(request)
-    return _yield_each_name(request, factor_stream(request))
+    return ClosingIterator(_yield_each_name(request, factor_stream(request)))
 
 
-def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Iterator[LocalShard]:
+def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Generator[LocalShard]:
     home = HomeStream(request.device)
     with contextlib.closing(home.run(loaded_shards(request, gathered_deltas(request, factors), own=True))) as shards:
         for spec, tensor, place, _ in shards:

@@ -50,6 +50,7 @@ class Arguments:
     keep_dtype: tuple[str, ...]
     bucket_bytes: int
     lora: Lora
+    in_step: bool
 
     @classmethod
     def given(
@@ -59,6 +60,8 @@ class Arguments:
         keep_dtype: Collection[str],
         bucket_bytes: int,
         lora: Lora,
+        *,
+        in_step: bool = False,
     ) -> Arguments:
         """Raises ValueError for a word or a number that is not allowed, TypeError for another type."""
         adapters.check(lora)
@@ -71,7 +74,7 @@ class Arguments:
         keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
         if not all(isinstance(pattern, str) for pattern in keep):
             raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
-        return cls(device, dtype, tuple(keep), bucket_bytes, lora)
+        return cls(device, dtype, tuple(keep), bucket_bytes, lora, in_step)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,7 +85,7 @@ class Plan:
     some may have other tensors than the others. merges: whether there are adapters, active ones or not, and they are to
     be merged; adapters, factors: which factors make up what is merged into a weight, and where they are. most_bytes:
     the device memory that buckets and the caller's last tensor may take together. ready: the places of the shards that
-    a collective can read as they are.
+    a collective can read as they are. in_step: whether nothing is gathered while a rank's caller has work under way.
     """
 
     all_sources: list[Source]
@@ -97,6 +100,7 @@ class Plan:
     buckets: list[Bucket]
     most_bytes: int
     ready: frozenset[int]
+    in_step: bool
     compared: ComparedPlan
 
     def num_promisable(self, first: int, wanted: int) -> int:
@@ -184,7 +188,9 @@ def _make_plan(
     device = _choose_device(arguments.device, compute_device(held, everything), bool(list_shard_groups(everything)))
     factors = adapters.find_factors(everything, merged)
     groups = read_groups(held)
-    settings = f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora}"
+    settings = (
+        f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora} in_step={arguments.in_step}"
+    )
     division = Division(sources, dtypes, arguments.bucket_bytes, _count_merging_bytes(merged, factors))
     return Plan(
         all_sources=everything,
@@ -199,6 +205,7 @@ def _make_plan(
         buckets=list(division.buckets()),
         most_bytes=division.most_bytes,
         ready=_find_ready_places(sources, shards, dtypes, device, merged),
+        in_step=arguments.in_step,
         compared=ComparedPlan(signature(sources, dtypes, settings, merged)),
     )
 

@@ -153,6 +153,12 @@ class Streams:
         return context
 
 
+def wait_for_device(device: torch.device) -> None:
+    """The host waits for all that was launched on the device, on any stream."""
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+
+
 @functools.cache
 def _streams(device: torch.device) -> tuple[Any, Any, Any, Any]:
     """The same ones every time: what an allocator has kept for a stream is of use to no other."""

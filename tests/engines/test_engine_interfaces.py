@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import engine_modules
 from support.engine_modules import Origin
 from support.extraction import (
@@ -20,12 +21,13 @@ from support.extraction import (
     mesh_over,
     new_net,
     on_the_device,
+    take_some,
     tensors_of,
 )
-from support.ranks import Setting, of_all_ranks, on_ranks, this_device, this_rank, world_size
+from support.ranks import Setting, accelerator, of_all_ranks, on_ranks, this_device, this_rank, world_size
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_doctor import engines, full_tensors
+from fsdp_doctor import RankLeft, engines, full_tensors
 
 BF16 = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
 
@@ -110,6 +112,43 @@ def test_vllm_reads_full_tensors_by_its_metadata() -> None:
 @everywhere
 def test_vllm_reads_full_tensors_by_its_metadata_by_its_own_code() -> None:
     _vllm_reads_full_tensors_by_its_metadata("engine")
+
+
+@on_the_device
+def test_vllms_source_waits_for_a_training_step_on_another_stream() -> None:
+    model = fsdp2(new_net())
+    step, sends = accelerator().Stream(this_device()), accelerator().Stream(this_device())
+    with engine_modules.vllm("stand-in"):
+        source = engines.vllm_weight_source(model)
+        for pull in (source.iter_full, source.iter_local):
+            before = {name: tensor.clone() for name, tensor in pull()}
+            accelerator().synchronize()
+            with accelerator().race_detection():
+                with accelerator().stream(step), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.to_local().add_(1.0)
+                with accelerator().stream(sends):
+                    found = {name: tensor.clone() for name, tensor in pull()}
+                accelerator().synchronize()
+            buffers = {name for name, _ in model.named_buffers()}
+            for name, tensor in before.items():
+                assert torch.equal(found[name], tensor if name in buffers else tensor + 1.0), name
+
+
+@on_ranks(Setting("emulated", 2), Setting("cpu", 4))
+def test_a_source_that_is_closed_lets_the_other_ranks_go_on_while_an_error_is_handled() -> None:
+    model = fsdp2(new_net())
+    for engine in ("vLLM", "verl"):
+        with engine_modules.vllm("stand-in"):
+            opened = (
+                engines.vllm_weight_source(model, bucket_bytes=1024)
+                if engine == "vLLM"
+                else engines.verl_weights(model, bucket_bytes=1024)[0]
+            )
+        with pytest.raises(ZeroDivisionError if this_rank() == 0 else RankLeft) as caught, opened:
+            take_some(opened.iter_full() if engine == "vLLM" else opened, 2 if this_rank() == 0 else None)
+        dist.barrier()
+        assert caught.tb is not None
 
 
 def _through_packing(vllm: object, source: object) -> dict[str, torch.Tensor]:

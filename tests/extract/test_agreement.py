@@ -32,6 +32,7 @@ from support.extraction import (
     raises_soon,
     shard_qwen2,
     sharded_net,
+    take_some,
 )
 from support.ranks import Setting, accelerator, device_type, on_ranks, this_device, this_rank, together, world_size
 from torch import nn
@@ -40,6 +41,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fsdp_doctor import PlanMismatch, RankLeft, full_tensors
 from fsdp_doctor.extract import agreement, full
+from fsdp_doctor.extract.full import extract
+from fsdp_doctor.extract.plan import Arguments, get_plan
 from fsdp_doctor.fsdp import private
 
 
@@ -76,6 +79,54 @@ def test_when_a_rank_leaves_the_others_are_told_which() -> None:
                 with raises_soon(RankLeft, f"rank {leaver} left"):
                     extracted(model, bucket_bytes=nbytes)
             assert_same(extracted(model), expected)
+
+
+@on_ranks(Setting("emulated", 2), Setting("cpu", 4))
+def test_while_a_consumers_error_is_handled_no_rank_waits_for_its_buckets() -> None:
+    """The handler's collective would be waited for by ranks that wait for what this one promised."""
+    leaver = world_size() - 1
+    for model, nbytes in ((fsdp2(new_net()), FEW_BYTES), (fsdp1(new_net(empty=False)), 64 << 10)):
+        for first in (0, 1, 5):
+            with (
+                pytest.raises(ZeroDivisionError if this_rank() == leaver else RankLeft) as caught,
+                full_tensors(model, bucket_bytes=nbytes) as tensors,
+            ):
+                take_some(tensors, first if this_rank() == leaver else None)
+            dist.barrier()
+            assert caught.tb is not None
+            assert not list(tensors)
+
+
+@on_ranks(Setting("emulated", 2), Setting("cpu", 3))
+def test_in_step_a_bucket_is_gathered_when_every_rank_has_used_the_last() -> None:
+    model, nbytes = fsdp2(new_net()), 1 << 10
+    expected = extracted(model)
+    store = private.default_store()
+    plan, _ = get_plan(model, Arguments.given(None, None, (), nbytes, "merged", in_step=True))
+    ends = [0, *(bucket.end for bucket in plan.buckets)]
+    assert len(ends) > 4
+    num_gathered, used = 0, None
+    gather = full.all_gather
+
+    def noted_gather(transfers: Any) -> None:
+        nonlocal num_gathered
+        asked = [store.add(f"in_step/{rank}", 0) for rank in range(world_size())]
+        assert min(asked) >= ends[num_gathered], (asked, num_gathered)
+        assert used is None or used.query()
+        num_gathered += 1
+        gather(transfers)
+
+    found = {}
+    with mock.patch.object(full, "all_gather", noted_gather):
+        tensors = extract(model, Arguments.given(None, None, (), nbytes, "merged", in_step=True))
+        for spec, tensor in tensors:
+            found |= dict.fromkeys(spec.names, tensor)
+            if device_type() != "cpu":
+                accelerator()._sleep(2_000_000)
+                used = accelerator().current_stream().record_event()
+            store.add(f"in_step/{this_rank()}", 1)
+    assert num_gathered == len(plan.buckets)
+    assert_same(found, expected)
 
 
 @on_ranks(Setting("cpu", 4))

@@ -22,6 +22,7 @@ from support.extraction import (
     extracted,
     fsdp1,
     fsdp2,
+    mesh_over,
     new_net,
     on_the_device,
     raises_soon,
@@ -35,7 +36,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDat
 
 from fsdp_doctor import fingerprint, full_state_dict, full_tensors, local_shards, weights_info
 from fsdp_doctor.engines import packed_buckets, read_bucket
-from fsdp_doctor.extract import host_copies
+from fsdp_doctor.extract import ClosingIterator, host_copies
 from fsdp_doctor.extract.streams import Streams
 
 BF16 = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
@@ -81,7 +82,7 @@ class Shapes(nn.Module):
 def _shapes() -> Iterator[Callable[[], nn.Module]]:
     def fsdp2(**options: Any) -> nn.Module:
         model = Shapes()
-        if not options:
+        if "offload_policy" not in options:
             model.to(this_device())
         for part in (*model.biased, *model.uneven, model.large):
             fully_shard(part, **options)
@@ -93,11 +94,15 @@ def _shapes() -> Iterator[Callable[[], nn.Module]]:
             setattr(model, name, FullyShardedDataParallel(getattr(model, name), device_id=this_device(), **options))
         return FullyShardedDataParallel(model, device_id=this_device(), **options)
 
-    yield fsdp2
+    for shape in ((2,), (1, 2), (2, 1)):
+        yield lambda shape=shape: fsdp2(mesh=mesh_over(*shape))
+    yield lambda: fsdp2().to("cpu")
     for pin_memory in (True, False):
         yield lambda pin_memory=pin_memory: fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
-    yield fsdp1
-    yield lambda: fsdp1(cpu_offload=CPUOffload(offload_params=True))
+    for use_orig_params in (True, False):
+        for offload in (False, True):
+            every = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
+            yield lambda every=every: fsdp1(**every)
     yield lambda: shard_qwen2(adapted())
 
 
@@ -130,6 +135,18 @@ def _unpacked_in_turns(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[torc
     raise AssertionError
 
 
+def _stopped_early(tensors: ClosingIterator[Any]) -> None:
+    """What was still being loaded is let go of, and its memory is allocated again."""
+    streams = itertools.cycle([accelerator().Stream(this_device()) for _ in range(2)])
+    for stream in itertools.islice(streams, 7):
+        with accelerator().stream(stream):
+            next(tensors)
+    with accelerator().stream(next(streams)):
+        tensors.close()
+    for _ in range(16):
+        torch.ones(16 << 10, device=this_device())
+
+
 @on_the_device
 def test_tensors_may_be_taken_on_other_streams_in_turns() -> None:
     """Of what is yielded, nobody else writes to its memory before the stream that took it has read it."""
@@ -139,6 +156,7 @@ def test_tensors_may_be_taken_on_other_streams_in_turns() -> None:
             lambda model=model: full_tensors(model, bucket_bytes=64 << 10),
             lambda model=model: full_tensors(model, bucket_bytes=64 << 10, dtype=torch.bfloat16),
             lambda model=model: full_tensors(model),
+            lambda model=model: full_tensors(model, bucket_bytes=64 << 10, in_step=True),
             lambda model=model: ((one.name, one.tensor) for one in local_shards(model, bucket_bytes=32 << 10)),
         ]
         for pull in pulls:
@@ -148,6 +166,10 @@ def test_tensors_may_be_taken_on_other_streams_in_turns() -> None:
                     packed = consume(pull())
                     accelerator().synchronize()
                 assert torch.equal(torch.cat(packed), expected)
+        for stopping in (full_tensors(model, bucket_bytes=64 << 10), local_shards(model, bucket_bytes=32 << 10)):
+            with accelerator().race_detection():
+                _stopped_early(stopping)
+            together()
 
 
 @on_the_device
