@@ -59,7 +59,7 @@ def main() -> None:
     plan, _ = get_plan(model, Arguments.given(None, None, (), nbytes, "merged", in_step=True))
     if dist.get_rank() == 0:
         print(f"{len(plan.buckets)} buckets")
-        for kind, usual, in_step in zip(("time", "processor"), *medians.values(), strict=True):
+        for kind, usual, in_step in zip(("time", "processor"), *medians, strict=True):
             more = (in_step - usual) / len(plan.buckets) * 1e6
             print(
                 f"{kind:10} {usual * 1e3:8.2f} ms, in step {in_step * 1e3:8.2f} ms, "
