@@ -3,13 +3,14 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/fingerprints.py [--device cuda] [--model qwen3-4b] [--out FILE]
 
 Times are medians over the slowest rank. A sync is ``full_tensors`` and the copy of every tensor into a receiver's
-memory on the same device, the shortest that there is; its proof is ``FingerprintSums.watch`` over what is sent and
-``fingerprint_tensors`` over what the receiver holds.
+memory on the same device, the shortest that there is; its proof is ``RepeatedFingerprint`` of the shards and
+``RepeatedFingerprintOfTensors`` of what the receiver holds, read with the next sync.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -87,9 +88,9 @@ def disagreements(device: torch.device) -> list[str]:
         for place, block in blocks.items():
             on_device = torch.zeros(1, 2, dtype=torch.int64, device=device)
             on_host = torch.zeros(1, 2, dtype=torch.int64)
-            keyed_sum.add_sums([block], on_device)
+            keyed_sum.BlockSums([block], on_device.device).add(on_device)
             on_cpu = keyed_sum.IndexedBlock(0, block.tensor.cpu(), block.base, block.sizes, block.strides)
-            keyed_sum.add_sums([on_cpu], on_host)
+            keyed_sum.BlockSums([on_cpu], on_host.device).add(on_host)
             if not torch.equal(on_device.cpu(), on_host):
                 found.append(f"{dtype} {place}: {on_device.tolist()}, not {on_host.tolist()}")
     return found
@@ -106,7 +107,9 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
         "kernel_odd_gb_per_s": keyed_sum.range_block(0, tensor, 1),
     }
     found = {
-        name: nbytes / 1e9 / median(clock, lambda block=block: keyed_sum.add_sums([block], into), repeat)
+        name: nbytes
+        / 1e9
+        / median(clock, lambda block=block: keyed_sum.BlockSums([block], into.device).add(into), repeat)
         for name, block in blocks.items()
     }
     words = tensor[: len(tensor) // 16].view(torch.int32)
@@ -123,6 +126,8 @@ def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[st
     nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in received.values()}.values())
     assert fsdp_doctor.fingerprint(model).tensors == fsdp_doctor.fingerprint_tensors(received).tensors
 
+    proofs = Proofs(fsdp_doctor.RepeatedFingerprint(model), fsdp_doctor.RepeatedFingerprintOfTensors(received))
+
     def shards() -> None:
         for shard in fsdp_doctor.local_shards(model):
             del shard
@@ -132,8 +137,8 @@ def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[st
         "local_shards": shards,
         "fingerprint": lambda: fsdp_doctor.fingerprint(model),
         "fingerprint_tensors": lambda: fsdp_doctor.fingerprint_tensors(received),
-        "sync": lambda: sync(model, received, proof=False),
-        "sync_with_proof": lambda: sync(model, received, proof=True),
+        "sync": lambda: sync(model, received),
+        "sync_with_proof": lambda: sync(model, received, proofs),
     }
     found = {name: 1e3 * median(clock, run, options.repeat) for name, run in runs.items()}
     found["proof_percent_of_sync"] = 100 * (found["sync_with_proof"] / found["sync"] - 1)
@@ -145,16 +150,25 @@ def extract(model: nn.Module) -> None:
         del tensor
 
 
-def sync(model: nn.Module, received: dict[str, torch.Tensor], *, proof: bool) -> None:
-    """Every rank is a receiver of its own."""
-    sums = fsdp_doctor.FingerprintSums()
-    tensors = fsdp_doctor.full_tensors(model)
-    for name, tensor in sums.watch(tensors) if proof else tensors:
+def sync(model: nn.Module, received: dict[str, torch.Tensor], proofs: Proofs | None = None) -> None:
+    """Every rank is a receiver of its own. The proof is read with the next sync."""
+    if proofs is not None:
+        if proofs.is_started:
+            assert not fsdp_doctor.compare_fingerprints(proofs.trained.read(), proofs.received.read())
+        proofs.trained.start()
+    for name, tensor in fsdp_doctor.full_tensors(model):
         received[name].copy_(tensor)
         del tensor
-    if proof:
-        held = fsdp_doctor.fingerprint_tensors(received)
-        assert not fsdp_doctor.compare_fingerprints(sums.fingerprints(), held)
+    if proofs is not None:
+        proofs.received.start()
+        proofs.is_started = True
+
+
+@dataclasses.dataclass
+class Proofs:
+    trained: fsdp_doctor.RepeatedFingerprint
+    received: fsdp_doctor.RepeatedFingerprintOfTensors
+    is_started: bool = False
 
 
 if __name__ == "__main__":

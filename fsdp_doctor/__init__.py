@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         Fingerprints,
         FingerprintSums,
         FingerprintVariant,
+        RepeatedFingerprint,
+        RepeatedFingerprintOfTensors,
         TensorFingerprint,
         TensorPart,
         combine_fingerprints,
@@ -60,8 +62,8 @@ _PUBLIC_NAMES = {
     "extract": "LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors local_shards "
     "weights_info",
     "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
-    "TensorFingerprint TensorPart combine_fingerprints compare_fingerprints fingerprint fingerprint_checkpoint "
-    "fingerprint_tensors fingerprint_variants",
+    "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart combine_fingerprints "
+    "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants",
     "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
 }
@@ -78,6 +80,8 @@ __all__ = [
     "ModelIsBad",
     "PlanMismatch",
     "RankLeft",
+    "RepeatedFingerprint",
+    "RepeatedFingerprintOfTensors",
     "ShardPlace",
     "TensorFingerprint",
     "TensorPart",

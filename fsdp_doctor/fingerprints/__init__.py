@@ -16,8 +16,13 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
     TensorFingerprint,
     combine_fingerprints,
 )
-from fsdp_doctor.fingerprints.model_fingerprint import fingerprint, fingerprint_variants
-from fsdp_doctor.fingerprints.summing import FingerprintSums, TensorPart, fingerprint_tensors
+from fsdp_doctor.fingerprints.model_fingerprint import RepeatedFingerprint, fingerprint, fingerprint_variants
+from fsdp_doctor.fingerprints.summing import (
+    FingerprintSums,
+    RepeatedFingerprintOfTensors,
+    TensorPart,
+    fingerprint_tensors,
+)
 
 __all__ = [
     "FingerprintDifference",
@@ -25,6 +30,8 @@ __all__ = [
     "FingerprintSums",
     "FingerprintVariant",
     "Fingerprints",
+    "RepeatedFingerprint",
+    "RepeatedFingerprintOfTensors",
     "TensorFingerprint",
     "TensorPart",
     "combine_fingerprints",

@@ -29,6 +29,7 @@ DifferenceKind: TypeAlias = Literal[
     "shape",
     "dtype",
     "values",
+    "not comparable",
 ]
 VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice"]
 
@@ -61,6 +62,7 @@ def compare_fingerprints(
     history: Sequence[Fingerprints] = (),
     base: Fingerprints | None = None,
     variants: Mapping[str, Sequence[FingerprintVariant]] | None = None,
+    not_comparable: Mapping[str, str] | None = None,
     called: tuple[str, str] = ("the trainer", "the engine"),
 ) -> list[FingerprintDifference]:
     """Every tensor that differs, in the trainer's order, then those that only the engine has.
@@ -71,6 +73,8 @@ def compare_fingerprints(
     base: those of the model without its adapters (``fingerprint(model, lora="base")``).
     variants: of tensors that differ, the result of :func:`fingerprint_variants` on the trainer: which of them were
         transposed, had their halves swapped, or were cast twice.
+    not_comparable: why the engine has no counterpart of a tensor, such as a kernel's layout or a quantization, by its
+        name: it is in the result as ``not comparable``, whatever its sums are.
     called: the names of the two sides in the details.
 
     Raises FingerprintError for fingerprints of versions that sum otherwise, of parts of tensors only, and of models
@@ -84,7 +88,10 @@ def compare_fingerprints(
     for whose, fingerprints in inputs.items():
         require_fingerprints(fingerprints, whose)
         fingerprints.require_whole(whose)
-    comparison = _Comparison(trainer, engine, history, base, variants or {}, *called)
+    reasons = not_comparable or {}
+    if unknown := [name for name in reasons if name not in trainer.tensors and name not in engine.tensors]:
+        raise FingerprintError(f"{some(unknown, 2)} is said not to be comparable, and neither side has it")
+    comparison = _Comparison(trainer, engine, history, base, variants or {}, reasons, *called)
     comparison.require_one_model()
     return [*comparison.find_differences(), *comparison.find_superfluous()]
 
@@ -96,6 +103,7 @@ class _Comparison:
     history: Sequence[Fingerprints]
     base: Fingerprints | None
     variants: Mapping[str, Sequence[FingerprintVariant]]
+    not_comparable: Mapping[str, str]
     trainers_name: str
     engines_name: str
 
@@ -122,7 +130,9 @@ class _Comparison:
     def find_differences(self) -> Iterator[FingerprintDifference]:
         for name, expected in self.trainer.tensors.items():
             actual = self.engine.tensors.get(name)
-            if actual is None:
+            if name in self.not_comparable:
+                yield FingerprintDifference(name, "not comparable", f"not comparable: {self.not_comparable[name]}")
+            elif actual is None:
                 if not any(other in self.engine.tensors for other in self.tied_to.get(name, ())):
                     yield FingerprintDifference(name, "missing", f"{self.engines_name} does not have it")
             elif actual != expected:
@@ -130,7 +140,9 @@ class _Comparison:
 
     def find_superfluous(self) -> Iterator[FingerprintDifference]:
         for name, actual in self.engine.tensors.items():
-            if name not in self.trainer.tensors:
+            if name in self.not_comparable and name not in self.trainer.tensors:
+                yield FingerprintDifference(name, "not comparable", f"not comparable: {self.not_comparable[name]}")
+            elif name not in self.trainer.tensors:
                 same = self.names_by_values.get(actual)
                 addition = f"; it has the values of {same[0]}" if same else ""
                 yield FingerprintDifference(name, "superfluous", f"{self.trainers_name} does not have it{addition}")

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -81,23 +82,36 @@ def grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], stride
     return IndexedBlock(number, tensor, base, tuple(tensor.shape), tuple(strides))
 
 
-def add_sums(blocks: Sequence[IndexedBlock], into: torch.Tensor) -> None:
-    """Adds the blocks' sums to the rows of their numbers. into: (tensors, 2), int64, on the blocks' device."""
-    pieces = [piece for block in blocks for piece in in_words(block)]
-    runs = [piece for piece in pieces if isinstance(piece, WordRun)]
-    grids = [piece for piece in pieces if isinstance(piece, IndexedBlock)]
-    if into.device.type == "cuda" and _has_triton():
-        from fsdp_doctor.fingerprints import sum_kernels
+class BlockSums:
+    """The sums of blocks of memory on one device; ``add`` may be called again while they stay where they are."""
 
-        # Triton launches on the current device, wherever the memory is.
-        with torch.cuda.device(into.device):
-            sum_kernels.add_words(runs, into)
-            sum_kernels.add_elements(grids, into)
-        return
-    for run in runs:
-        into[run.number] += sum_of_words(run.words, run.first)
-    for grid in grids:
-        into[grid.number] += _sum_of_elements(grid)
+    def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
+        pieces = [piece for block in blocks for piece in in_words(block)]
+        self._runs = [piece for piece in pieces if isinstance(piece, WordRun)]
+        self._grids = [piece for piece in pieces if isinstance(piece, IndexedBlock)]
+        self._device = device
+        self._table: Any = None
+        if device.type == "cuda" and _has_triton():
+            from fsdp_doctor.fingerprints import sum_kernels
+
+            self._table = sum_kernels.SumTable(self._runs, self._grids, device)
+
+    def reads_only(self, storages: Collection[int]) -> bool:
+        """Whether all that is read lies in the storages at these addresses, and nothing in a copy."""
+        read = [*(run.words for run in self._runs), *(grid.tensor for grid in self._grids)]
+        return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
+
+    def add(self, into: torch.Tensor) -> None:
+        """Adds the sums to the rows of the blocks' numbers. into: (tensors, 2), int64, on the device."""
+        if self._table is not None:
+            # Triton launches on the current device, wherever the memory is.
+            with torch.cuda.device(self._device):
+                self._table.add(into)
+            return
+        for run in self._runs:
+            into[run.number] += sum_of_words(run.words, run.first)
+        for grid in self._grids:
+            into[grid.number] += _sum_of_elements(grid)
 
 
 @functools.cache

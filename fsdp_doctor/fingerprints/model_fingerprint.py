@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from fsdp_doctor.extract.local import (
     row_major,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
-from fsdp_doctor.extract.plan import signature
+from fsdp_doctor.extract.plan import Plan, signature
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, dtype_name, specs
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, to_lanes
@@ -72,19 +73,66 @@ def fingerprint(
 
     Raises as :func:`full_tensors`.
     """
-    with announced(model) if combined else announced_where_merged(model, lora):
-        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
-        if not combined:
-            refuse_unknown(request)
-    deltas = gathered_deltas(request, factor_stream(request))
+    repeated = RepeatedFingerprint(model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora)
     if combined:
-        with _agreed(request, f"fingerprints dtype={dtype} lora={lora}") as agree:
-            sums = _SumsOverRanks(request.sources, _sum_shards(request, deltas), request.device)
+        repeated.start()
+        return repeated.read()
+    with announced_where_merged(model, lora):
+        request = repeated.request()
+        refuse_unknown(request)
+    deltas = gathered_deltas(request, factor_stream(request))
+    return _by_all_names(request.sources, _sum_shards(request, deltas).fingerprints().tensors)
+
+
+class RepeatedFingerprint:
+    """:func:`fingerprint` of one model at each weight sync, of which nothing waits for the device.
+
+    The arguments are those of :func:`fingerprint`. Of shards that are summed where they lie (resident, in the dtype of
+    the fingerprint, without adapters to merge) it keeps the table of what is read, as a plan is kept: a sync takes one
+    copy of 24 bytes a tensor, the kernel, an all-reduce, and a copy to the host. Others are loaded as for
+    :func:`fingerprint`, and summed in one launch for each 64 MiB.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        keep_dtype: Collection[str] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+        lora: Lora = "merged",
+    ) -> None:
+        self._model = model
+        self._dtype, self._keep_dtype, self._bucket_bytes, self._lora = dtype, keep_dtype, bucket_bytes, lora
+        self._sums = FingerprintSums()
+        self._summed: tuple[Plan, list[int]] | None = None
+
+    @without_autograd
+    def start(self) -> None:
+        """Sums the shards as the current stream finds them. Every rank must call it; raises as :func:`fingerprint`."""
+        with announced(self._model):
+            request = self.request()
+        summed = request.plan, [shard.data_ptr() for shard in request.shards]
+        deltas = gathered_deltas(request, factor_stream(request))
+        with _agreed(request, f"fingerprints dtype={self._dtype} lora={self._lora}") as agree:
+            if summed != self._summed or not self._sums.repeat():
+                self._sums, self._summed = _sum_shards(request, deltas), summed
+            self._added = _SumsOverRanks(request.sources, self._sums, request.device)
             agree()
-            by_first_name = sums.add()
-    else:
-        by_first_name = _sum_shards(request, deltas)
-    every = [spec for source in request.sources for spec in specs(source)]
+            self._added.add()
+            self._sources = request.sources
+
+    @without_autograd
+    def read(self) -> Fingerprints:
+        """Of the last start. Waits for the device; no other rank is needed."""
+        return _by_all_names(self._sources, self._added.read())
+
+    def request(self) -> ShardRequest:
+        return request_of(self._model, self._dtype, self._keep_dtype, self._bucket_bytes, self._lora)
+
+
+def _by_all_names(sources: Sequence[Source], by_first_name: Mapping[str, TensorFingerprint]) -> Fingerprints:
+    every = [spec for source in sources for spec in specs(source)]
     tensors = {name: by_first_name[spec.names[0]] for spec in every for name in spec.names}
     return Fingerprints(tensors, tuple(spec.names for spec in every if len(spec.names) > 1))
 
@@ -117,14 +165,15 @@ def fingerprint_variants(
     deltas = gathered_deltas(request, factor_stream(request))
     with _agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
         sums = [
-            (variant, _SumsOverRanks(_restrict(request.sources, parts), parts, request.device))
-            for variant, parts in _variants(request, deltas)
+            (variant, _SumsOverRanks(request.sources, of_variant, request.device))
+            for variant, of_variant in _variants(request, deltas)
         ]
         agree()
-        added = [(variant, sums_of_variant.add()) for variant, sums_of_variant in sums]
+        for _, over_ranks in sums:
+            over_ranks.add()
     by_first_name: dict[str, list[FingerprintVariant]] = {}
-    for variant, tensors in added:
-        for name, tensor in tensors.items():
+    for variant, over_ranks in sums:
+        for name, tensor in over_ranks.read().items():
             if tensor.is_whole:
                 by_first_name.setdefault(name, []).append(replace(variant, lanes=tensor.lanes))
     every = [spec for source in request.sources for spec in specs(source)]
@@ -144,52 +193,66 @@ def _agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], objec
         agreement.end()
 
 
-def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> dict[str, TensorFingerprint]:
-    """This rank's part of the sums, by the first name of each tensor."""
-    sums = FingerprintSums()
+def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> FingerprintSums:
+    """This rank's part of the sums, by the first name of each tensor; of one group after those of another."""
+    sums = FingerprintSums(repeats=True)
+    # In the order of their first tensors, which is the same on every rank.
+    by_groups: dict[tuple[int, ...], list[Source]] = {}
+    for source in request.sources:
+        by_groups.setdefault(tuple(map(id, _dividing_groups(source))), []).append(source)
+    request = replace(request, sources=list(itertools.chain.from_iterable(by_groups.values())))
     with contextlib.closing(loaded_shards(request, deltas, own=False)) as shards:
         for shard in shards:
             _add_shard(sums, shard)
             del shard
-    return dict(sums.fingerprints().tensors)
+    sums.flush()
+    return sums
 
 
 def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf | None = None) -> None:
     spec, tensor, place, is_copy = shard
     blocks = blocks_of_shard(tensor, spec.shape, place) if blocks_of is None else blocks_of(shard)
-    fingerprint = unsummed(tensor.dtype, spec.shape, blocks)
-    sums.add_blocks(spec.names[0], fingerprint, blocks, kept_bytes=tensor.nbytes * is_copy)
+    part = unsummed(tensor.dtype, spec.shape, blocks)
+    sums.add_blocks(spec.names[0], part, blocks, memory=None if is_copy else tensor)
 
 
 class _SumsOverRanks:
     """This rank's part of the sums of tensors, and the device memory to add them over the groups that divide these.
 
-    Made before the ranks agree, so that no rank waits in a collective for one that lacks the memory.
+    Made before the ranks agree, so that no rank waits in a collective for one that lacks the memory. Neither this nor
+    ``add`` waits for the device.
     """
 
-    def __init__(self, sources: Sequence[Source], parts: Mapping[str, TensorFingerprint], device: torch.device) -> None:
-        by_groups: dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[str]]] = {}
-        for source in sources:
-            groups = _dividing_groups(source)
-            _, names = by_groups.setdefault(tuple(map(id, groups)), (groups, []))
-            names += [spec.names[0] for spec in specs(source)]
-        self._parts = parts
-        self._by_groups = [
-            (groups, names, _to_tensor([parts[name] for name in names], device))
-            for groups, names in by_groups.values()
-            if groups
-        ]
+    def __init__(self, sources: Sequence[Source], sums: FingerprintSums, device: torch.device) -> None:
+        self._parts = sums.named_parts()
+        self._rows = sums.rows(device)
+        self._on_host = torch.empty(self._rows.shape, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
+        groups_of = {spec.names[0]: _dividing_groups(source) for source in sources for spec in specs(source)}
+        self._done: Any = None
+        self._by_groups: list[tuple[list[dist.ProcessGroup], torch.Tensor]] = []
+        begin = 0
+        for _, named in itertools.groupby(self._parts, key=lambda named: [id(g) for g in groups_of[named[0]]]):
+            names = [name for name, _ in named]
+            self._by_groups.append((groups_of[names[0]], self._rows[begin : begin + len(names)]))
+            begin += len(names)
 
-    def add(self) -> dict[str, TensorFingerprint]:
-        """Returns the sums of all ranks, every one of which must call it with the same sources."""
-        added = dict(self._parts)
-        for groups, names, rows in self._by_groups:
+    def add(self) -> None:
+        """Adds the sums of all ranks, every one of which must call it with the same sources."""
+        for groups, rows in self._by_groups:
             for group in groups:
                 dist.all_reduce(rows, group=group)
-            for name, (*sums, num_summed) in zip(names, rows.tolist(), strict=True):
-                part = self._parts[name]
-                added[name] = TensorFingerprint(part.dtype, part.shape, 0, num_summed, to_lanes(sums))
-        return added
+        self._on_host.copy_(self._rows, non_blocking=True)
+        device = self._rows.device
+        if device.type != "cpu":
+            self._done = torch.get_device_module(device).current_stream(device).record_event()
+
+    def read(self) -> dict[str, TensorFingerprint]:
+        if self._done is not None:
+            self._done.synchronize()
+        return {
+            name: TensorFingerprint(part.dtype, part.shape, 0, num_summed, to_lanes(lanes))
+            for (name, part), (*lanes, num_summed) in zip(self._parts, self._on_host.tolist(), strict=True)
+        }
 
 
 def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
@@ -203,12 +266,6 @@ def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
             return [mesh.get_group(dim) for dim, p in enumerate(placements) if not isinstance(p, Replicate)]
         case _:
             assert_never(source)
-
-
-def _to_tensor(fingerprints: Sequence[TensorFingerprint], device: torch.device) -> torch.Tensor:
-    """A row for each: both lanes as signed numbers, and how many elements were summed."""
-    rows = [(*(lane - (lane >> 63 << 64) for lane in one.lanes), one.num_summed) for one in fingerprints]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
 
 
 def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]:
@@ -226,7 +283,7 @@ def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]
 
 def _variants(
     request: ShardRequest, deltas: Mapping[str, list[Delta]]
-) -> Iterator[tuple[FingerprintVariant, dict[str, TensorFingerprint]]]:
+) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
     """(variant without lanes, this rank's part of the sums of the tensors to which it applies) of each mistake."""
     dims = max((len(spec.shape) for source in request.sources for spec in specs(source)), default=0)
     yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transposed)
@@ -249,7 +306,7 @@ def _sum_variant(
     *,
     first_to: torch.dtype | None = None,
     back_from: torch.dtype | None = None,
-) -> dict[str, TensorFingerprint]:
+) -> FingerprintSums:
     """This rank's part of the sums after a mistake, of the tensors that it changes, by first name.
 
     first_to: a dtype to which they are cast before that of the fingerprint. back_from: a dtype to which they are cast
@@ -266,7 +323,8 @@ def _sum_variant(
             tensor = shard.tensor if back_from is None else shard.tensor.to(back_from)
             _add_shard(sums, LoadedShard(shard.spec, tensor.to(dtype), shard.place, is_copy=True), blocks_of)
             del shard, tensor
-    return dict(sums.fingerprints().tensors)
+    sums.flush()
+    return sums
 
 
 def _transposed(shard: LoadedShard) -> list[IndexedBlock]:

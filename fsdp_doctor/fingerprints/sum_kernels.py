@@ -21,44 +21,44 @@ _TILE = 1024
 _MOST_DIMS = 3
 
 
-def add_words(runs: Sequence[WordRun], into: torch.Tensor) -> None:
-    """into: (tensors, 2), int64, on the device of the words."""
-    for aligned in (True, False):
-        chosen = [run for run in runs if _is_aligned(run) == aligned]
-        if not chosen:
-            continue
-        programs: list[int] = []
-        for run in chosen:
-            first, last = run.first, run.first + run.words.numel()
-            of_run = range(first // (ROW_WORDS * _ROWS_A_PROGRAM), -(-last // (ROW_WORDS * _ROWS_A_PROGRAM)))
-            for program in of_run:
-                programs += (run.words.data_ptr() - 4 * first, first, last, program * _ROWS_A_PROGRAM, run.number)
-        # Through pageable memory, so that the list need not outlive the call.
-        table = torch.tensor(programs, dtype=torch.int64, device="cpu").to(into.device, non_blocking=True)
-        _sum_words[(len(programs) // 5,)](
-            table,
-            into,
-            into.stride(0),
-            ROW=ROW_WORDS,
-            NUM_ROWS=_ROWS_A_PROGRAM,
-            ALIGNED=aligned,
-            num_warps=16,
-        )
+class SumTable:
+    """The arguments of every program on the device: what it reads, and in which row it adds the sum.
 
+    Made once for memory that stays where it is, it costs one launch for each sum.
+    """
 
-def _is_aligned(run: WordRun) -> bool:
-    """Whether four words can be read at once from any multiple of four on."""
-    return (run.words.data_ptr() - 4 * run.first) % 16 == 0
+    def __init__(self, runs: Sequence[WordRun], grids: Sequence[IndexedBlock], device: torch.device) -> None:
+        # Through pageable memory, so that the host's tables need not outlive the call.
+        by_alignment = {aligned: [run for run in runs if _is_aligned(run) == aligned] for aligned in (True, False)}
+        self._words = {
+            aligned: _word_programs(chosen).to(device, non_blocking=True)
+            for aligned, chosen in by_alignment.items()
+            if chosen
+        }
+        by_size = {size: [grid for grid in grids if grid.tensor.element_size() == size] for size in (1, 2, 4)}
+        self._elements = {
+            size: torch.cat([_element_programs(part) for grid in chosen for part in _with_few_dims(grid)]).to(
+                device, non_blocking=True
+            )
+            for size, chosen in by_size.items()
+            if chosen
+        }
 
-
-def add_elements(grids: Sequence[IndexedBlock], into: torch.Tensor) -> None:
-    """into: (tensors, 2), int64, on the device of the elements."""
-    for itemsize in (1, 2, 4):
-        of_size = [grid for grid in grids if grid.tensor.element_size() == itemsize]
-        if of_size:
-            programs = torch.cat([_element_programs(part) for grid in of_size for part in _with_few_dims(grid)])
-            _sum_elements[(len(programs),)](
-                programs.to(into.device, non_blocking=True),
+    def add(self, into: torch.Tensor) -> None:
+        """into: (tensors, 2), int64, on the table's device."""
+        for aligned, table in self._words.items():
+            _sum_words[(len(table),)](
+                table,
+                into,
+                into.stride(0),
+                ROW=ROW_WORDS,
+                NUM_ROWS=_ROWS_A_PROGRAM,
+                ALIGNED=aligned,
+                num_warps=16,
+            )
+        for itemsize, table in self._elements.items():
+            _sum_elements[(len(table),)](
+                table,
                 into,
                 into.stride(0),
                 ITEM_BITS=8 * itemsize,
@@ -67,6 +67,24 @@ def add_elements(grids: Sequence[IndexedBlock], into: torch.Tensor) -> None:
                 TILE=_TILE,
                 num_warps=4,
             )
+
+
+def _word_programs(runs: Sequence[WordRun]) -> torch.Tensor:
+    """A row of arguments for each program, on the host; as one expression, for there are thousands."""
+    fields = [
+        (run.words.data_ptr() - 4 * run.first, run.first, run.first + run.words.numel(), run.number) for run in runs
+    ]
+    origin, first, last, number = torch.tensor(fields, dtype=torch.int64, device="cpu").unbind(1)
+    words = ROW_WORDS * _ROWS_A_PROGRAM
+    counts = (last + words - 1) // words - first // words
+    of_run = torch.repeat_interleave(torch.arange(len(runs), device="cpu"), counts)
+    program = torch.arange(len(of_run), device="cpu") - (counts.cumsum(0) - counts)[of_run] + (first // words)[of_run]
+    return torch.stack([origin[of_run], first[of_run], last[of_run], program * _ROWS_A_PROGRAM, number[of_run]], 1)
+
+
+def _is_aligned(run: WordRun) -> bool:
+    """Whether four words can be read at once from any multiple of four on."""
+    return (run.words.data_ptr() - 4 * run.first) % 16 == 0
 
 
 def _with_few_dims(grid: IndexedBlock) -> list[IndexedBlock]:

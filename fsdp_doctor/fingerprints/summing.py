@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -17,12 +18,15 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
     add_fingerprint,
     to_lanes,
 )
-from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, add_sums, grid_block, range_block
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, grid_block, range_block
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.load.source import describe_unless_dense
 
 # Of copies that are kept until they are summed.
 _MOST_KEPT_BYTES = 64 << 20
+
+_Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
+"""(name, the fingerprint with lanes of zero, what is summed)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,17 +58,51 @@ class TensorPart:
                 )
 
 
+class _SumLaunch:
+    """The sums of tensors on one device, in one launch; ``start`` sums what is in the same memory then.
+
+    names, parts: with lanes of zero. rows: of each, both lanes and how many elements were summed.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], device: torch.device) -> None:
+        self.names = [name for name, _, _ in entries]
+        self.parts = [part for _, part, _ in entries]
+        for number, (_, _, blocks) in enumerate(entries):
+            for block in blocks:
+                block.number = number
+        begin = [(0, 0, part.num_summed) for part in self.parts]
+        self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu").view(-1, 3).to(device)
+        self.rows = torch.empty_like(self._begin)
+        self._sums: BlockSums | None = BlockSums([block for _, _, blocks in entries for block in blocks], device)
+
+    def start(self) -> None:
+        assert self._sums is not None
+        self.rows.copy_(self._begin)
+        self._sums.add(self.rows[:, :2])
+
+    def release_unless(self, kept: Collection[int]) -> bool:
+        """Lets go of what it has summed, unless all of that lies in the storages at these addresses."""
+        if self._sums is not None and not self._sums.reads_only(kept):
+            self._sums = None
+        return self._sums is not None
+
+
 class FingerprintSums:
     """Sums tensors as they come; :meth:`fingerprints` returns the sums.
 
     A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
+
+    repeats: for :meth:`repeat`; then a tensor may be changed, and not be freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats: bool = False) -> None:
         self._sums: dict[str, TensorFingerprint] = {}
-        self._waiting: list[tuple[str, TensorFingerprint, list[IndexedBlock]]] = []
-        self._summed: list[tuple[list[tuple[str, TensorFingerprint]], torch.Tensor]] = []
-        self._kept_bytes = 0
+        self._waiting: list[_Entry] = []
+        self._launches: list[_SumLaunch] = []
+        self._copied_bytes = 0
+        self._repeats = repeats
+        # Addresses of the storages of what was added.
+        self._storages: set[int] = set()
         self._same_tensor: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
@@ -74,43 +112,72 @@ class FingerprintSums:
         LayoutError (RuntimeError) for a DTensor that is not divided into shards, TypeError unless it is a string and a
         tensor.
         """
-        with torch.no_grad():
+        self.add_bucket([(name, tensor)])
+
+    @torch.no_grad()
+    def add_bucket(self, tensors: Iterable[tuple[str, torch.Tensor | TensorPart]]) -> None:
+        """Adds tensors that are all there, such as a bucket that has arrived: in one launch a device.
+
+        Raises as :meth:`add`. Of what is not contiguous, 64 MiB of copies are kept until they are summed.
+        """
+        for name, tensor in tensors:
             part, blocks = _blocks_of(name, tensor)
-        self.add_blocks(name, part, blocks)
+            self.add_blocks(name, part, blocks, memory=_local_of(tensor))
         self.flush()
 
     def add_blocks(
-        self, name: str, tensor: TensorFingerprint, blocks: list[IndexedBlock], *, kept_bytes: int = 0
+        self, name: str, part: TensorFingerprint, blocks: list[IndexedBlock], *, memory: torch.Tensor | None = None
     ) -> None:
         """Adds blocks that are summed together with the next ones: their memory must not change until :meth:`flush`.
 
-        tensor: with lanes of zero. kept_bytes: of memory that lives for the sum alone; 64 MiB of it cause a flush.
+        part: with lanes of zero. memory: what others hold anyway; of blocks elsewhere, 64 MiB cause a flush.
         """
-        self._waiting.append((name, tensor, blocks))
-        self._kept_bytes += kept_bytes
-        if self._kept_bytes >= _MOST_KEPT_BYTES:
+        storage = memory.untyped_storage().data_ptr() if memory is not None else None
+        if storage is not None:
+            self._storages.add(storage)
+        self._waiting.append((name, part, blocks))
+        self._copied_bytes += sum(b.tensor.nbytes for b in blocks if b.tensor.untyped_storage().data_ptr() != storage)
+        if self._copied_bytes >= _MOST_KEPT_BYTES:
             self.flush()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Launches the sums of what was added, without waiting for the device."""
-        by_device: dict[torch.device, list[tuple[str, TensorFingerprint, list[IndexedBlock]]]] = {}
+        by_device: dict[torch.device, list[_Entry]] = {}
+        device = torch.device("cpu")
         for entry in self._waiting:
-            device = entry[2][0].tensor.device if entry[2] else torch.device("cpu")
+            device = entry[2][0].tensor.device if entry[2] else device
             by_device.setdefault(device, []).append(entry)
         for device, entries in by_device.items():
-            into = torch.zeros(len(entries), 2, dtype=torch.int64, device=device)
-            for number, (_, _, blocks) in enumerate(entries):
-                for block in blocks:
-                    block.number = number
-            add_sums([block for _, _, blocks in entries for block in blocks], into)
-            self._summed.append(([(name, tensor) for name, tensor, _ in entries], into))
-        self._waiting, self._kept_bytes = [], 0
+            launch = _SumLaunch(entries, device)
+            launch.start()
+            self._repeats = launch.release_unless(self._storages if self._repeats else ()) and self._repeats
+            self._launches.append(launch)
+        self._waiting, self._copied_bytes = [], 0
+
+    @torch.no_grad()
+    def repeat(self) -> bool:
+        """Sums what is in the same memory now. Returns whether it could: not where copies were summed."""
+        for launch in self._launches if self._repeats else ():
+            launch.start()
+        return self._repeats
+
+    def rows(self, device: torch.device) -> torch.Tensor:
+        """Of each name that was added, in order: both lanes and how many elements were summed. int64, on the device."""
+        if len(self._launches) == 1:
+            return self._launches[0].rows.to(device)
+        empty = torch.empty(0, 3, dtype=torch.int64, device=device)
+        return torch.cat([empty, *(launch.rows.to(device) for launch in self._launches)])
+
+    def named_parts(self) -> list[tuple[str, TensorFingerprint]]:
+        """The rows' names, and what was summed of each, with lanes of zero."""
+        return [pair for launch in self._launches for pair in zip(launch.names, launch.parts, strict=True)]
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Sums and yields tensors, such as weights on their way to an engine.
+        """Sums and yields tensors, such as weights on their way to an engine: a launch for each.
 
-        Consecutive names of one tensor with the same values are noted as tied.
+        Consecutive names of one tensor with the same values are noted as tied. :class:`RepeatedFingerprint` sums the
+        shards instead, all in one launch.
         """
         last: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731, nothing came before the first
         for name, tensor in tensors:
@@ -126,10 +193,10 @@ class FingerprintSums:
     def fingerprints(self) -> Fingerprints:
         """Waits for the device. Raises FingerprintError for a name that came twice."""
         self.flush()
-        for entries, into in self._summed:
-            for (name, tensor), sums in zip(entries, into.tolist(), strict=True):
-                add_fingerprint(self._sums, name, replace(tensor, lanes=to_lanes(sums)))
-        self._summed = []
+        for launch in self._launches:
+            for name, part, row in zip(launch.names, launch.parts, launch.rows.tolist(), strict=True):
+                add_fingerprint(self._sums, name, replace(part, lanes=to_lanes(row[:2])))
+        self._launches = []
         return _with_ties(dict(self._sums), self._same_tensor)
 
 
@@ -145,24 +212,58 @@ def fingerprint_tensors(
 
     Raises as :meth:`FingerprintSums.add`.
     """
-    sums = FingerprintSums()
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(pairs, Iterable):
         raise TypeError(f"tensors by name are a mapping or pairs of a name and a tensor, not {type(tensors).__name__}")
-    if isinstance(pairs, Iterator):
-        for name, tensor in pairs:
-            sums.add(name, tensor)
-        return sums.fingerprints()
-    same_memory: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], list[str]] = {}
-    with torch.no_grad():
-        for name, tensor in pairs:
-            fingerprint, blocks = _blocks_of(name, tensor)
-            sums.add_blocks(name, fingerprint, blocks, kept_bytes=_copied_bytes(tensor, blocks))
+    if not isinstance(pairs, Iterator):
+        return RepeatedFingerprintOfTensors(pairs).read()
+    sums = FingerprintSums()
+    for name, tensor in pairs:
+        sums.add(name, tensor)
+    return sums.fingerprints()
+
+
+class RepeatedFingerprintOfTensors:
+    """:func:`fingerprint_tensors` of the same tensors after each weight sync, in one launch of which nothing is waited.
+
+    tensors: whole tensors and parts, by name, or pairs; their memory must be that of the tensors that the engine uses.
+    A tensor that has other memory meanwhile is noticed. Making it sums once, so it raises as
+    :meth:`FingerprintSums.add`.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
+    ) -> None:
+        self._tensors = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        self._sums, self._addresses = self._sum(), self._find_addresses()
+
+    def start(self) -> None:
+        """Sums what the tensors hold when the current stream gets there."""
+        if self._find_addresses() != self._addresses or not self._sums.repeat():
+            self._sums, self._addresses = self._sum(), self._find_addresses()
+
+    def read(self) -> Fingerprints:
+        """Of the last start. Waits for the device."""
+        sums: dict[str, TensorFingerprint] = {}
+        rows = self._sums.rows(torch.device("cpu")).tolist()
+        for (name, part), row in zip(self._sums.named_parts(), rows, strict=True):
+            add_fingerprint(sums, name, replace(part, lanes=to_lanes(row[:2])))
+        same_memory: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], list[str]] = {}
+        for name, tensor in self._tensors:
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
                 key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
                 same_memory.setdefault(key, []).append(name)
-    # One memory may be read as two dtypes, or as the conjugate of itself.
-    return _with_ties(sums.fingerprints().tensors, same_memory.values())
+        # One memory may be read as two dtypes, or as the conjugate of itself.
+        return _with_ties(sums, same_memory.values())
+
+    def _sum(self) -> FingerprintSums:
+        sums = FingerprintSums(repeats=True)
+        sums.add_bucket(self._tensors)
+        return sums
+
+    def _find_addresses(self) -> list[int]:
+        return [_local_of(tensor).data_ptr() for _, tensor in self._tensors]
 
 
 def _with_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
@@ -213,11 +314,8 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
     return unsummed(tensor.dtype, tensor.shape, blocks), blocks
 
 
-def _copied_bytes(tensor: torch.Tensor | TensorPart, blocks: Sequence[IndexedBlock]) -> int:
-    """Bytes of the blocks that are copies of the tensor's memory on this rank."""
-    local = private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
-    memory = local.untyped_storage().data_ptr()
-    return sum(block.tensor.nbytes for block in blocks if block.tensor.untyped_storage().data_ptr() != memory)
+def _local_of(tensor: torch.Tensor | TensorPart) -> torch.Tensor:
+    return private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
 
 
 def blocks_of_shard(

@@ -254,6 +254,31 @@ def test_tied_names_are_noted_where_tensors_pass_by_and_a_reused_buffer_is_not(m
     assert found.tensors == fingerprint_tensors({"a": torch.ones(3), "b": torch.full((3,), 2.0)}).tensors
 
 
+def test_what_arrives_twice_or_in_part_is_seen_by_the_number_of_elements(model: nn.Module, held: Tensors) -> None:
+    trainer = fingerprint(model)
+    whole, twice, part = FingerprintSums(), FingerprintSums(), FingerprintSums()
+    whole.add_bucket(held.items())
+    assert compare_fingerprints(trainer, whole.fingerprints()) == []
+    twice.add_bucket(held.items())
+    twice.add_bucket([("gate.weight", torch.zeros_like(held["gate.weight"]))])
+    with pytest.raises(FingerprintError, match=r"gate.weight has .* elements, and .* were summed"):
+        twice.fingerprints()
+    rows = {name: TensorPart(tensor[:1], tensor.shape) for name, tensor in held.items() if name == "gate.weight"}
+    part.add_bucket((held | rows).items())
+    with pytest.raises(FingerprintError, match=r"of gate.weight \d+ of \d+ elements were summed"):
+        compare_fingerprints(trainer, part.fingerprints())
+
+
+def test_what_has_no_counterpart_is_neither_equal_nor_missing(model: nn.Module, held: Tensors) -> None:
+    trainer = fingerprint(model)
+    reasons = {"gate.weight": "swizzled for a kernel", "norm": "quantized"}
+    del held["gate.weight"]
+    found = compare_fingerprints(trainer, fingerprint_tensors(held), not_comparable=reasons)
+    assert {one.name: one.kind for one in found} == dict.fromkeys(reasons, "not comparable")
+    with pytest.raises(FingerprintError, match="other"):
+        compare_fingerprints(trainer, fingerprint_tensors(held), not_comparable={"other": "quantized"})
+
+
 def test_a_cast_on_the_way_to_another_dtype_is_named(model: nn.Module, held: Tensors) -> None:
     held = {name: tensor.to(torch.bfloat16) for name, tensor in held.items()}
     held["gate.weight"] = model.gate.weight.detach().half().bfloat16()

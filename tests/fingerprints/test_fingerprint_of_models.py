@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,18 +26,23 @@ from support.extraction import (
     raises_soon,
     shard_qwen1,
     shard_qwen2,
+    train_step,
 )
 from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank, together, world_size
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_doctor import (
     FingerprintError,
     Fingerprints,
+    FingerprintSums,
     PlanMismatch,
     RankLeft,
+    RepeatedFingerprint,
+    RepeatedFingerprintOfTensors,
     TensorPart,
     combine_fingerprints,
     fingerprint,
@@ -43,6 +50,7 @@ from fsdp_doctor import (
     fingerprint_variants,
     full_tensors,
 )
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums
 
 BF16 = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
 
@@ -74,7 +82,7 @@ def test_a_default_device_or_dtype_changes_no_fingerprint() -> None:
 def test_a_rank_without_memory_for_the_sums_of_all_ranks_leaves_none_waiting() -> None:
     model = fsdp2(new_net())
     expected, failing = fingerprint(model), torch.OutOfMemoryError("there is no more")
-    without = mock.patch("fsdp_doctor.fingerprints.model_fingerprint._to_tensor", side_effect=failing)
+    without = mock.patch.object(FingerprintSums, "rows", side_effect=failing)
     for call in (lambda: fingerprint(model), lambda: fingerprint_variants(model, ["large.weight"])):
         together()
         with (
@@ -184,6 +192,83 @@ def test_merged_adapters_are_in_the_fingerprint_as_in_the_full_tensors() -> None
     plain = shard_qwen2(qwen())
     assert fingerprint(plain).tensors == fingerprint(shard_qwen2(adapted()), lora="base").tensors
     assert fingerprint(plain).tensors != fingerprint(shard_qwen2(adapted()), lora="merged").tensors
+
+
+@everywhere
+def test_the_fingerprints_of_a_sync_are_of_its_weights_in_a_few_launches_for_which_nothing_waits() -> None:
+    """A row for each tensor is set to zero, then summed; no table is made again where nothing is copied."""
+    cast = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
+    for options, is_kept in (({}, True), (cast, False)):
+        model = fsdp2(new_net(**EVEN))
+        held = dict(full_tensors(model, **options))
+        trained = RepeatedFingerprint(model, **options)
+        received = RepeatedFingerprintOfTensors(held)
+        trained.start()
+        for _ in range(2):
+            train_step(model)
+            expected = fingerprint(model, **options)
+            for name, tensor in full_tensors(model, **options):
+                held[name].copy_(tensor)
+            with _noted_launches() as launches:
+                trained.start()
+                received.start()
+            train_step(model)
+            assert_equal(trained.read(), expected)
+            assert received.read().tensors == expected.tensors
+            trainers = ["aten.copy_.default", "sum", "aten.empty.memory_format", "c10d.allreduce_.default"]
+            receivers = ["aten.copy_.default", "sum"]
+            assert launches == [*trainers, "aten.copy_.default", *receivers] or not is_kept
+            assert launches[-2:] == receivers
+
+
+@contextlib.contextmanager
+def _noted_launches() -> Iterator[list[str]]:
+    """Every operation on a tensor inside, of which a sum of blocks is one."""
+    noted: list[str] = []
+    add, make = BlockSums.add, BlockSums.__init__
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view:
+                noted.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    mode = Noting()
+
+    def noted_add(self: BlockSums, into: torch.Tensor) -> None:
+        before = len(noted)
+        add(self, into)
+        noted[before:] = ["sum"]
+
+    def noted_table(self: BlockSums, *arguments: Any) -> None:
+        noted.append("table")
+        make(self, *arguments)
+
+    with mock.patch.object(BlockSums, "add", noted_add), mock.patch.object(BlockSums, "__init__", noted_table), mode:
+        yield noted
+
+
+@everywhere
+def test_shards_and_tensors_that_moved_are_summed_where_they_are() -> None:
+    model = fsdp2(new_net())
+    trained = RepeatedFingerprint(model)
+    trained.start()
+    expected = trained.read()
+    if device_type() != "cpu":
+        model.to("cpu")
+        trained.start()
+        assert_equal(trained.read(), expected)
+        model.to(this_device())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    trained.start()
+    assert_equal(trained.read(), fingerprint(model))
+    weight = torch.nn.Parameter(torch.ones(5, device=this_device()))
+    received = RepeatedFingerprintOfTensors({"a": weight})
+    weight.data = torch.full((5,), 2.0, device=this_device())
+    received.start()
+    assert received.read() == fingerprint_tensors({"a": torch.full((5,), 2.0)})
 
 
 @everywhere

@@ -17,7 +17,7 @@ import torch
 from program import ROOT
 
 from fsdp_doctor.fingerprints import summing
-from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, add_sums, grid_block, range_block
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, grid_block, range_block
 from fsdp_doctor.fingerprints.summing import TensorPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool)
@@ -69,7 +69,7 @@ def test_the_sum_is_as_it_is_defined_however_the_tensor_is_divided(dtype: torch.
     expected = defined(tensor)
     for division, blocks in divisions(tensor).items():
         sums = torch.zeros(1, 2, dtype=torch.int64)
-        add_sums(blocks, sums)
+        BlockSums(blocks, sums.device).add(sums)
         assert sums[0].tolist() == expected, division
 
 
@@ -77,7 +77,7 @@ def test_many_dims_are_summed_as_few() -> None:
     tensor = torch.randn(3, 4, 5, 6).bfloat16()
     blocks = [IndexedBlock(0, tensor[..., at::2].contiguous(), at, (3, 4, 5, 3), (120, 30, 6, 2)) for at in (0, 1)]
     sums = torch.zeros(1, 2, dtype=torch.int64)
-    add_sums(blocks, sums)
+    BlockSums(blocks, sums.device).add(sums)
     assert sums[0].tolist() == defined(tensor)
 
 
@@ -87,14 +87,15 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
 ) -> None:
     launches: list[int] = []
 
-    def counted(blocks: Sequence[IndexedBlock], into: torch.Tensor) -> None:
-        launches.append(sum(block.tensor.nbytes for block in blocks))
-        add_sums(blocks, into)
+    class Counted(BlockSums):
+        def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
+            launches.append(sum(block.tensor.nbytes for block in blocks))
+            super().__init__(blocks, device)
 
     whole = torch.zeros(16, 128)
     columns = {str(at): whole[:, at::2] for at in (0, 1)} | {"2": whole[:, 1:]}
     given = {name: TensorPart(one, one.shape) if form == "parts" else one for name, one in columns.items()}
-    monkeypatch.setattr(summing, "add_sums", counted)
+    monkeypatch.setattr(summing, "BlockSums", Counted)
     monkeypatch.setattr(summing, "_MOST_KEPT_BYTES", 4096)
     summing.fingerprint_tensors(given)
     assert launches == [one.nbytes for one in columns.values()]
@@ -106,7 +107,7 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
 _INTERPRETED = """
 import torch
 from fsdp_doctor.fingerprints import sum_kernels
-from fsdp_doctor.fingerprints.keyed_sum import WordRun, add_sums, in_words
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, in_words
 from test_sum_kernels import DTYPES, divisions
 
 torch.manual_seed(0)
@@ -114,10 +115,14 @@ compared = 0
 for dtype in DTYPES:
     for blocks in divisions((torch.randn(97, 131) * 50).to(dtype)).values():
         expected, found = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
-        add_sums(blocks, expected)
+        BlockSums(blocks, expected.device).add(expected)
         parts = [part for block in blocks for part in in_words(block)]
-        sum_kernels.add_words([part for part in parts if isinstance(part, WordRun)], found)
-        sum_kernels.add_elements([part for part in parts if not isinstance(part, WordRun)], found)
+        runs = [part for part in parts if isinstance(part, WordRun)]
+        grids = [part for part in parts if not isinstance(part, WordRun)]
+        table = sum_kernels.SumTable(runs, grids, found.device)
+        table.add(found)
+        found.zero_()
+        table.add(found)
         assert torch.equal(found, expected), (dtype, found, expected)
         compared += 1
 print(compared)
