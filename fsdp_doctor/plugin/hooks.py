@@ -47,6 +47,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    registered = {line.partition(":")[0].partition("(")[0].strip() for line in config.getini("markers")}
+    for mark in {mark.name for item in items for mark in item.iter_markers()} - registered:
+        if meant := next((name for name in ("fsdp", "ranks") if _is_misspelt(mark, name)), ""):
+            raise pytest.UsageError(
+                f"there is no mark {mark!r}: write {meant!r}, or register {mark!r} in pytest's ini-file"
+            )
     if config.pluginmanager.has_plugin(REGISTERED_AS) or not any(map(_is_marked, items)):
         return
     if pytest.version_tuple < _OLDEST:
@@ -54,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from fsdp_doctor.plugin.ranks_plugin import RanksPlugin
 
     config.pluginmanager.register(RanksPlugin(config), REGISTERED_AS)
+
+
+def _is_misspelt(mark: str, name: str) -> bool:
+    """Whether the mark is the name with letters in another order, or without one: ``fspd``, ``rank``."""
+    without_one = {name[:at] + name[at + 1 :] for at in range(len(name))}
+    return sorted(mark) == sorted(name) or mark in without_one
 
 
 def _is_marked(item: pytest.Item) -> bool:

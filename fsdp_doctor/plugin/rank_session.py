@@ -76,6 +76,14 @@ def of(request: pytest.FixtureRequest) -> RankSession:
     return session
 
 
+def _refuse_debugger(*arguments: object, **named: object) -> None:
+    __tracebackhide__ = True
+    raise UsageError(
+        "breakpoint() cannot read a terminal on the ranks of a test: give the test timeout=3600, and call a debugger "
+        "that listens on a port, such as debugpy or remote-pdb, on one rank, or name it in PYTHONBREAKPOINT"
+    )
+
+
 class RankSession:
     """A plugin of this rank's pytest, which collects a file when its first test comes."""
 
@@ -105,6 +113,8 @@ class RankSession:
             self._collection_errors.append(report)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if "PYTHONBREAKPOINT" not in os.environ:
+            sys.breakpointhook = _refuse_debugger
         self._ends.send(Ready(environment=of_torch()))
         for command in self._commands:
             self._command = command

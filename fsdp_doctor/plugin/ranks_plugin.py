@@ -23,6 +23,7 @@ from fsdp_doctor.verdict.records import RankReport
 _Section = tuple[str, str]
 # faulthandler writes this for a thread of C++.
 _NO_FRAME = "<no Python frame>"
+_DEVICE_INDEX = re.compile(r"\b(cuda|xpu|hpu|npu|emulated):\d+")
 _PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
@@ -221,11 +222,11 @@ def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> 
 
 
 def _grouped_by_text(texts: dict[int, str]) -> list[_Section]:
-    """One section for each text, with all ranks that have it."""
+    """One section for each text, with all ranks whose texts differ by the device's index alone."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks_of.setdefault(text, []).append(rank)
-    return [(_ranks(ranks), text) for text, ranks in ranks_of.items()]
+        ranks_of.setdefault(_DEVICE_INDEX.sub(r"\1", text), []).append(rank)
+    return [(_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
 
 
 def _seen_from_outside(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:

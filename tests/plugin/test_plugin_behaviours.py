@@ -51,11 +51,23 @@ def test_an_assert_on_one_rank_is_shown_with_its_rank_and_values(behaviours: Pyt
         assert f"said by rank {rank}" in result.text
 
 
-def test_an_assert_that_fails_alike_on_all_ranks_is_told_once(behaviours: PytestRun) -> None:
-    result = behaviours["test_asserts_on_all"]
+@pytest.mark.parametrize(
+    ("name", "once"),
+    [
+        ("test_asserts_on_all", "Differing items:"),
+        ("test_raises_with_its_device", "E       RuntimeError"),
+        ("test_stops_in_a_debugger", ">       breakpoint()"),
+    ],
+)
+def test_a_failure_that_is_alike_on_all_ranks_is_shown_once(behaviours: PytestRun, name: str, once: str) -> None:
+    result = behaviours[name]
     assert result.outcome == "failed"
-    assert result.text.count("Differing items:") == 1
+    assert result.text.count(once) == 1
     assert "-- ranks 0, 1 --" in result.text
+
+
+def test_a_breakpoint_names_what_can_be_done_instead(behaviours: PytestRun) -> None:
+    assert "PYTHONBREAKPOINT" in behaviours["test_stops_in_a_debugger"].text
 
 
 def test_a_fixture_that_raises_on_one_rank_is_an_error_of_the_setup(behaviours: PytestRun) -> None:

@@ -35,6 +35,14 @@ def test_k_selects_by_values_of_axes_and_all_stands_for_every_value(tmp_path: pa
     ]
 
 
+@pytest.mark.parametrize(("mark", "meant"), [("rank", "ranks"), ("fspd", "fsdp"), ("fast", "")])
+def test_a_misspelt_mark_is_an_error_and_a_mark_of_others_is_not(mark: str, meant: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_own.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_own(): ...\n")
+    done = run_pytest(tmp_path, *_NOTHING_KEPT).run
+    assert done.code == (pytest.ExitCode.USAGE_ERROR if meant else pytest.ExitCode.OK), done.stderr
+    assert (f"{meant!r}" in done.stderr) == bool(meant)
+
+
 def test_x_ends_the_run_and_lf_begins_with_what_failed(tmp_path: pathlib.Path) -> None:
     first = run_pytest(tmp_path, "-x", suites=["mixed"])
     assert list(first.results) == ["test_first_fails"]

@@ -72,6 +72,14 @@ def test_asserts_on_all() -> None:
     assert {"a": 1} == {"a": 2}
 
 
+def test_raises_with_its_device(this_rank: Any) -> None:
+    raise RuntimeError(f"broken on cuda:{this_rank.rank}")
+
+
+def test_stops_in_a_debugger() -> None:
+    breakpoint()
+
+
 def test_leaves_a_thread_on_rank_1(this_rank: Any) -> None:
     if this_rank.rank == 1:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
