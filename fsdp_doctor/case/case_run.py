@@ -136,6 +136,20 @@ class CaseRun:
             return trainer
         return None
 
+    def train_and_prepare(self, trainer: Trainer) -> Trainer | None:
+        """Trains a prepared model a step and prepares it again, with its new weights as the reference."""
+        with self._recorder.catching():
+            self._recorder.enter("next step")
+            trainer.resume(undo_staging=self.undoes_staging)
+            trainer.step()
+            return self.prepare(trainer)
+        return None
+
+    def prepare_second_call(self, trainer: Trainer) -> Trainer | None:
+        """Prepares the model, which has trained on, for another call of the same method; None where that failed."""
+        self._recorder.add(call=2)
+        return self.prepare(trainer)
+
     def exercise(self, trainer: Trainer, call: Callable[[], Any], *, owned: bool) -> None:
         """Has ``call`` run the method, and verifies what it did.
 

@@ -139,13 +139,29 @@ class FsdpCase:
         """An existing directory for this test, the same on every rank."""
         return self._this_rank.scratch
 
+    def train_step(self, *, unstage: bool = False) -> None:
+        """Trains a step: what is extracted from now on must be the new weights.
+
+        The model is in the state of its scenario before and after, offloaded and perhaps staged. unstage: as of
+        :meth:`check`. For a test that extracts. Every rank must call it.
+        """
+        __tracebackhide__ = True
+        if self._run.direction == "in":
+            pytest.fail("fsdp_case.train_step() is for a test that extracts; a load is compared with its checkpoint")
+        self._run.undoes_staging = unstage
+        trainer = self._whole_trainer
+        with torch.inference_mode(False), torch.enable_grad():
+            self._trainer = self._run.train_and_prepare(trainer)
+        self._raise_if_bad()
+
     def check(self, result: Any = None, *, unstage: bool = False) -> None:
         """Compares the result of the test with the model bit by bit, and then trains a step.
 
-        result: of a test that extracts, a mapping or an iterable of (name, tensor). ``fsdp_doctor.promises`` on the
-        test declares its names, dtype, device and ranks; the default is every name of the state dict, in the
-        parameter's own dtype, on the compute device, on every rank. Of a test that loads, the return value of the load,
-        for the names that it did not load; the model is compared.
+        result: of a test that extracts, a mapping or an iterable of (name, tensor), or a function from the model to
+        one, which is called twice with a training step between, so that weights that it keeps are found out.
+        ``fsdp_doctor.promises`` on the test declares its names, dtype, device and ranks; the default is every name of
+        the state dict, in the parameter's own dtype, on the compute device, on every rank. Of a test that loads, the
+        return value of the load, for the names that it did not load; the model is compared.
 
         unstage: before the step, moves a module that was staged under CPUOffloadPolicy back to the CPU, where torch
         expects its shards. Without that it cannot train, whatever was extracted.
@@ -157,14 +173,25 @@ class FsdpCase:
             pytest.fail("fsdp_case.check() was called before: the scenario has gone on to its next step")
         self._checked = True
         self._run.undoes_staging = unstage
+        trained_on = self._check_call(result)
+        if callable(result) and trained_on is not None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._trainer = self._run.prepare_second_call(trained_on)
+            self._raise_if_bad()
+            trained_on = self._check_call(result)
+        if trained_on is not None:
+            self._scenarios.keep(trained_on)
+
+    def _check_call(self, result: Any) -> Trainer | None:
+        """Verifies one result, or one call, and trains a step. Returns the trainer if it can be used again."""
+        __tracebackhide__ = True
         trainer = self._whole_trainer
         with torch.inference_mode(False), torch.enable_grad():
-            self._run.exercise(trainer, lambda: result, owned=False)
-            reusable = self._run.go_on(trainer)
+            self._run.exercise(trainer, lambda: result(trainer.model) if callable(result) else result, owned=False)
+            trained_on = self._run.go_on(trainer)
         self._trainer = None
         self._raise_if_bad()
-        if reusable is not None:
-            self._scenarios.keep(reusable)
+        return trained_on
 
     @property
     def _whole_trainer(self) -> Trainer:

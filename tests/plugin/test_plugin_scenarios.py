@@ -42,6 +42,13 @@ def test_what_a_test_promises_is_what_it_is_held_to(scenarios: PytestRun, name: 
     assert scenarios[name].outcome == "passed", scenarios[name].text
 
 
+@pytest.mark.parametrize("name", ["test_extracts_after_a_step", "test_gives_a_function"])
+def test_weights_are_compared_with_those_after_the_last_step(scenarios: PytestRun, name: str) -> None:
+    results = {case: result for case, result in scenarios.results.items() if case.startswith(f"{name}[")}
+    assert len(results) > 3
+    assert {result.outcome for result in results.values()} == {"passed"}, [r.text for r in results.values()]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -52,6 +59,8 @@ def test_what_a_test_promises_is_what_it_is_held_to(scenarios: PytestRun, name: 
             "poisoned: RuntimeError: attempting to assign a gradient",
         ),
         ("test_loads_nothing[fsdp2/none/unstaged/fresh]", "incomplete: still what it was before the load"),
+        ("test_gives_the_weights_of_before_the_step[fsdp2/none/unstaged]", "wrong: "),
+        ("test_gives_a_function_that_keeps_its_weights[fsdp2/none/unstaged]", "wrong: the second call: stale"),
         ("test_checks_twice[fsdp2/none/unstaged]", "fsdp_case.check() was called before"),
     ],
 )

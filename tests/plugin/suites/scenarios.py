@@ -40,6 +40,41 @@ def test_breaks_training(fsdp_case: Any) -> None:
     fsdp_case.check(weights)
 
 
+_KEPT: dict[str, torch.Tensor] = {}
+
+
+def _extract_once(model: Any) -> dict[str, torch.Tensor]:
+    if not _KEPT:
+        _KEPT.update(full_tensors(model))
+    return _KEPT
+
+
+@pytest.mark.fsdp(strategy="fsdp2,fsdp1", offload=["none", "param", "policy"])
+def test_extracts_after_a_step(fsdp_case: Any) -> None:
+    before = dict(full_tensors(fsdp_case.model))
+    fsdp_case.train_step()
+    weights = dict(full_tensors(fsdp_case.model))
+    assert not torch.equal(weights["model.norm.weight"], before["model.norm.weight"])
+    fsdp_case.check(weights)
+
+
+@pytest.mark.fsdp(strategy="fsdp2")
+def test_gives_the_weights_of_before_the_step(fsdp_case: Any) -> None:
+    weights = {name: weight.clone() for name, weight in full_tensors(fsdp_case.model)}
+    fsdp_case.train_step()
+    fsdp_case.check(weights)
+
+
+@pytest.mark.fsdp(strategy="fsdp2,fsdp1", offload=["none", "policy"])
+def test_gives_a_function(fsdp_case: Any) -> None:
+    fsdp_case.check(full_tensors)
+
+
+@pytest.mark.fsdp(strategy="fsdp2")
+def test_gives_a_function_that_keeps_its_weights(fsdp_case: Any) -> None:
+    fsdp_case.check(_extract_once)
+
+
 @pytest.mark.fsdp(strategy="fsdp2", offload="policy", staging="staged")
 def test_half_moved_does_not_train(fsdp_case: Any) -> None:
     fsdp_case.check(full_tensors(fsdp_case.model))
