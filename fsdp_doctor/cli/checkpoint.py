@@ -20,6 +20,37 @@ if TYPE_CHECKING:
 EXIT_CODES = "Exit codes: 0 done, or no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 
 
+VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
+
+
+def verify(
+    *,
+    directory: Annotated[pathlib.Path, typer.Argument(help="A directory of any format, or a file.", metavar="DIR")],
+    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the findings there as JSON.")] = None,
+) -> None:
+    """Find what is damaged in a checkpoint on disk, without torch, without the model, and without running a pickle.
+
+    Every byte is read once, in bounded memory. What the answer does not cover is said at the end.
+    """
+    from fsdp_doctor.checkpoints.verification import EXIT_CODES as EXIT_CODES_OF, verify as verify_checkpoint
+
+    try:
+        found = verify_checkpoint(directory, progress=_show_progress if sys.stderr.isatty() else None)
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename or directory}: {error.strerror or error}") from None
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if json_file is not None:
+        write(json_file, found.to_json())
+    write(None, found.to_text())
+    raise SystemExit(EXIT_CODES_OF[found.answer])
+
+
+def _show_progress(done: int, total: int) -> None:
+    if done == total or done % (64 << 20) < 1 << 20:
+        print(f"\r{done >> 20} of {total >> 20} MiB read", end="", file=sys.stderr, flush=True)
+
+
 def fingerprint(
     *,
     checkpoint: Annotated[
