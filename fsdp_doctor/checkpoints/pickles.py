@@ -10,9 +10,10 @@ from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.errors import first_line
 
-# A nesting and a number of values that no state dict has, but a hostile pickle of a few bytes may.
+# What is nested deeper, or has more values for each byte of its pickle, is no state dict but a bomb.
 _MOST_DEPTH = 64
-_MOST_VALUES = 5_000_000
+_MOST_VALUES_PER_BYTE = 20
+_MOST_VALUES_OF_ANY = 10_000
 
 # By the first part of the module: modules move between versions of torch, names do not.
 _GLOBALS: Mapping[str, frozenset[str]] = {
@@ -135,12 +136,12 @@ def load_pickle(file: IO[bytes]) -> Any:
         raise BadFile(f"has a damaged pickle ({type(error).__name__}: {first_line(error)})") from None
 
 
-def leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every value inside of nested dicts, lists and tuples, with the keys that lead to it.
 
-    Raises BadFile for a nesting without end.
+    nbytes: the length of the pickle. Raises BadFile for a nesting without end.
     """
-    left = _MOST_VALUES
+    left = _MOST_VALUES_PER_BYTE * nbytes + _MOST_VALUES_OF_ANY
     stack: list[tuple[tuple[str, ...], Any]] = [((), value)]
     while stack:
         path, value = stack.pop()

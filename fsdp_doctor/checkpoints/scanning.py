@@ -146,8 +146,11 @@ def _scan_member(
     for begin, end, is_hole in file.extents(member.begin, member.begin + member.nbytes):
         if is_hole and end - begin > _LONGEST_HOLE:
             crc = None
-            for scanner in scanners:
+            for scanner, (_, place) in zip(scanners, pieces, strict=True):
                 scanner.skip(begin, end)
+                what = f"{end - begin} bytes were never written"
+                found = Symptom(Trouble.ZERO_BLOCK, what, saved.path, place.tensor.name, place.piece.rows)
+                scans.symptoms.append(found)
             continue
         for offset, chunk in _chunks(file, begin, end):
             crc = zlib.crc32(chunk, crc) if crc is not None else None

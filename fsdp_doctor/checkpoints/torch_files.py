@@ -31,6 +31,7 @@ class TorchFile:
     members: list[Member]
     storages: Mapping[str, Member]
     value: Any = None
+    pickle_bytes: int = 0
     root: str = ""
     identity: str = ""
     has_checksums: bool = False
@@ -118,6 +119,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
             raise BadFile("has no data.pkl: it is a zip, and no file of torch.save")
         if pickled.nbytes > _LARGEST_PICKLE:
             raise BadFile(f"has a pickle of {pickled.nbytes} bytes, which is not read")
+        read.pickle_bytes = pickled.nbytes
         read.value = load_pickle(io.BytesIO(file.read(pickled.begin, pickled.nbytes)))
     except BadFile as refusal:
         read.refusal = refusal
@@ -146,8 +148,9 @@ def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFil
         keys = load_pickle(stream)
     except BadFile as refusal:
         return TorchFile([], {}, refusal=refusal)
-    itemsizes = {storage.key: DTYPES[storage.dtype].itemsize for storage in _storages(value) if storage.dtype}
     members, at = [], stream.tell()
+    storages = list(_storages(value, at))
+    itemsizes = {storage.key: DTYPES[storage.dtype].itemsize for storage in storages if storage.dtype}
     for key in keys if isinstance(keys, list) else ():
         stream.seek(at)
         nbytes = int.from_bytes(stream.read(8), "little") * itemsizes.get(key, 1)
@@ -155,17 +158,18 @@ def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFil
         at += 8 + nbytes
         if at > length:
             raise BadFile(f"is truncated: it has {length} bytes, and storage {key} ends at byte {at}")
-    return TorchFile(members, {member.name.removeprefix("data/"): member for member in members}, value)
+    by_key = {member.name.removeprefix("data/"): member for member in members}
+    return TorchFile(members, by_key, value, pickle_bytes=at)
 
 
-def _storages(value: Any) -> Iterator[Storage]:
-    for _, leaf in leaves(value):
+def _storages(value: Any, nbytes: int) -> Iterator[Storage]:
+    for _, leaf in leaves(value, nbytes):
         match leaf:
             case Storage():
                 yield leaf
             case Pickled():
-                yield from _storages(leaf.args)
-                yield from _storages(leaf.state)
+                yield from _storages(leaf.args, nbytes)
+                yield from _storages(leaf.state, nbytes)
 
 
 def tensors_of(file: str, read: TorchFile, rank: int | None = None) -> TorchTensors:
@@ -174,7 +178,7 @@ def tensors_of(file: str, read: TorchFile, rank: int | None = None) -> TorchTens
     Raises BadFile for a tensor that does not fit its storage.
     """
     found = TorchTensors()
-    for path, leaf in leaves(read.value):
+    for path, leaf in leaves(read.value, read.pickle_bytes):
         match leaf:
             case bool():
                 pass
