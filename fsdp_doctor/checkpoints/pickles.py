@@ -28,6 +28,8 @@ _GLOBALS: Mapping[str, frozenset[str]] = {
             *("ShardMetadata", "ChunkShardingSpec", "EnumerableShardingSpec", "MEM_FORMAT_ENCODING", "_remote_device"),
             *("UntypedStorage", "_TypedStorage", "TypedStorage", "_rebuild_sparse_tensor", "_rebuild_qtensor"),
             *("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_device_tensor_from_numpy"),
+            *("_rebuild_njt", "NestedTensor", "_DimRange", "QInt8Storage", "QUInt8Storage", "QInt32Storage"),
+            *("per_tensor_affine", "per_channel_affine"),
         }
     ),
     "collections": frozenset({"OrderedDict", "defaultdict", "Counter", "deque"}),

@@ -22,6 +22,7 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
+    is_under_model_key,
 )
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
 from fsdp_doctor.checkpoints.torch_files import TorchTensors, read_torch_file, tensors_of
@@ -55,6 +56,8 @@ def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
     else:
         reading.read_directory(".", {path.name})
     found = reading.checkpoint
+    for state in found.states:
+        state.has_model_key = any(map(is_under_model_key, state.tensors))
     if not found.states and not found.symptoms:
         reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
     return found
@@ -153,6 +156,7 @@ class _Reading:
             saved.ranks, saved.world_sizes = found.ranks, found.world_sizes
             for name, kind in found.unread.items():
                 self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, and no dense tensor")
+                self.checkpoint.unread[name] = path, kind
             return found
 
         return self._read(path, read)
@@ -295,13 +299,15 @@ class _Reading:
     # Whole tensors
 
     def _read_whole(self, directory: str, files: list[str], names: Collection[str]) -> None:
-        by_stem: dict[str, list[str]] = defaultdict(list)
+        indexes = self._read_indexes(directory, names, "bin")
+        stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
+        by_stem: dict[str, list[str]] = defaultdict(list, {stem: [] for stem in indexes})
         for name in files:
             if (found := _WHOLE.fullmatch(name)) is not None:
-                by_stem[found["stem"]].append(name)
+                by_stem[stems.get(name, found["stem"])].append(name)
         for stem, of_stem in by_stem.items():
             contents = {name: self._read_torch(_join(directory, name), None) for name in of_stem}
-            if all(_ANY_CLASSES.fullmatch(name) for name in of_stem):
+            if of_stem and all(_ANY_CLASSES.fullmatch(name) for name in of_stem):
                 continue
             state = self._new_state(Arrangement.WHOLE, directory, stem)
             state.files = [_join(directory, name) for name in of_stem]
@@ -313,10 +319,12 @@ class _Reading:
                     self._add_whole(state, tensor, path)
                 for keys, number in value.numbers.items() if value else ():
                     state.numbers[keys, None] = number
-            self._compare_with_index(state, stem, "bin", of_stem, names)
+            self._compare_with_index(state, "bin", indexes.get(stem), names)
 
     def _read_safetensors(self, directory: str, names: set[str]) -> None:
-        by_stem: dict[str, list[str]] = defaultdict(list)
+        indexes = self._read_indexes(directory, names, "safetensors")
+        stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
+        by_stem: dict[str, list[str]] = defaultdict(list, {stem: [] for stem in indexes})
         headers: dict[str, Header] = {}
         shards: dict[str, int | None] = {}
         for name in sorted(name for name in names if name.endswith(".safetensors")):
@@ -326,7 +334,7 @@ class _Reading:
             if is_shard or (header is not None and "DCP_SHARDING_INFO" in header.metadata):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
             elif (found := _WHOLE.fullmatch(name)) is not None:
-                by_stem[found["stem"]].append(name)
+                by_stem[stems.get(name, found["stem"])].append(name)
             if header is not None:
                 headers[name] = header
         if shards:
@@ -344,7 +352,7 @@ class _Reading:
                         dcp.row_major(entry.shape),
                     )
                     self._add_whole(state, SavedTensor((key,), entry.dtype, entry.shape, [piece]), piece.file)
-            self._compare_with_index(state, stem, "safetensors", of_stem, names)
+            self._compare_with_index(state, "safetensors", indexes.get(stem), names)
 
     def _read_header(self, file: OpenFile, saved: SavedFile) -> Header:
         header = read_header(file)
@@ -357,26 +365,28 @@ class _Reading:
         if (known := state.tensors.setdefault(tensor.path, tensor)) is not tensor:
             self.note(Trouble.TWICE, f"it is in {known.file}, too", path, tensor.name)
 
+    def _read_indexes(self, directory: str, names: Collection[str], suffix: str) -> dict[str, dict[str, str]]:
+        """The file of each tensor, by the stem of the index; an index that is damaged is noted, and maps nothing."""
+        ending, indexes = f".{suffix}.index.json", {}
+        for name in sorted(name for name in names if name.endswith(ending)):
+            path = _join(directory, name)
+            found = self._read(path, lambda file, _: read_weight_map(file.path), Trouble.INDEX)
+            self.checkpoint.files.pop(path, None)
+            indexes[name.removesuffix(ending)] = found or {}
+        return indexes
+
     def _compare_with_index(
-        self, state: State, stem: str, suffix: str, files: list[str], names: Collection[str]
+        self, state: State, suffix: str, weight_map: dict[str, str] | None, names: Collection[str]
     ) -> None:
+        files = [pathlib.PurePath(file).name for file in state.files]
         for count in {int(found["count"]) for name in files if (found := _WHOLE.fullmatch(name)) and found["count"]}:
-            expected = [f"{stem}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
+            expected = [f"{state.label}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
             for name in expected if any(name in names for name in expected) else ():
                 if name not in names:
                     self.note(Trouble.MISSING_FILE, f"of {count} files it is not there", _join(state.directory, name))
-        index = f"{stem}.{suffix}.index.json"
-        if index not in names:
+        if not weight_map:
             return
-        path = _join(state.directory, index)
-        try:
-            weight_map = read_weight_map(self.checkpoint.root / path)
-        except BadFile as error:
-            self.note(Trouble.INDEX, error.what, path)
-            return
-        except OSError as error:
-            self.note(Trouble.UNREAD, f"cannot be read: {error.strerror or error}", path)
-            return
+        path = _join(state.directory, f"{state.label}.{suffix}.index.json")
         where = {tensor.name: tensor.pieces[0].file for tensor in state.tensors.values() if tensor.pieces}
         for name in sorted(set(weight_map.values()) - set(names)):
             self.note(Trouble.INDEX, f"it names {name}, which is not there", path)

@@ -129,7 +129,10 @@ class SavedFile:
 
 @dataclass(slots=True)
 class State:
-    """Tensors that were saved together. numbers: the plain numbers beside them, by their path and rank."""
+    """Tensors that were saved together. numbers: the plain numbers beside them, by their path and rank.
+
+    has_model_key: the model is one entry of a dict among others, such as of ``{"model", "optimizer", "rng"}``.
+    """
 
     arrangement: Arrangement
     directory: str
@@ -137,6 +140,7 @@ class State:
     tensors: dict[tuple[str, ...], SavedTensor] = field(default_factory=dict)
     numbers: dict[tuple[tuple[str, ...], int | None], float] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    has_model_key: bool = False
 
     def role(self, path: tuple[str, ...]) -> StateRole:
         if (
@@ -145,16 +149,22 @@ class State:
             or re.match(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.", ".".join(path))
         ):
             return "optimizer"
-        return "other" if self.label.startswith("extra_state") else "model"
+        if self.label.startswith("extra_state") or (self.has_model_key and path[0] not in _MODEL_KEYS):
+            return "other"
+        return "model"
 
     def of_role(self, role: StateRole) -> Iterator[SavedTensor]:
         return (tensor for path, tensor in self.tensors.items() if self.role(path) == role)
 
 
+def is_under_model_key(path: tuple[str, ...]) -> bool:
+    return len(path) > 1 and path[0] in _MODEL_KEYS
+
+
 def parameter_name(tensor: SavedTensor) -> str:
     """The name of a tensor of a model, without the keys of the dicts around the model's state."""
     path = tensor.path
-    while len(path) > 1 and path[0] in _MODEL_KEYS:
+    while is_under_model_key(path):
         path = path[1:]
     return ".".join(path)
 
@@ -170,7 +180,7 @@ class SavedCheckpoint:
     """What lies in a directory, or a file alone.
 
     settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
-    unchecked: what was not looked at, and why.
+    unchecked: what was not looked at, and why. unread: tensors that are not dense, with their file and their kind.
     """
 
     root: pathlib.Path
@@ -179,6 +189,7 @@ class SavedCheckpoint:
     settings: dict[str, Any] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    unread: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def setting(self, directory: str, name: str) -> dict[str, Any]:
         """A JSON object beside a state, in its ``huggingface`` folder or a directory above; empty if none."""

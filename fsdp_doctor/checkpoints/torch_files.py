@@ -18,6 +18,14 @@ from fsdp_doctor.errors import first_line
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LARGEST_PICKLE = 1 << 28
 _LOCAL_HEADER = 30
+_NOT_DENSE = {
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_qtensor": "quantized",
+    "_rebuild_meta_tensor_no_storage": "on the meta device",
+    "_rebuild_nested_tensor": "a NestedTensor",
+    "_rebuild_njt": "a NestedTensor",
+    "_rebuild_device_tensor_from_numpy": "of another device",
+}
 _STRIDED = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
@@ -221,8 +229,8 @@ class _Reader:
                 inner = function(*arguments)
                 if isinstance(inner, Pickled):
                     return self._tensor(path, inner)
-            case name, _ if name.startswith("_rebuild"):
-                self.found.unread[".".join(path)] = name.removeprefix("_rebuild_")
+            case name, _ if name in _NOT_DENSE:
+                self.found.unread[".".join(path)] = _NOT_DENSE[name]
         return None
 
     def _strided(self, value: Pickled) -> tuple[str, SavedPiece]:

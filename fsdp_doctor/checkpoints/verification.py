@@ -74,7 +74,7 @@ class Verification(msgspec.Struct):
 def verify(
     path: pathlib.Path,
     *,
-    compare: Callable[[SavedCheckpoint], Sequence[Symptom]] | None = None,
+    compare: Callable[[], Sequence[Symptom]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Reads all that is below a directory, or a file, once.
@@ -95,7 +95,7 @@ def verify(
 
     scans = scan(checkpoint, count)
     symptoms = run_checks(CheckpointEvidence(checkpoint, scans))
-    symptoms = [*checkpoint.symptoms, *scans.symptoms, *symptoms, *(compare(checkpoint) if compare else ())]
+    symptoms = [*checkpoint.symptoms, *scans.symptoms, *symptoms, *(compare() if compare else ())]
     order: dict[TroubleSeverity, int] = {"damage": 0, "refused": 1, "warning": 2}
     findings = sorted(map(_finding, symptoms), key=lambda finding: order[finding.severity])
     kinds = {finding.severity for finding in findings}

@@ -66,7 +66,8 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     },
     "checkpoint": {
         "verify": (checkpoint.verify, checkpoint.VERIFY_EXIT_CODES),
-        "fingerprint": (checkpoint.fingerprint, checkpoint.EXIT_CODES),
+        "diff": (checkpoint.diff, checkpoint.DIFF_EXIT_CODES),
+        "fingerprint": (checkpoint.fingerprint, checkpoint.FINGERPRINT_EXIT_CODES),
     },
 }
 _GROUP_HELP = {

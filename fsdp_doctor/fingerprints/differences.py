@@ -30,7 +30,7 @@ DifferenceKind: TypeAlias = Literal[
     "dtype",
     "values",
 ]
-VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice"]
+VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "dtype"]
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,6 @@ from fsdp_doctor.checkpoints.verification import Verification
 Damage = Callable[[pathlib.Path], Any]
 
 
-@pytest.fixture(scope="session")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    directory = tmp_path_factory.mktemp("originals")
-    saved.save_all(directory)
-    return directory
-
-
 def kinds(found: Verification, severity: str = "damage") -> set[str]:
     return {finding.trouble for finding in found.findings if finding.severity == severity}
 
