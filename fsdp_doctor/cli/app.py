@@ -64,7 +64,11 @@ _GROUPS: dict[str, dict[str, _Command]] = {
         "expect": (reports.expect, reports.EXPECT_EXIT_CODES),
         "sweep": (reports.sweep, reports.SWEEP_EXIT_CODES),
     },
-    "checkpoint": {"fingerprint": (checkpoint.fingerprint, checkpoint.EXIT_CODES)},
+    "checkpoint": {
+        "verify": (checkpoint.verify, checkpoint.VERIFY_EXIT_CODES),
+        "diff": (checkpoint.diff, checkpoint.DIFF_EXIT_CODES),
+        "fingerprint": (checkpoint.fingerprint, checkpoint.FINGERPRINT_EXIT_CODES),
+    },
 }
 _GROUP_HELP = {
     "memory": "Measure or predict where a job's memory goes.",

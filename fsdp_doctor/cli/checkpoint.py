@@ -1,87 +1,178 @@
-"""``fsdp-doctor checkpoint``: fingerprints of a checkpoint, or of two side by side."""
+"""``fsdp-doctor checkpoint``: whether a checkpoint is sound, how two of them differ, and fingerprints."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fsdp_doctor.cli.options import output_file
 from fsdp_doctor.cli.output import write
-from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, some
 
 if TYPE_CHECKING:
-    from fsdp_doctor.fingerprints import Fingerprints
+    import torch
 
-EXIT_CODES = "Exit codes: 0 done, or no difference; 1 a difference; 2 usage; 4 the output cannot be written."
+    from fsdp_doctor.checkpoints.troubles import Symptom
+    from fsdp_doctor.fingerprints import Fingerprints
+    from fsdp_doctor.fingerprints.checkpoint_files import CheckpointComparison
+
+FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
+DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
+_DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
+VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
+
+
+def verify(
+    *,
+    directory: Annotated[pathlib.Path, typer.Argument(help="A directory of any format, or a file.", metavar="DIR")],
+    base: Annotated[
+        pathlib.Path | None, typer.Option(metavar="DIR", help="The model that was trained: what equals it was not.")
+    ] = None,
+    against: Annotated[
+        pathlib.Path | None, typer.Option(metavar="DIR", help="A checkpoint of any format that has the same weights.")
+    ] = None,
+    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the findings there as JSON.")] = None,
+) -> None:
+    """Find what is damaged in a checkpoint on disk, without torch, without the model, and without running a pickle.
+
+    Every byte is read once, in bounded memory. What the answer does not cover is said at the end.
+    """
+    from fsdp_doctor.checkpoints.verification import EXIT_CODES, verify as verify_checkpoint
+
+    try:
+        found = verify_checkpoint(
+            directory,
+            compare=functools.partial(_compare_with, directory, base, against) if base or against else None,
+            progress=_show_progress if sys.stderr.isatty() else None,
+        )
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename or directory}: {error.strerror or error}") from None
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if json_file is not None:
+        write(json_file, found.to_json())
+    write(None, found.to_text())
+    raise SystemExit(EXIT_CODES[found.answer])
+
+
+def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None) -> list[Symptom]:
+    """What differs from ``against``, and what is the same as in ``base``."""
+    from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+    from fsdp_doctor.fingerprints import FingerprintError
+    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+
+    symptoms = []
+    for reference in filter(None, (against, base)):
+        try:
+            found = compare_checkpoints(reference, directory)
+        except FingerprintError as error:
+            symptoms.append(Symptom(Trouble.UNCOMPARED, str(error)))
+            continue
+        if reference is against:
+            symptoms += [Symptom(Trouble.DIFFERS, each.detail, tensor=each.name) for each in found.differences]
+        elif found.equal:
+            trouble = Trouble.UNTRAINED if len(found.equal) == found.compared else Trouble.PARTLY_UNTRAINED
+            what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {some(found.equal)}"
+            symptoms.append(Symptom(trouble, what))
+    return symptoms
+
+
+def _show_progress(done: int, total: int) -> None:
+    if done == total or done % (64 << 20) < 1 << 20:
+        print(f"\r{done >> 20} of {total >> 20} MiB read", end="", file=sys.stderr, flush=True)
+
+
+def diff(
+    *,
+    checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format; or a JSON of fingerprints.")],
+    other: Annotated[pathlib.Path, typer.Argument(help="Another one, of the same format or another.")],
+    dtype: Annotated[str | None, _DTYPE] = None,
+    base: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="The model that was trained, by which weights are recognized that were not updated."),
+    ] = None,
+    strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    output: Annotated[pathlib.Path | None, output_file(help="Write there, not to stdout.")] = None,
+) -> None:
+    """Compare the models in two checkpoints, whatever their formats and sharding: which tensors differ, and how.
+
+    Files are streamed; nothing is loaded as a whole. Prefixes that one of them has are taken off, and shown.
+    """
+    _check_output(output, checkpoint, other)
+    found = _compare(checkpoint, other, dtype, base, strip or ())
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    if as_json:
+        write(output, json.dumps([dataclasses.asdict(each) for each in found.differences], indent=1) + "\n")
+    else:
+        write(output, "".join(f"{difference}\n" for difference in found.differences))
+    print(f"{len(found.differences)} of {found.compared} tensors differ", file=sys.stderr)
+    raise SystemExit(EXIT_BAD_VERDICT if found.differences else EXIT_OK)
 
 
 def fingerprint(
     *,
-    checkpoint: Annotated[
-        pathlib.Path,
-        typer.Argument(
-            help="A checkpoint: a file or directory of safetensors or torch.save, or a DCP; or a JSON of it."
-        ),
-    ],
-    other: Annotated[pathlib.Path | None, typer.Argument(help="Another one, to be compared.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
-    ] = None,
+    checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
+    dtype: Annotated[str | None, _DTYPE] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
-    """Print 128 bits for each tensor of a checkpoint, or compare two checkpoints tensor by tensor.
+    """Print 128 bits for each tensor of the model in a checkpoint, to compare it later, or with a model in training."""
+    _check_output(output, checkpoint)
+    from fsdp_doctor.fingerprints.checkpoint_files import read_fingerprints
 
-    Files are streamed; nothing is loaded as a whole. A JSON file is what this command, or Fingerprints.to_json, wrote.
-    """
-    for file in filter(None, (checkpoint, other)):
+    cast_to = _torch_dtype(dtype)
+    with _usage_errors(checkpoint):
+        write(output, _listed(read_fingerprints(checkpoint, cast_to), as_json))
+    raise SystemExit(EXIT_OK)
+
+
+def _check_output(output: pathlib.Path | None, *inputs: pathlib.Path) -> None:
+    for file in inputs:
         if output is not None and output.resolve() == file.resolve():
             raise UsageError(f"--output names the checkpoint {file}; give another file")
-    left = _read(checkpoint, dtype)
-    if other is None:
-        write(output, _listed(left, as_json))
-        raise SystemExit(EXIT_OK)
-    from fsdp_doctor.fingerprints import FingerprintError, compare_fingerprints
+
+
+def _compare(
+    left: pathlib.Path, right: pathlib.Path, dtype: str | None, base: pathlib.Path | None, strip: Sequence[str]
+) -> CheckpointComparison:
+    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+
+    cast_to = _torch_dtype(dtype)
+    with _usage_errors(left):
+        return compare_checkpoints(left, right, dtype=cast_to, base=base, strip=strip)
+
+
+@contextlib.contextmanager
+def _usage_errors(path: pathlib.Path) -> Iterator[None]:
+    """Raises UsageError for what is no checkpoint, or cannot be read."""
+    from fsdp_doctor.fingerprints import FingerprintError
 
     try:
-        differences = compare_fingerprints(left, _read(other, dtype), called=(str(checkpoint), str(other)))
+        yield
     except FingerprintError as error:
         raise UsageError(str(error)) from None
-    if as_json:
-        write(output, json.dumps([dataclasses.asdict(difference) for difference in differences], indent=1) + "\n")
-    else:
-        write(output, "".join(f"{difference}\n" for difference in differences))
-    print(f"{len(differences)} of {len(left.tensors)} tensors differ", file=sys.stderr)
-    raise SystemExit(EXIT_BAD_VERDICT if differences else EXIT_OK)
-
-
-def _read(path: pathlib.Path, dtype: str | None) -> Fingerprints:
-    """Reads fingerprints, or makes them of a checkpoint. Raises UsageError for a file that is neither."""
-    import torch
-
-    from fsdp_doctor.fingerprints import FingerprintError, Fingerprints, fingerprint_checkpoint
-    from fsdp_doctor.load import LoadError
-
-    cast_to = getattr(torch, dtype, None) if dtype is not None else None
-    if dtype is not None and not (isinstance(cast_to, torch.dtype) and cast_to.is_floating_point):
-        raise UsageError(f"--dtype {dtype}: torch has no floating-point dtype of that name")
-    try:
-        if path.suffix != ".json" or not path.is_file():
-            return fingerprint_checkpoint(path, dtype=cast_to)
-        if dtype is not None:
-            raise UsageError(f"{path} holds sums, which --dtype {dtype} cannot be applied to")
-        return Fingerprints.from_json(path.read_text(encoding="utf-8"))
-    except (FingerprintError, LoadError) as error:
-        raise UsageError(str(error)) from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text") from None
     except OSError as error:
         raise UsageError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    """Raises UsageError for a name that is none of a floating-point dtype."""
+    import torch
+
+    dtype = getattr(torch, name, None) if name is not None else None
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"--dtype {name}: torch has no floating-point dtype of that name")
+    return dtype
 
 
 def _listed(fingerprints: Fingerprints, as_json: bool) -> str:

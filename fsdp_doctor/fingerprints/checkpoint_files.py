@@ -1,172 +1,293 @@
-"""The fingerprint of a checkpoint on disk, which is read 64 MiB at a time, however large it is."""
+"""The fingerprint of a checkpoint on disk in any format, and the comparison of two, streamed however large they are."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import os
 import pathlib
-import pickle
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
-from fsdp_doctor.errors import first_line
-from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints
-from fsdp_doctor.fingerprints.keyed_sum import range_block
-from fsdp_doctor.fingerprints.summing import FingerprintSums, require_dense, unsummed
-from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.safetensors_files import FileTensor, open_files, read_index
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile, version_of
+from fsdp_doctor.checkpoints.names import match_names
+from fsdp_doctor.checkpoints.reading import read_checkpoint
+from fsdp_doctor.checkpoints.record import (
+    Arrangement,
+    SavedCheckpoint,
+    SavedPiece,
+    SavedTensor,
+    State,
+    parameter_name,
+)
+from fsdp_doctor.checkpoints.troubles import Trouble
+from fsdp_doctor.extract.local import row_major
+from fsdp_doctor.extract.sources import dtype_name
+from fsdp_doctor.fingerprints.differences import (
+    FingerprintDifference,
+    FingerprintVariant,
+    VariantKind,
+    compare_fingerprints,
+)
+from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, grid_block
+from fsdp_doctor.fingerprints.summing import FingerprintSums, swap_halves, unsummed
 
-_CHUNK_BYTES = 64 << 20
-_DCP_BATCH_BYTES = 256 << 20
-_NESTED = ("state_dict", "model", "module")
+_CHUNK_BYTES = 16 << 20
+# They say nothing of the weights.
+_HARMLESS = (Trouble.SETTINGS_DAMAGED, Trouble.TRAILING_BYTES, Trouble.WORLD_SIZE)
+_BlocksOf: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], list[IndexedBlock]]
+_ROUNDED_TO = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class CheckpointComparison:
+    """differences: of the second checkpoint from the first. notes: how their names were brought together.
+
+    compared: the number of tensors of the first. equal: names whose tensors are the same, bit by bit.
+    """
+
+    differences: list[FingerprintDifference]
+    notes: list[str]
+    compared: int
+    equal: list[str]
 
 
 def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
-    """Fingerprints a safetensors file, a file of ``torch.save``, a directory of either, or a distributed checkpoint.
+    """Fingerprints the model in a checkpoint of any format that ``fsdp-doctor checkpoint verify`` reads.
 
-    A directory may have an index or not. Host memory: 64 MiB and a cast of them; for a distributed checkpoint 256 MiB
-    or its largest tensor. Files of ``torch.save`` are mapped, not read, and must be in the zip format.
+    The names are those of the model, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer
+    is left out, unless there is nothing else. Of a model that is there in several forms, one is read: safetensors,
+    else the whole tensors, else the shards. Host memory: 16 MiB or the longest row, and a cast of it; no pickle is run.
 
     dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument.
 
-    Raises FingerprintError if it is no checkpoint, LoadError (RuntimeError) for a safetensors file that is damaged or
-    changes while it is read, OSError.
+    Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
     """
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise FingerprintError(f"{path} does not exist")
+    weights = _Weights(pathlib.Path(path))
     sums = FingerprintSums()
-    if path.is_dir() and (path / ".metadata").exists():
-        _add_distributed(sums, path, dtype)
-    elif (files := _torch_files(path)) is not None:
-        _add_torch_files(sums, files, dtype)
-    else:
-        _add_safetensors(sums, path, dtype)
-    return sums.fingerprints()
+    for name, tensor in weights.tensors.items():
+        for part, offsets in weights.parts(tensor):
+            cast = part.to(dtype) if dtype is not None and part.is_floating_point() else part
+            blocks = [grid_block(0, cast, offsets, row_major(tensor.shape))]
+            sums.add_blocks(name, unsummed(cast.dtype, tensor.shape, blocks), blocks)
+            sums.flush()
+    weights.check_unchanged()
+    return Fingerprints(sums.fingerprints().tensors, tuple(weights.ties()))
 
 
-def _add(
-    sums: FingerprintSums, name: str, tensor: torch.Tensor, shape: torch.Size, first: int, dtype: torch.dtype | None
-) -> None:
-    """Adds the elements of a tensor of that shape from ``first`` on: 1-D, on the host."""
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    blocks = [range_block(0, tensor, first)]
-    sums.add_blocks(name, unsummed(tensor.dtype, shape, blocks), blocks)
-    sums.flush()
+def compare_checkpoints(
+    left: pathlib.Path,
+    right: pathlib.Path,
+    *,
+    dtype: torch.dtype | None = None,
+    base: pathlib.Path | None = None,
+    strip: Iterable[str] = (),
+) -> CheckpointComparison:
+    """Compares the models in two checkpoints of any formats: which tensors of ``right`` differ, and how.
+
+    Either may be a JSON of fingerprints. dtype: both are cast to it. base: the model that was trained, by which weights
+    are recognized that were not updated. strip: prefixes to be taken from the names of both.
+
+    Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
+    """
+    read = {path: read_fingerprints(path, dtype) for path in (left, right)}
+    names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
+    one, two = _renamed(read[left], names.left), _renamed(read[right], names.right)
+    of_base = None
+    if base is not None:
+        of_base = read_fingerprints(base, dtype)
+        of_base = _renamed(of_base, match_names(of_base.tensors, one.tensors, strip).left)
+    differing = [name for name in one.tensors if name in two.tensors and one.tensors[name] != two.tensors[name]]
+    variants: dict[str, list[FingerprintVariant]] = {}
+    if differing and left.suffix != ".json":
+        originals = {form: name for name, form in names.left.items()}
+        found = _variants(left, {originals[name]: two.tensors[name] for name in differing}, dtype)
+        variants = {names.left[name]: of_name for name, of_name in found.items()}
+    differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
+    equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
+    return CheckpointComparison(differences, names.notes, len(one.tensors), equal)
 
 
-def _add_safetensors(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
-    files, tensors = open_files(path)
-    buffer = bytearray(_CHUNK_BYTES)
+def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
+    """Those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
+    if path.suffix != ".json" or not path.is_file():
+        return fingerprint_checkpoint(path, dtype=dtype)
+    if dtype is not None:
+        raise FingerprintError(f"{path} holds sums, which --dtype {dtype_name(dtype)} cannot be applied to")
     try:
-        for name, tensor in tensors.items():
-            for first, chunk in _file_chunks(tensor, buffer):
-                _add(sums, name, chunk, tensor.shape, first, dtype)
-        for file in files:
-            file.check_unchanged()
-    finally:
-        for file in files:
-            file.close()
+        return Fingerprints.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise FingerprintError(f"{path} is no text") from None
 
 
-def _file_chunks(tensor: FileTensor, buffer: bytearray) -> Iterator[tuple[int, torch.Tensor]]:
-    numel, itemsize = tensor.shape.numel(), tensor.dtype.itemsize
-    step = len(buffer) // itemsize
-    memory, values = memoryview(buffer), torch.frombuffer(buffer, dtype=torch.uint8)
-    for first in range(0, max(numel, 1), step):
-        part = values[: min(step, numel - first) * itemsize]
-        if part.numel():
-            tensor.file.read(tensor.begin + first * itemsize, memory[: part.numel()])
-        yield first, part.view(tensor.dtype)
+def _renamed(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprints:
+    tensors = {names[name]: tensor for name, tensor in fingerprints.tensors.items()}
+    tied = tuple(tuple(names[name] for name in group) for group in fingerprints.tied)
+    return replace(fingerprints, tensors=tensors, tied=tied)
 
 
-def _torch_files(path: pathlib.Path) -> list[pathlib.Path] | None:
-    """The files of ``torch.save`` in the checkpoint; None if it is of safetensors."""
-    if path.is_file():
-        return None if path.suffix == ".safetensors" else [path]
-    if any(path.glob("*.safetensors")):
-        return None
-    try:
-        index = read_index(path, "bin")
-    except LoadError as error:
-        raise FingerprintError(str(error)) from None
-    if index:
-        return [path / name for name in sorted(set(index.values()))]
-    files = sorted(file for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
-    return files or None
+def _variants(
+    path: pathlib.Path, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
+) -> dict[str, list[FingerprintVariant]]:
+    """The sums of some tensors after the usual mistakes. differing: what the other side has, by the name here."""
+    weights = _Weights(path)
+    return {
+        name: list(_variants_of(weights, weights.tensors[name], actual, dtype))
+        for name, actual in differing.items()
+        if name in weights.tensors
+    }
 
 
-def _add_torch_files(sums: FingerprintSums, files: list[pathlib.Path], dtype: torch.dtype | None) -> None:
-    for file in files:
-        for name, tensor in _tensors_of(file):
-            require_dense(f"{file}: {name}", tensor)
-            flat, step = tensor.detach().reshape(-1), max(_CHUNK_BYTES // tensor.element_size(), 1)
-            for first in range(0, max(flat.numel(), 1), step):
-                _add(sums, name, flat[first : first + step], tensor.shape, first, dtype)
+def _variants_of(
+    weights: _Weights, tensor: SavedTensor, actual: TensorFingerprint, dtype: torch.dtype | None
+) -> Iterator[FingerprintVariant]:
+    shape, saved = tensor.shape, getattr(torch, tensor.dtype)
+    expected = dtype if dtype is not None and saved.is_floating_point else saved
+    other = getattr(torch, actual.dtype, expected)
+    mistakes: list[tuple[VariantKind, str, _BlocksOf]] = []
+    if len(shape) > 1 and math.prod(actual.shape) == math.prod(shape):
+        mistakes.append(("transposed", "transposed", functools.partial(_transpose, expected, shape)))
+    if actual.shape == shape:
+        for dim in (dim for dim, length in enumerate(shape) if length % 2 == 0):
+            detail = f"the halves of dim {dim} are swapped"
+            mistakes.append(("halves swapped", detail, functools.partial(_swap_halves, expected, shape, dim)))
+    if actual.shape == shape and expected.is_floating_point and other != expected:
+        detail = f"it is {actual.dtype}, not {dtype_name(expected)}: the same values, rounded"
+        mistakes.append(("dtype", detail, functools.partial(_cast, (other,), shape)))
+    elif actual.shape == shape and expected.is_floating_point:
+        for between in _ROUNDED_TO:
+            detail = f"cast twice: to {dtype_name(between)} and back"
+            mistakes.append(("cast twice", detail, functools.partial(_cast, (between, expected), shape)))
+    for kind, detail, blocks_of in mistakes:
+        sums = FingerprintSums()
+        for part, offsets in weights.parts(tensor):
+            blocks = blocks_of(part, offsets)
+            sums.add_blocks("", unsummed(expected, shape, blocks), blocks)
+            sums.flush()
+        yield FingerprintVariant(kind, detail, sums.fingerprints().tensors[""].lanes)
 
 
-def _tensors_of(file: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that quantized tensors are deprecated; they are refused
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
-        raise FingerprintError(f"{file} cannot be read as a file of torch.save: {first_line(error)}") from None
-    for key in _NESTED:
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    is_named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if is_named else {}
-    if not tensors:
-        raise FingerprintError(f"{file} holds no tensors by name")
-    yield from tensors.items()
+def _cast(
+    dtypes: Sequence[torch.dtype], shape: Sequence[int], part: torch.Tensor, offsets: Sequence[int]
+) -> list[IndexedBlock]:
+    for dtype in dtypes:
+        part = part.to(dtype)
+    return [grid_block(0, part, offsets, row_major(shape))]
 
 
-def _add_distributed(sums: FingerprintSums, path: pathlib.Path, dtype: torch.dtype | None) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    try:
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # a damaged pickle may raise anything
-        raise FingerprintError(f"{path} is no distributed checkpoint: {type(error).__name__}: {error}") from None
-    tensors = {name: e for name, e in entries.items() if isinstance(e, dcp.TensorStorageMetadata)}
-    if not tensors:
-        raise FingerprintError(f"{path} holds no tensors")
-    for batch in _batches({name: (e.size, e.properties.dtype) for name, e in tensors.items()}):
-        for name, tensor in _distributed_tensors(path, batch).items():
-            _add(sums, name, tensor.reshape(-1), tensor.shape, 0, dtype)
+def _transpose(
+    dtype: torch.dtype, shape: Sequence[int], part: torch.Tensor, offsets: Sequence[int]
+) -> list[IndexedBlock]:
+    return [grid_block(0, part.to(dtype), offsets, (*row_major(shape)[:-2], 1, shape[-2]))]
 
 
-def _distributed_tensors(
-    path: pathlib.Path, batch: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, torch.Tensor]:
-    import torch.distributed.checkpoint as dcp
-
-    try:
-        state = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in batch.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-    except dcp.CheckpointException as error:  # no Exception; its message begins with a traceback
-        causes = [first_line(cause) for cause, _ in error.failures.values()]
-        raise FingerprintError(f"{path} cannot be read: {causes[0] if causes else first_line(error)}") from None
-    except Exception as error:  # a damaged pickle may raise anything
-        raise FingerprintError(f"{path} cannot be read: {first_line(error)}") from None
-    return state
+def _swap_halves(
+    dtype: torch.dtype, shape: Sequence[int], dim: int, part: torch.Tensor, offsets: Sequence[int]
+) -> list[IndexedBlock]:
+    return list(swap_halves(part.to(dtype), offsets, shape, dim))
 
 
-def _batches(
-    tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
-) -> Iterator[dict[str, tuple[torch.Size, torch.dtype]]]:
-    batch: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    batch_bytes = 0
-    for name, (shape, dtype) in tensors.items():
-        nbytes = shape.numel() * dtype.itemsize
-        if batch and batch_bytes + nbytes > _DCP_BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = {}, 0
-        batch[name] = shape, dtype
-        batch_bytes += nbytes
-    if batch:
-        yield batch
+class _Weights:
+    """The tensors of the model in a checkpoint, by its names.
+
+    Raises FingerprintError if there are none, and for a damage that was found while their places were read.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        if not path.exists():
+            raise FingerprintError(f"{path} does not exist")
+        self.path, self.checkpoint = path, read_checkpoint(path)
+        self.tensors: dict[str, SavedTensor] = {}
+        self._chosen: list[State] = []
+        for state in sorted(self.checkpoint.states, key=_preference):
+            of_model = {parameter_name(tensor): tensor for tensor in state.of_role("model")}
+            if both := of_model.keys() & self.tensors.keys():
+                name, other = min(both), self.tensors[min(both)].file
+                if any(_preference(state) == _preference(chosen) for chosen in self._chosen):
+                    raise FingerprintError(
+                        f"{path}: {name} is in {other} and in {of_model[name].file}; name one of them"
+                    )
+            elif of_model:
+                self.tensors |= of_model
+                self._chosen.append(state)
+        if not self.tensors:
+            self._chosen = self.checkpoint.states
+            self.tensors = {tensor.name: tensor for state in self._chosen for tensor in state.tensors.values()}
+        self._check(self.checkpoint)
+        if not self.tensors:
+            raise FingerprintError(f"{path} holds no tensors by name")
+
+    def _check(self, checkpoint: SavedCheckpoint) -> None:
+        places = {file for state in self._chosen for file in state.files} | {s.directory for s in self._chosen}
+        for symptom in checkpoint.symptoms:
+            is_grave = symptom.trouble.value.severity != "warning" and symptom.trouble not in _HARMLESS
+            if is_grave and (not self.tensors or {symptom.file, str(pathlib.PurePath(symptom.file).parent)} & places):
+                where = self.path if symptom.file in ("", ".") else checkpoint.root / symptom.file
+                what = f"{symptom.tensor}: {symptom.what}" if symptom.tensor else symptom.what
+                raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {self.path} says more)")
+        for name, (file, kind) in checkpoint.unread.items():
+            if file in places:
+                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}; fingerprints are of dense tensors")
+
+    def parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Contiguous blocks of a tensor with their offsets in it, of at most 16 MiB or a row; each element once."""
+        seen = set()
+        for piece in tensor.pieces:
+            if (piece.offsets, piece.shape) not in seen:
+                seen.add((piece.offsets, piece.shape))
+                with self._errors_of(piece.file), OpenFile(self.checkpoint.root / piece.file) as file:
+                    yield from _blocks(file, piece, getattr(torch, tensor.dtype))
+
+    def check_unchanged(self) -> None:
+        for path in sorted({piece.file for tensor in self.tensors.values() for piece in tensor.pieces}):
+            with contextlib.suppress(FileNotFoundError):  # all that was read is of one version
+                if version_of(os.stat(self.checkpoint.root / path)) != self.checkpoint.files[path].version:
+                    raise FingerprintError(f"{self.checkpoint.root / path} has changed while it was read")
+
+    def ties(self) -> Iterator[tuple[str, ...]]:
+        """The names whose tensors are the same bytes of a file."""
+        by_place: dict[tuple[object, ...], list[str]] = {}
+        for name, tensor in self.tensors.items():
+            if tensor.numel:
+                by_place.setdefault((*tensor.pieces, tensor.dtype), []).append(name)
+        return (tuple(names) for names in by_place.values() if len(names) > 1)
+
+    @contextlib.contextmanager
+    def _errors_of(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except BadFile as error:
+            raise FingerprintError(error.about(self.checkpoint.root / path)) from None
+
+
+def _preference(state: State) -> tuple[bool, bool]:
+    is_safetensors = bool(state.files) and state.files[0].endswith(".safetensors")
+    return state.arrangement is not Arrangement.WHOLE, not is_safetensors
+
+
+def _blocks(file: OpenFile, piece: SavedPiece, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    if not piece.numel:
+        yield torch.empty(piece.shape, dtype=dtype), piece.offsets
+        return
+    if not piece.shape:
+        yield _tensor(file, piece, dtype), ()
+        return
+    row = piece._replace(shape=(1, *piece.shape[1:]))
+    step = max(_CHUNK_BYTES // (max(row.span, 1) * dtype.itemsize), 1)
+    for first in range(0, piece.shape[0], step):
+        part = piece._replace(
+            begin=piece.begin + first * piece.strides[0] * dtype.itemsize,
+            shape=(min(step, piece.shape[0] - first), *piece.shape[1:]),
+        )
+        yield _tensor(file, part, dtype), (piece.offsets[0] + first, *piece.offsets[1:])
+
+
+def _tensor(file: OpenFile, piece: SavedPiece, dtype: torch.dtype) -> torch.Tensor:
+    data = bytearray(piece.span * dtype.itemsize)
+    file.read_into(piece.begin, memoryview(data))
+    return torch.frombuffer(data, dtype=dtype).as_strided(piece.shape, piece.strides).contiguous()

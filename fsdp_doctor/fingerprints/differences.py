@@ -31,7 +31,7 @@ DifferenceKind: TypeAlias = Literal[
     "values",
     "not comparable",
 ]
-VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice"]
+VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "dtype"]
 
 
 @dataclass(frozen=True)

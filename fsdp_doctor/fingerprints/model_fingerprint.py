@@ -36,8 +36,8 @@ from fsdp_doctor.extract.plan import Plan, signature
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, dtype_name, specs
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, to_lanes
-from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, grid_block
-from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, unsummed
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock
+from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, swap_halves, unsummed
 from fsdp_doctor.fsdp.decorators import without_autograd
 
 _INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -337,23 +337,8 @@ def _transposed(shard: LoadedShard) -> list[IndexedBlock]:
 
 def _swap_halves(shard: LoadedShard, dim: int) -> list[IndexedBlock]:
     shape = shard.spec.shape
-    if dim >= len(shape) or shape[dim] % 2:
-        return []
-    half = shape[dim] // 2
     return [
         block
         for part, offsets in parts_of_shard(shard.tensor, shape, shard.place)
-        for block in _moved_blocks(part, offsets, shape, dim, half)
+        for block in swap_halves(part, offsets, shape, dim)
     ]
-
-
-def _moved_blocks(
-    part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int, half: int
-) -> Iterator[IndexedBlock]:
-    """Divides a block at the middle of the dim, and gives the places of each half to the other."""
-    inside = min(max(half - offsets[dim], 0), part.shape[dim])
-    for begin, length, moved in ((0, inside, half), (inside, part.shape[dim] - inside, -half)):
-        if length:
-            target = list(offsets)
-            target[dim] += begin + moved
-            yield grid_block(0, part.narrow(dim, begin, length).contiguous(), target, row_major(shape))

@@ -331,6 +331,19 @@ def blocks_of_shard(
     return [grid_block(0, part, offsets, strides or whole) for part, offsets in parts_of_shard(local, shape, place)]
 
 
+def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
+    """Divides a block at the middle of the dim, and gives the places of each half to the other; none of an odd dim."""
+    if dim >= len(shape) or shape[dim] % 2:
+        return
+    half = shape[dim] // 2
+    inside = min(max(half - offsets[dim], 0), part.shape[dim])
+    for begin, length, moved in ((0, inside, half), (inside, part.shape[dim] - inside, -half)):
+        if length:
+            target = list(offsets)
+            target[dim] += begin + moved
+            yield grid_block(0, part.narrow(dim, begin, length).contiguous(), target, row_major(shape))
+
+
 def parts_of_shard(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:

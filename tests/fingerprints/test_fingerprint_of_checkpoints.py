@@ -26,7 +26,7 @@ from fsdp_doctor import (
     fingerprint_checkpoint,
     fingerprint_tensors,
 )
-from fsdp_doctor.cli.checkpoint import fingerprint as fingerprint_command
+from fsdp_doctor.cli.checkpoint import diff as diff_command, fingerprint as fingerprint_command
 from fsdp_doctor.errors import UsageError
 
 
@@ -75,7 +75,9 @@ def test_every_form_has_the_fingerprint_of_the_model(model: nn.Module, tmp_path:
 def command(*paths: pathlib.Path, **options: Any) -> int:
     """Its exit code."""
     with pytest.raises(SystemExit) as ended:
-        fingerprint_command(**dict(zip(("checkpoint", "other"), paths, strict=False)), **options)
+        (diff_command if len(paths) > 1 else fingerprint_command)(
+            **dict(zip(("checkpoint", "other"), paths, strict=False)), **options
+        )
     return int(ended.value.code or 0)
 
 
@@ -129,8 +131,8 @@ def test_a_distributed_checkpoint_with_a_damaged_file_is_one_sentence(tmp_path: 
     file.unlink()
     if damage == "truncated":
         file.write_bytes(data[:100])
-    expected = {"truncated": "failed reading zip archive", "missing": "No such file"}[damage]
-    with pytest.raises(UsageError, match=f"cannot be read: .*{expected}") as refused:
+    expected = {"truncated": "is truncated", "missing": "it is not there"}[damage]
+    with pytest.raises(UsageError, match=expected) as refused:
         fingerprint_command(checkpoint=tmp_path)
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -158,7 +160,7 @@ def test_a_tensor_that_is_not_dense_in_memory_is_refused_by_name(tmp_path: pathl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the storage of quantized ones is deprecated
         torch.save(tensors, tmp_path / "odd.pt")
-    with pytest.raises(UsageError, match=f"odd.pt: odd is .*{form}"):
+    with pytest.raises(UsageError, match=f"odd.pt: odd is .*{form.removesuffix('_coo')}"):
         fingerprint_command(checkpoint=tmp_path / "odd.pt")
 
 
@@ -181,7 +183,7 @@ def test_an_output_that_is_an_input_is_refused_and_left_as_it_is(model: nn.Modul
     ):
         options = dict(zip(("checkpoint", "other"), paths, strict=False))
         with pytest.raises(UsageError, match="--output names the checkpoint"):
-            fingerprint_command(**options, output=output)
+            (diff_command if len(paths) > 1 else fingerprint_command)(**options, output=output)
         assert Fingerprints.from_json(output.read_text()).tensors == fingerprint(model).tensors
     assert command(before, before) == 0
 
@@ -198,7 +200,7 @@ def test_what_differs_between_two_checkpoints_is_said_with_their_paths(
         f"a: {tmp_path}/right.safetensors does not have it\nb: {tmp_path}/left.safetensors does not have it\n"
     )
     with pytest.raises(UsageError, match=r"left\.safetensors has a, both, .*neither\.safetensors other"):
-        fingerprint_command(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")
+        diff_command(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")
 
 
 def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path: pathlib.Path) -> None:
@@ -225,7 +227,7 @@ def test_a_file_of_code_is_not_run(tmp_path: pathlib.Path) -> None:
             return os.mkdir, (str(tmp_path / "made"),)
 
     torch.save({"a": Evil()}, tmp_path / "evil.bin")
-    with pytest.raises(FingerprintError, match="cannot be read"):
+    with pytest.raises(FingerprintError, match=r"posix\.mkdir"):
         fingerprint_checkpoint(tmp_path / "evil.bin")
     assert not (tmp_path / "made").exists()
 

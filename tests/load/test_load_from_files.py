@@ -20,7 +20,8 @@ from support.training import shared_directory
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from fsdp_doctor import LoadError, fingerprint_checkpoint, load_full_tensors
+from fsdp_doctor import FingerprintError, LoadError, fingerprint_checkpoint, load_full_tensors
+from fsdp_doctor.checkpoints.files import OpenFile
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.load import full_load
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
@@ -255,14 +256,14 @@ def test_a_checkpoint_that_changes_while_its_fingerprint_is_taken_is_an_error(
     save_file(_saved(other_tensors()), path)
     os.utime(path, ns=(10**18, 10**18))
     fingerprint_checkpoint(path)
-    whole = SafetensorsFile.read
+    whole = OpenFile.read_into
 
-    def read(self: SafetensorsFile, offset: int, into: memoryview) -> None:
+    def read(self: OpenFile, offset: int, into: memoryview) -> None:
         whole(self, offset, into)
         _overwrite(path)
 
-    monkeypatch.setattr(SafetensorsFile, "read", read)
-    with pytest.raises(LoadError, match=r"model\.safetensors"):
+    monkeypatch.setattr(OpenFile, "read_into", read)
+    with pytest.raises(FingerprintError, match=r"model\.safetensors"):
         fingerprint_checkpoint(path)
 
 

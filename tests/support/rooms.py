@@ -4,14 +4,26 @@ from __future__ import annotations
 
 # A room may import from the rooms before it, and from itself.
 ROOMS = (
-    *("errors", "machine", "matrix", "ledgers", "verdict", "known", "report", "versions", "page", "fsdp", "memory"),
-    *("extract", "load", "fingerprints", "engines", "examination", "case", "frameworks", "probe", "plugin"),
+    *(
+        "errors",
+        "machine",
+        "matrix",
+        "ledgers",
+        "verdict",
+        "known",
+        "report",
+        "versions",
+        "page",
+        "checkpoints",
+        "fsdp",
+    ),
+    *("memory", "extract", "load", "fingerprints", "engines", "examination", "case", "frameworks", "probe", "plugin"),
     *("explain", "check", "repro", "bundle", "plan", "bench", "cli"),
 )
 # The command line imports them before it runs anything, so none of their modules imports torch at its top.
 WITHOUT_TORCH = (
     *("errors", "machine", "matrix", "ledgers", "verdict", "known", "report", "versions", "page"),
-    *("explain", "check", "repro", "bundle", "cli"),
+    *("checkpoints", "explain", "check", "repro", "bundle", "cli"),
 )
 # It stands alone: it imports nothing of ours.
 EMULATED = "emulated"

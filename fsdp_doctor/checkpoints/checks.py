@@ -1,0 +1,503 @@
+"""The table of checks: each looks at a checkpoint that was read and scanned, and yields what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pathlib
+import re
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fsdp_doctor.checkpoints.record import (
+    Arrangement,
+    SavedCheckpoint,
+    SavedPiece,
+    SavedTensor,
+    State,
+    optimizer_slot,
+    parameter_name,
+)
+from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+from fsdp_doctor.errors import some
+
+# Pairs of boxes are compared one by one.
+_MOST_BOXES = 2000
+_WRAPPERS = re.compile(r"(?:^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<number>\d+)\.(?P<rest>.+)$")
+_EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
+_LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
+_EMBEDDING = re.compile(
+    r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$"
+)
+_MATRIX = re.compile(r"(?:^|\.)((q|k|v|o|gate|up|down)_proj|embed_tokens|lm_head|wte)\.weight$")
+_MASK = re.compile(r"mask|bias$|inv_freq")
+_COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
+_STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
+
+
+@dataclass(frozen=True)
+class CheckpointEvidence:
+    """What the checks look at: the checkpoint as it was read, and what its bytes are."""
+
+    checkpoint: SavedCheckpoint
+    scans: Scans
+
+    def scans_of(self, tensor: SavedTensor) -> list[tuple[SavedPiece, SpanScan]]:
+        """The pieces that have elements and were read."""
+        pairs = ((piece, self.scans.of(piece, tensor.itemsize)) for piece in tensor.pieces if piece.numel)
+        return [(piece, scan) for piece, scan in pairs if scan is not None]
+
+    def is_zero(self, tensor: SavedTensor) -> bool:
+        scans = self.scans_of(tensor)
+        return bool(scans) and all(scan.is_zero for _, scan in scans)
+
+    def checksum(self, tensor: SavedTensor) -> int | None:
+        """That of a whole tensor in one piece; None of others."""
+        match self.scans_of(tensor):
+            case [(piece, scan)] if piece.is_contiguous and piece.shape == tensor.shape:
+                return scan.crc
+        return None
+
+    def model_config(self, state: State) -> dict[str, Any]:
+        """The facts of config.json, those of the text model first; empty if the weights are quantized."""
+        config = self.checkpoint.setting(state.directory, "config.json")
+        inner = config.get("text_config")
+        return {} if "quantization_config" in config else config | (inner if isinstance(inner, dict) else {})
+
+
+_Check: TypeAlias = Callable[[CheckpointEvidence, State], Iterator[Symptom]]
+
+
+def run_checks(evidence: CheckpointEvidence) -> list[Symptom]:
+    found = [symptom for state in evidence.checkpoint.states for check in CHECKS for symptom in check(evidence, state)]
+    return found + [symptom for check in CHECKS_OF_ALL for symptom in check(evidence)]
+
+
+# What the ranks' pieces make
+
+
+def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Elements that no piece has, or several have. Replicas are equal blocks."""
+    lost = {s.file for s in evidence.checkpoint.symptoms if s.trouble is Trouble.MISSING_RANK} & set(state.files)
+    if state.arrangement is Arrangement.WHOLE or lost:
+        return
+    for tensor in state.tensors.values():
+        boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
+        file = tensor.file
+        if any(o + n > size for box in boxes for o, n, size in zip(*box, tensor.shape, strict=True)):
+            yield Symptom(Trouble.OVERLAP, f"a piece reaches out of the shape {list(tensor.shape)}", file, tensor.name)
+        elif len(boxes) > _MOST_BOXES:
+            evidence.checkpoint.unchecked.append(f"{tensor.name}: whether its {len(boxes)} pieces overlap")
+        elif tensor.shape and all(o[1:] == boxes[0][0][1:] and s[1:] == tensor.shape[1:] for o, s in boxes):
+            yield from _sweep_rows(tensor, file, [(o[0], o[0] + s[0]) for o, s in boxes])
+        elif any(_overlap(one, two) for one, two in itertools.combinations(boxes, 2)):
+            yield Symptom(Trouble.OVERLAP, "pieces of it overlap", file, tensor.name)
+        elif (covered := sum(math.prod(s) for _, s in boxes)) < tensor.numel:
+            missing = tensor.numel - covered
+            yield Symptom(Trouble.GAP, f"{missing} of {tensor.numel} elements are in no file", file, tensor.name)
+
+
+def _overlap(one: tuple[Sequence[int], Sequence[int]], two: tuple[Sequence[int], Sequence[int]]) -> bool:
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*one, *two, strict=True))
+
+
+def _sweep_rows(tensor: SavedTensor, file: str, ranges: list[tuple[int, int]]) -> Iterator[Symptom]:
+    at = 0
+    for begin, end in [*sorted(ranges), (tensor.shape[0], tensor.shape[0])]:
+        if begin > at:
+            yield Symptom(Trouble.GAP, "these rows are in no file", file, tensor.name, (at, begin))
+        elif begin < at and end > begin:
+            yield Symptom(Trouble.OVERLAP, "several pieces have these rows", file, tensor.name, (begin, min(at, end)))
+        at = max(at, end)
+
+
+def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Files of ranks in which another rank's tensors are: the mesh and the process group inside say whose."""
+    if state.arrangement is not Arrangement.RANK_FILES:
+        return
+    first_with: dict[int, str] = {}
+    for path in state.files:
+        file = evidence.checkpoint.files.get(path)
+        found = re.search(r"(\d+)\.\w+$", path)
+        if file is None or found is None or len(file.ranks) != 1:
+            continue
+        (inside,), rank = file.ranks, int(found[1])
+        other = first_with.setdefault(inside, path)
+        if other != path:
+            yield Symptom(Trouble.COPIED_RANK, f"{other} holds what rank {inside} saved, too", path, rank=rank)
+        elif inside != rank:
+            yield Symptom(Trouble.FOREIGN_RANK, f"it holds what rank {inside} saved", path, rank=rank)
+
+
+def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Tensors that some ranks lack, and copies of a tensor that differ between ranks."""
+    ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
+    for tensor in state.tensors.values():
+        slot = optimizer_slot(tensor)
+        if state.role(tensor.path) == "other" or (slot and slot[1] == "step"):
+            continue
+        here = {piece.rank for piece in tensor.pieces}
+        if state.arrangement is Arrangement.RANK_FILES and here != ranks:
+            what = f"rank {some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
+            yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
+        values: dict[Any, tuple[SavedPiece, int | None]] = {}
+        for piece, scan in evidence.scans_of(tensor) if state.arrangement is not Arrangement.WHOLE else ():
+            first, crc = values.setdefault((piece.offsets, piece.shape, piece.strides), (piece, scan.crc))
+            if crc != scan.crc and piece.is_contiguous:
+                what = f"it differs from the copy in {first.file}"
+                yield Symptom(Trouble.REPLICAS_DIFFER, what, piece.file, tensor.name, rank=piece.rank)
+
+
+def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Counters that must be the same on all ranks, and those of parameters that mostly are."""
+    values: dict[tuple[str, ...], dict[tuple[str, int | None], float]] = defaultdict(dict)
+    for (path, rank), number in state.numbers.items():
+        if path[-1] in _COUNTERS:
+            values[path]["", rank] = number
+    for tensor in state.tensors.values():
+        if tensor.path[-1].rpartition(".")[2] == "step" and tensor.numel == 1:
+            for piece, scan in evidence.scans_of(tensor):
+                if (value := _number(tensor.dtype, scan.head)) is not None:
+                    values[tensor.path][piece.file, piece.rank] = value
+    for path, by_rank in values.items():
+        if len(set(by_rank.values())) > 1:
+            numbers = sorted({f"{number:g}" for number in by_rank.values()})
+            file = next((file for file, _ in by_rank if file), state.directory)
+            yield Symptom(Trouble.STEPS, f"the ranks have {some(numbers)}", file, ".".join(path))
+    steps = {number for path, by_rank in values.items() if "state" in ".".join(path) for number in by_rank.values()}
+    if len(steps) > 1:
+        what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
+        yield Symptom(Trouble.STEPS_VARY, what, state.directory)
+
+
+def _number(dtype: str, head: bytes) -> float | None:
+    code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(dtype)
+    size = struct.calcsize(code) if code else 0
+    return float(struct.unpack(code, head[:size])[0]) if code and len(head) >= size else None
+
+
+# Values
+
+
+def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    for tensor in state.tensors.values():
+        if _MASK.search(tensor.path[-1].rpartition(".")[2]) and not tensor.path[-1].endswith("bias"):
+            continue
+        for piece, scan in evidence.scans_of(tensor):
+            if scan.first_bad is None:
+                continue
+            parts = {"NaN": scan.num_nan, "inf": scan.num_inf, "-inf": scan.num_minus_inf}
+            what = "it holds " + ", ".join(f"{count} {kind}" for kind, count in parts.items() if count)
+            is_bad = scan.num_nan or scan.num_inf or state.role(tensor.path) == "optimizer"
+            row = _row(piece, scan.first_bad) if piece.is_contiguous else None
+            yield Symptom(
+                Trouble.NONFINITE if is_bad else Trouble.INFINITE, what, piece.file, tensor.name, row, piece.rank
+            )
+
+
+def _row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
+    if not piece.shape:
+        return None
+    row = piece.offsets[0] + element // math.prod(piece.shape[1:])
+    return row, row + 1
+
+
+def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Matrices, ranks' rows and blocks of the file that are zero where others like them are not."""
+    families: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in state.of_role("model"):
+        if len(tensor.shape) > 1 and tensor.numel and not _LORA.match(parameter_name(tensor)):
+            families[_family(tensor)].append(tensor)
+    for members in families.values():
+        zero = [tensor for tensor in members if evidence.is_zero(tensor)]
+        for tensor in zero if len(zero) < len(members) else ():
+            what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
+            yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
+    for tensor in state.tensors.values():
+        scans = evidence.scans_of(tensor)
+        if all(scan.is_zero for _, scan in scans):
+            continue
+        is_matrix = len(tensor.shape) > 1 and state.role(tensor.path) == "model"
+        for piece, scan in scans:
+            if scan.is_zero and is_matrix and state.arrangement is not Arrangement.WHOLE:
+                is_last = piece.offsets[0] + piece.shape[0] == tensor.shape[0]
+                trouble = Trouble.ZERO_ROWS if is_last and _EMBEDDING.search(tensor.name) else Trouble.ZERO_RANK
+                yield Symptom(trouble, "these rows are zero", piece.file, tensor.name, piece.rows, piece.rank)
+            elif not scan.is_zero and piece.is_contiguous and piece.shape:
+                yield from _zero_runs(evidence, tensor, piece, scan, is_matrix)
+
+
+def _zero_runs(
+    evidence: CheckpointEvidence, tensor: SavedTensor, piece: SavedPiece, scan: SpanScan, is_matrix: bool
+) -> Iterator[Symptom]:
+    row_bytes = piece.numel // piece.shape[0] * tensor.itemsize
+    for begin, end in scan.zero_runs:
+        # The zero bytes of the elements beside the run belong to it.
+        first, after = -(-begin // row_bytes), end // row_bytes
+        rows = piece.offsets[0] + first, piece.offsets[0] + after
+        slack = max(tensor.itemsize, 8)
+        if begin > first * row_bytes - slack and end - after * row_bytes < slack and is_matrix:
+            if not (_EMBEDDING.search(tensor.name) and after == piece.shape[0]):
+                whose = _share(piece.shape[0], first, after)
+                trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
+                yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
+            else:
+                yield Symptom(Trouble.ZERO_ROWS, "the last rows are zero", piece.file, tensor.name, rows, piece.rank)
+            continue
+        from_page = begin and -(piece.begin + begin) % PAGE_BYTES < slack
+        to_page = end < scan.nbytes and (piece.begin + end) % PAGE_BYTES < slack
+        at_end = end == scan.nbytes and piece.begin + end == evidence.checkpoint.files[piece.file].size
+        if from_page or to_page or (at_end and is_matrix):
+            what = f"the bytes {piece.begin + begin} to {piece.begin + end} of the file are zero, from page to page"
+            yield Symptom(Trouble.ZERO_BLOCK, what, piece.file, tensor.name, rows, piece.rank)
+
+
+def _share(rows: int, first: int, after: int) -> str:
+    """Words for whose rows they are, if they are those of whole ranks of a job of 2 to 1024."""
+    for world in (2**power for power in range(10, 0, -1)):
+        share = -(-rows // world)
+        if share > 1 and first % share == 0 and (after % share == 0 or after == rows) and after - first >= share:
+            return f", which rank {first // share} of {world} would hold"
+    return ""
+
+
+def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Experts that are missing, or all the same."""
+    config = evidence.model_config(state)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
+    for tensor in state.of_role("model"):
+        if found := _EXPERT.match(parameter_name(tensor)):
+            experts[found["layer"], found["rest"]][int(found["number"])] = tensor
+    for (layer, rest), by_number in experts.items():
+        name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
+        expected = said or max(by_number) + 1
+        if missing := sorted(set(range(expected)) - by_number.keys()):
+            what = f"of {expected} experts {len(missing)} are missing: {some(list(map(str, missing)))}"
+            yield Symptom(Trouble.EXPERTS, what, file, name)
+        sums = {evidence.checksum(tensor) for tensor in by_number.values()}
+        one = by_number[min(by_number)]
+        are_equal = len(by_number) > 1 and len(sums) == 1 and None not in sums
+        if are_equal and len(one.shape) > 1 and not evidence.is_zero(one):
+            yield Symptom(Trouble.EQUAL_EXPERTS, f"its {len(by_number)} experts are equal", file, name)
+
+
+def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Halves without the other, a rank that adapter_config.json denies, and B that never moved from zero."""
+    halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in state.of_role("model"):
+        if found := _LORA.match(parameter_name(tensor)):
+            halves[found["module"]][found["half"]] = tensor
+    config = evidence.checkpoint.setting(state.directory, "adapter_config.json")
+    for module, by_half in halves.items():
+        file = next(iter(by_half.values())).file
+        if len(by_half) == 1:
+            yield Symptom(Trouble.LORA_PAIR, f"it has lora_{next(iter(by_half))} alone", file, module)
+        elif not config.get("rank_pattern") and by_half["A"].shape[0] != config.get("r", by_half["A"].shape[0]):
+            what = f"lora_A has {by_half['A'].shape[0]} rows, and adapter_config.json says r = {config['r']}"
+            yield Symptom(Trouble.SHAPE, what, file, module)
+    matrices = [by_half["B"] for by_half in halves.values() if "B" in by_half]
+    zero = [tensor for tensor in matrices if evidence.is_zero(tensor)]
+    if zero and len(zero) < len(matrices):
+        for tensor in zero:
+            what = f"it is zero, and {len(matrices) - len(zero)} of {len(matrices)} are not"
+            yield Symptom(Trouble.LORA_ZERO, what, tensor.file, tensor.name)
+    elif zero:
+        step = evidence.checkpoint.setting(state.directory, "trainer_state.json").get("global_step")
+        trouble = Trouble.LORA_ZERO if isinstance(step, int) and step > 0 else Trouble.LORA_START
+        after = f" after {step} steps" if trouble is Trouble.LORA_ZERO else ""
+        yield Symptom(trouble, f"all {len(zero)} lora_B are zero{after}", zero[0].file)
+
+
+# Names, shapes, settings
+
+
+def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    names = [parameter_name(tensor) for tensor in state.of_role("model")]
+    wrapped = [name for name in names if _WRAPPERS.search(name)]
+    if not wrapped and names and all(name.startswith("module.") for name in names):
+        wrapped = names
+    if wrapped:
+        is_hub = evidence.checkpoint.setting(state.directory, "config.json") or ".safetensors" in state.files[0]
+        trouble = Trouble.PREFIX if is_hub else Trouble.WRAPPED
+        what = f"{len(wrapped)} of {len(names)} names have a wrapper's prefix, such as {wrapped[0]}"
+        yield Symptom(trouble, what, state.files[0])
+
+
+def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Local shards that were saved in the place of whole weights: flat or empty."""
+    if state.arrangement is not Arrangement.WHOLE or not state.files:
+        return
+    ranks = Counter((_family(tensor), len(tensor.shape)) for tensor in state.of_role("model"))
+    for tensor in state.of_role("model"):
+        name = parameter_name(tensor)
+        others = max(
+            (count for (family, dims), count in ranks.items() if family == _family(tensor) and dims > 1), default=0
+        )
+        if "flat_param" in name:
+            yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
+        elif not tensor.numel and name.endswith("weight"):
+            yield Symptom(Trouble.FLAT, "it has no elements", tensor.file, name)
+        elif len(tensor.shape) == 1 and "float" in tensor.dtype and (others or _MATRIX.search(name)):
+            what = f"it is flat, of {tensor.shape[0]} elements, where a matrix belongs"
+            yield Symptom(Trouble.FLAT, what, tensor.file, name)
+
+
+def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    config = evidence.model_config(state)
+    vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
+    has_projection = {"embedding_size", "word_embed_proj_dim"} & config.keys()
+    for tensor in state.of_role("model"):
+        name, file = parameter_name(tensor), tensor.file
+        if len(tensor.shape) == 2 and _EMBEDDING.search(name):
+            rows, columns = tensor.shape
+            if isinstance(hidden, int) and columns != hidden and not has_projection:
+                yield Symptom(Trouble.SHAPE, f"it has {columns} columns, and hidden_size is {hidden}", file, name)
+            if isinstance(vocabulary, int) and rows != vocabulary:
+                trouble = Trouble.PADDED if rows > vocabulary and rows % 8 == 0 else Trouble.SHAPE
+                yield Symptom(trouble, f"it has {rows} rows, and vocab_size is {vocabulary}", file, name)
+        elif re.search(r"(?<!experts)\.(gate|up)_proj\.weight$", name) and "expert" not in name:
+            inner = config.get("intermediate_size")
+            if (
+                isinstance(inner, int)
+                and tensor.shape
+                and tensor.shape[0] < inner
+                and not config.get("moe_intermediate_size")
+            ):
+                yield Symptom(
+                    Trouble.SHAPE, f"it has {tensor.shape[0]} rows, and intermediate_size is {inner}", file, name
+                )
+
+
+def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Layers, tensors of one layer, and heads that a model of this kind has."""
+    config = evidence.model_config(state)
+    names = {parameter_name(tensor): tensor for tensor in state.of_role("model")}
+    if any(_LORA.match(name) for name in names) or not state.files:
+        return
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if found := _LAYER.match(name):
+            stacks[found["stack"]][int(found["number"])].add(re.sub(r"\d+", "#", found["rest"]))
+    for stack, layers in stacks.items():
+        said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
+        expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
+        if missing := sorted(set(range(expected)) - layers.keys()):
+            what = f"of {expected} layers {some(list(map(str, missing)))} are missing"
+            yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
+        forms = Counter(frozenset(rests) for rests in layers.values())
+        if len(forms) == 2 and min(forms.values()) == 1:
+            small, large = sorted(forms, key=len)
+            if small < large and forms[small] == 1:
+                (number,) = (number for number, rests in layers.items() if rests == small)
+                for rest in sorted(large - small):
+                    yield Symptom(
+                        Trouble.MISSING_TENSOR, "the other layers have it", state.files[0], f"{stack}.{number}.{rest}"
+                    )
+    embedding = next((names[name] for name in names if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", name)), None)
+    head, ties = names.get("lm_head.weight"), config.get("tie_word_embeddings")
+    is_causal = any(str(kind).endswith("ForCausalLM") for kind in config.get("architectures") or ())
+    if ties is False and head is None and embedding is not None and is_causal:
+        what = "it is missing, and config.json does not tie it to the embedding"
+        yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], "lm_head.weight")
+    if ties is True and head is not None and embedding is not None:
+        sums = evidence.checksum(head), evidence.checksum(embedding)
+        if None not in sums and sums[0] != sums[1]:
+            what = f"it differs from {parameter_name(embedding)}, to which config.json ties it"
+            yield Symptom(Trouble.TIED, what, head.file, "lm_head.weight")
+
+
+def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    families: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in state.of_role("model"):
+        if len(tensor.shape) > 1:
+            families[_family(tensor)].append(tensor)
+    for members in families.values():
+        (common, count), *others = Counter(tensor.dtype for tensor in members).most_common()
+        for tensor in members if others and count * 3 > len(members) * 2 else ():
+            if tensor.dtype != common:
+                what = f"it is {tensor.dtype}, and {count} tensors like it are {common}"
+                yield Symptom(Trouble.DTYPES, what, tensor.file, tensor.name)
+
+
+def _family(tensor: SavedTensor) -> str:
+    return re.sub(r"\d+", "#", tensor.name)
+
+
+# All states together
+
+
+def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    """Parameters without the optimizer's state that others of their layer have."""
+    states = evidence.checkpoint.states
+    with_state: set[str] = set()
+    for state in states:
+        slots = [slot for tensor in state.of_role("optimizer") if (slot := optimizer_slot(tensor))]
+        ids = {f"{number:g}" for (path, _), number in state.numbers.items() if path[-2:-1] == ("params",)}
+        with_state |= {name for name, _ in slots}
+        if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
+            what = f"of {len(ids)} parameters {len(lacking)} have no state: {some(lacking)}"
+            yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
+    model = {
+        parameter_name(tensor): tensor for state in states for tensor in state.of_role("model") if len(tensor.shape) > 0
+    }
+    has_training_state = any(state.label == "extra_state" for state in states) or any(
+        pathlib.PurePath(path).name == "trainer_state.json" for path in evidence.checkpoint.settings
+    )
+    if model and not with_state and has_training_state:
+        yield Symptom(Trouble.NO_OPTIMIZER, "there is no state of an optimizer", ".")
+    families_with_state = {re.sub(r"\d+", "#", name) for name in with_state}
+    layers_with_state = {found.group(1, 2) for name in with_state if (found := _LAYER.match(name))}
+    for name, tensor in model.items() if with_state & model.keys() else ():
+        found = _LAYER.match(name)
+        is_like_others = re.sub(r"\d+", "#", name) in families_with_state and not _EXPERT.match(name)
+        if name not in with_state and is_like_others and found and found.group(1, 2) in layers_with_state:
+            what = "the optimizer has no state of it, and has of others in its layer"
+            yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
+
+
+def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    for path, settings in evidence.checkpoint.settings.items():
+        place = pathlib.PurePath(path)
+        folder = _STEP_FOLDER.fullmatch((evidence.checkpoint.root.resolve() / place).parent.name)
+        step = settings.get("global_step") if isinstance(settings, dict) else None
+        if place.name == "trainer_state.json" and folder and step != int(folder[1]):
+            yield Symptom(Trouble.STEP_NAME, f"global_step is {step}", path)
+
+
+def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    settings = {pathlib.PurePath(path) for path in evidence.checkpoint.settings}
+    for state in evidence.checkpoint.states:
+        here = pathlib.PurePath(state.directory)
+        is_model = state.label == "model" and any(file.endswith(".safetensors") for file in state.files)
+        others = {here / "tokenizer.json", here / "generation_config.json"} & settings
+        if is_model and others and here / "config.json" not in settings:
+            yield Symptom(Trouble.SETTINGS, "config.json is missing", state.directory)
+
+
+CHECKS: tuple[_Check, ...] = (
+    find_foreign_ranks,
+    find_gaps,
+    compare_ranks,
+    compare_steps,
+    find_nonfinite,
+    find_zeros,
+    find_experts,
+    find_lora,
+    find_wrapped_names,
+    find_flat_shards,
+    compare_with_config,
+    find_missing_tensors,
+    find_mixed_dtypes,
+)
+CHECKS_OF_ALL: tuple[Callable[[CheckpointEvidence], Iterator[Symptom]], ...] = (
+    compare_optimizer,
+    compare_trainer_step,
+    find_missing_settings,
+)

@@ -1,0 +1,170 @@
+"""Distributed checkpoints (DCP): the metadata, and what lies in the items of the data files."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.pickles import Pickled, load_pickle
+from fsdp_doctor.checkpoints.record import Member, SavedPiece, Shape
+from fsdp_doctor.checkpoints.safetensors_files import Header, read_header
+from fsdp_doctor.checkpoints.torch_files import read_torch_file, tensors_of
+
+METADATA = re.compile(r"(__\d+)?\.metadata")
+_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+class Item(NamedTuple):
+    """What the metadata says of a range of a data file.
+
+    path: the keys of the nested dicts. dtype, shape: of the whole tensor; a dtype of None: an object and no tensor.
+    offsets, lengths: of the chunk. packing: how the bytes were transformed, such as ``stream.zstd/1``.
+    """
+
+    path: tuple[str, ...]
+    dtype: str | None
+    shape: Shape
+    offsets: Shape
+    lengths: Shape
+    file: str
+    begin: int
+    nbytes: int
+    packing: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+class Metadata(NamedTuple):
+    """items: those that lie somewhere. homeless: chunks and objects of which nothing says where they lie."""
+
+    items: list[Item]
+    homeless: list[str]
+
+
+def read_metadata(file: OpenFile) -> Metadata:
+    """Raises BadFile for a damaged pickle, for one that asks for anything else, and for other classes of metadata."""
+    with open(file.path, "rb") as stream:
+        value = load_pickle(stream)
+    try:
+        return _interpret(value)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise BadFile(f"is no metadata of a distributed checkpoint ({type(error).__name__}: {error})") from None
+
+
+def _interpret(value: Any) -> Metadata:
+    if not isinstance(value, Pickled) or value.name != "Metadata":
+        raise BadFile("is no metadata of a distributed checkpoint")
+    places = {}
+    for index, info in value.fact("storage_data").items():
+        offsets = index.fact("offset")
+        places[index.fact("fqn"), tuple(offsets) if offsets is not None else None] = info
+    paths = value.fact("planner_data")
+    items, homeless = [], []
+    for name, entry in value.fact("state_dict_metadata").items():
+        keys = paths.get(name) if isinstance(paths, dict) else None
+        path = tuple(map(str, keys)) if isinstance(keys, tuple | list) else (name,)
+        for offsets, lengths in _chunks(entry):
+            info = places.get((name, offsets)) or (places.get((name, None)) if math.prod(entry_shape(entry)) else None)
+            if info is None:
+                homeless.append(name)
+                continue
+            items.append(
+                Item(
+                    path,
+                    entry.fact("properties").state[0] if entry.name == "TensorStorageMetadata" else None,
+                    entry_shape(entry),
+                    offsets or (),
+                    lengths,
+                    str(info.fact("relative_path")),
+                    int(info.fact("offset")),
+                    int(info.fact("length")),
+                    tuple(map(str, info.fact("transform_descriptors") or ())),
+                )
+            )
+            if (dtype := items[-1].dtype) is not None and dtype not in DTYPES:
+                raise BadFile(f"has the unknown dtype {dtype!r}", name)
+    return Metadata(items, homeless)
+
+
+def entry_shape(entry: Pickled) -> Shape:
+    return tuple(entry.fact("size")) if entry.name == "TensorStorageMetadata" else ()
+
+
+def _chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
+    if entry.name == "TensorStorageMetadata":
+        for chunk in entry.fact("chunks"):
+            yield tuple(chunk.fact("offsets")), tuple(chunk.fact("sizes"))
+    else:
+        yield None, ()
+
+
+class ItemContents(NamedTuple):
+    """members: what the item's file stores, with checksums where it has any. number: the value of a plain number."""
+
+    members: list[Member]
+    piece: SavedPiece | None = None
+    number: float | None = None
+    has_checksums: bool = False
+
+
+def rank_of(file: str) -> int | None:
+    found = _RANK.fullmatch(pathlib.PurePath(file).name)
+    return int(found[1]) if found else None
+
+
+def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> ItemContents:
+    """What lies where the metadata says. header: of a data file that is one of safetensors.
+
+    Raises BadFile if there is something else than the metadata says.
+    """
+    rank = rank_of(path)
+    if header is not None:
+        entry = header.tensors.get(item.name)
+        if entry is None:
+            raise BadFile("is not in the file", item.name)
+        if (entry.dtype, entry.shape) != (item.dtype, item.lengths):
+            raise _other_form(item, entry.dtype, entry.shape)
+        piece = SavedPiece(path, entry.begin, entry.shape, item.offsets, row_major(entry.shape), rank)
+        return ItemContents([Member(item.name, entry.begin, entry.nbytes, None)], piece)
+    read = read_torch_file(file, item.begin, item.nbytes)
+    if read.refusal is not None:
+        raise read.refusal
+    if read.lacks_data:
+        raise BadFile("was saved without data, under skip_data()", item.name)
+    contents = ItemContents(read.members, has_checksums=read.has_checksums)
+    if item.dtype is None:
+        return contents._replace(number=read.value if type(read.value) in (int, float) else None)
+    found = tensors_of(path, read, rank)
+    if len(found.tensors) != 1 or found.tensors[0].path:
+        raise BadFile("is no tensor in the file", item.name)
+    (tensor,) = found.tensors
+    if (tensor.dtype, tensor.shape) != (item.dtype, item.lengths):
+        raise _other_form(item, tensor.dtype, tensor.shape)
+    return contents._replace(piece=tensor.pieces[0]._replace(offsets=item.offsets))
+
+
+def _other_form(item: Item, dtype: str, shape: Shape) -> BadFile:
+    return BadFile(
+        f"is {dtype} {list(shape)} in the file, and {item.dtype} {list(item.lengths)} in the metadata", item.name
+    )
+
+
+def row_major(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def read_safetensors_header(file: OpenFile) -> Header | None:
+    """The header of a data file that is one of safetensors; None for one of items."""
+    if file.size < 8 or file.read(0, 2) in (b"PK", b"\x80\x02"):
+        return None
+    try:
+        return read_header(file)
+    except BadFile:
+        return None

@@ -1,0 +1,108 @@
+"""A file of a checkpoint, read in pieces with pread: nothing of it is mapped, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+CHUNK_BYTES = 1 << 20
+
+
+class BadFile(Exception):
+    """A file that is not what it should be: ``what`` continues a sentence about it, or about a tensor in it."""
+
+    def __init__(self, what: str, tensor: str = "") -> None:
+        super().__init__(f"{tensor} {what}" if tensor else what)
+        self.what, self.tensor = what, tensor
+
+    def about(self, path: object) -> str:
+        """The sentence about the file of that path."""
+        return f"{path}: {self.tensor} {self.what}" if self.tensor else f"{path} {self.what}"
+
+
+class Extent(NamedTuple):
+    """A range of a file. is_hole: nothing was ever written there, and it reads as zeros."""
+
+    begin: int
+    end: int
+    is_hole: bool
+
+
+class OpenFile:
+    """A regular file that is open for reading.
+
+    Raises OSError if it cannot be opened, BadFile if it is no regular file: a pipe might make a reader wait forever.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(self._fd)
+        self.size, self.version = status.st_size, version_of(status)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise BadFile("is no file")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fills ``into`` with the bytes from ``offset`` on. Any thread may call it. Raises BadFile at the end."""
+        while into:
+            count = os.preadv(self._fd, [into], offset)
+            if not count:
+                raise BadFile(f"has become shorter while it was read: it ends at byte {offset}")
+            offset, into = offset + count, into[count:]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly ``length`` bytes. Raises BadFile if the file ends before."""
+        if offset < 0 or offset + length > self.size:
+            raise BadFile(f"is truncated: it has {self.size} bytes, and {offset + length} are expected")
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def extents(self, begin: int, end: int) -> Iterator[Extent]:
+        """Divides a range into what was written and what was not, where the file system knows."""
+        while begin < end:
+            data = _seek(self._fd, begin, os.SEEK_DATA, end)
+            if begin < data:
+                yield Extent(begin, min(data, end), True)
+            if data < end:
+                hole = min(_seek(self._fd, data, os.SEEK_HOLE, end), end)
+                yield Extent(data, hole, False)
+                data = hole
+            begin = data
+
+    def changed(self) -> bool:
+        """Whether it was written to, or another file has its name now. A file that was removed is as it was."""
+        states = [os.fstat(self._fd)]
+        with contextlib.suppress(FileNotFoundError):
+            states.append(os.stat(self.path))
+        return any(version_of(state) != self.version for state in states)
+
+
+def _seek(fd: int, offset: int, whence: int, end: int) -> int:
+    try:
+        return os.lseek(fd, offset, whence)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # no data up to the end of the file
+            return end
+        return offset if whence == os.SEEK_DATA else end
+
+
+def version_of(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

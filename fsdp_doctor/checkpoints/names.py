@@ -1,0 +1,72 @@
+"""The names of two checkpoints brought together: prefixes that one has and the other has not."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+class MatchedNames(NamedTuple):
+    """left, right: the common form of each name. notes: what was stripped, and from which side."""
+
+    left: dict[str, str]
+    right: dict[str, str]
+    notes: list[str]
+
+
+def match_names(
+    left: Collection[str],
+    right: Collection[str],
+    strip: Iterable[str] = (),
+    called: tuple[str, str] = ("left", "right"),
+) -> MatchedNames:
+    """Strips the prefixes that were asked for, and those without which more names are the same on both sides."""
+    sides = [{name: name for name in side} for side in (left, right)]
+    notes: list[str] = []
+
+    def try_to(side: int, changed: dict[str, str], what: str, *, asked: bool = False) -> None:
+        is_unique = len(set(changed.values())) == len(changed)
+        common = set(sides[1 - side].values())
+        if is_unique and (asked or _count(changed, common) > _count(sides[side], common)):
+            if changed != sides[side]:
+                notes.append(f"the names of {called[side]} are taken without {what}")
+            sides[side] = changed
+
+    for prefix in strip:
+        for side in (0, 1):
+            stripped = {name: form.removeprefix(prefix) for name, form in sides[side].items()}
+            try_to(side, stripped, f"the prefix {prefix}", asked=True)
+    for side in (0, 1):
+        unwrapped = {name: _WRAPPERS.sub("", form) for name, form in sides[side].items()}
+        try_to(side, unwrapped, "the prefixes of wrappers", asked=_has_common_form(unwrapped, sides[1 - side]))
+    for side in (0, 1):
+        if prefix := _prefix(sides[side].values(), sides[1 - side].values()):
+            stripped = {name: form.removeprefix(prefix) for name, form in sides[side].items()}
+            try_to(side, stripped, f"the prefix {prefix}")
+    return MatchedNames(sides[0], sides[1], notes)
+
+
+def _count(names: dict[str, str], common: set[str]) -> int:
+    return sum(form in common for form in names.values())
+
+
+def _has_common_form(unwrapped: dict[str, str], other: dict[str, str]) -> bool:
+    """Whether the other side has wrappers too, or a prefix more, so that only both together make names the same."""
+    forms = {_WRAPPERS.sub("", form) for form in other.values()}
+    return bool(_count(unwrapped, forms) or _prefix(unwrapped.values(), forms) or _prefix(forms, unwrapped.values()))
+
+
+def _prefix(names: Collection[str], others: Collection[str]) -> str:
+    """What stands before the other side's names in most of these; empty if nothing does."""
+    suffixes = set(others)
+    found: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        for at in range(1, min(len(parts), 6)):
+            if ".".join(parts[at:]) in suffixes:
+                found[".".join(parts[:at]) + "."] += 1
+    return found.most_common(1)[0][0] if found else ""

@@ -1,0 +1,159 @@
+"""Reads pickles without running them: each global that torch writes becomes a passive record, any other is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, NamedTuple
+
+from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
+from fsdp_doctor.checkpoints.files import BadFile
+from fsdp_doctor.errors import first_line
+
+# What is nested deeper, or has more values for each byte of its pickle, is no state dict but a bomb.
+_MOST_DEPTH = 64
+_MOST_VALUES_PER_BYTE = 20
+_MOST_VALUES_OF_ANY = 10_000
+
+# By the first part of the module: modules move between versions of torch, names do not.
+_GLOBALS: Mapping[str, frozenset[str]] = {
+    "torch": frozenset(
+        {
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+            *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "Size", "device"),
+            *("_rebuild_from_type_v2", "_rebuild_wrapper_subclass", "_rebuild_tensor", "_rebuild_tensor_v2"),
+            *("_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_parameter_with_state", "Parameter", "Tensor"),
+            *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "Partial"),
+            *("_StridedShard", "DeviceMesh", "_MeshLayout", "_FlatLayout", "ShardedTensor", "ShardedTensorMetadata"),
+            *("ShardMetadata", "ChunkShardingSpec", "EnumerableShardingSpec", "MEM_FORMAT_ENCODING", "_remote_device"),
+            *("UntypedStorage", "_TypedStorage", "TypedStorage", "_rebuild_sparse_tensor", "_rebuild_qtensor"),
+            *("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_device_tensor_from_numpy"),
+            *("_rebuild_njt", "NestedTensor", "_DimRange", "QInt8Storage", "QUInt8Storage", "QInt32Storage"),
+            *("per_tensor_affine", "per_channel_affine"),
+        }
+    ),
+    "collections": frozenset({"OrderedDict", "defaultdict", "Counter", "deque"}),
+    "pathlib": frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"}),
+    "numpy": frozenset({"_reconstruct", "ndarray", "dtype", "scalar"}),
+    "argparse": frozenset({"Namespace"}),
+    "_codecs": frozenset({"encode"}),
+    "builtins": frozenset({"getattr", "set", "frozenset", "slice", "complex", "bytearray", "dict", "list"}),
+}
+
+
+class RefusedPickle(BadFile):
+    """The pickle asks for something that is no part of a checkpoint of torch."""
+
+
+class Storage(NamedTuple):
+    """The bytes of one or more tensors. key: the member ``data/KEY`` of the zip. dtype: None for plain bytes."""
+
+    key: str
+    dtype: str | None
+    numel: int
+
+
+class Pickled:
+    """What a global was called with, and the state that it was given. ``name`` is the global's own."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, _: Any) -> None: ...
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+    def fact(self, name: str) -> Any:
+        """An attribute of the pickled object; None if it has none of this name."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
+
+
+class _Dict(dict[Any, Any]):
+    """An OrderedDict or defaultdict; what it is made with, and its attributes, are dropped."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(arg for arg in args[:1] if isinstance(arg, dict | list)))
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    # Every type is made anew for a pickle, which could change its attributes.
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, encoding="latin-1")
+        self._types: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        root = module.partition(".")[0]
+        root = "builtins" if root == "__builtin__" else root
+        if root == "torch" and name in DTYPES:
+            return name
+        if name not in _GLOBALS.get(root, ()) and not (root == "torch" and name in DTYPE_OF_STORAGE):
+            raise RefusedPickle(
+                f"has a pickle that asks for {module}.{name}, which is no part of a checkpoint of torch"
+            )
+        if name in ("OrderedDict", "defaultdict", "Counter", "dict"):
+            return self._types.setdefault(name, type(name, (_Dict,), {}))
+        if name == "Size":
+            return self._types.setdefault(name, type(name, (tuple,), {}))
+        if name == "getattr":
+            return self._types.setdefault(name, type(name, (), {"__new__": self._nested_class}))
+        return self._types.setdefault(name, type(name, (Pickled,), {"name": name}))
+
+    def _nested_class(self, _: Any, owner: Any = None, name: Any = None) -> Any:
+        if getattr(owner, "name", None) != "ShardedTensor" or name != "ProcessGroupState":
+            raise RefusedPickle(f"has a pickle that asks for the attribute {name!r} of {owner!r}")
+        return self._types.setdefault(name, type(name, (Pickled,), {"name": name}))
+
+    def persistent_load(self, pid: Any) -> Storage:
+        match pid:
+            case ("storage", kind, str(key), _, int(numel), *_):
+                return Storage(key, DTYPE_OF_STORAGE.get(getattr(kind, "name", "")), numel)
+        raise BadFile("has a pickle that refers to something that is no storage")
+
+
+def load_pickle(file: IO[bytes]) -> Any:
+    """The value of the pickle at the file's position, of plain values, Storages and Pickled values.
+
+    Raises RefusedPickle for a global that torch does not write, BadFile for what is no whole pickle.
+    """
+    try:
+        return _Unpickler(file).load()
+    except BadFile:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise BadFile(f"has a damaged pickle ({type(error).__name__}: {first_line(error)})") from None
+
+
+def leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value inside of nested dicts, lists and tuples, with the keys that lead to it.
+
+    nbytes: the length of the pickle. Raises BadFile for a nesting without end.
+    """
+    left = _MOST_VALUES_PER_BYTE * nbytes + _MOST_VALUES_OF_ANY
+    stack: list[tuple[tuple[str, ...], Any]] = [((), value)]
+    while stack:
+        path, value = stack.pop()
+        left -= 1
+        if left < 0 or len(path) > _MOST_DEPTH:
+            raise BadFile("has a pickle of more values than any checkpoint")
+        match value:
+            case dict():
+                stack += [((*path, str(key)), each) for key, each in reversed(value.items())]
+            case list() | tuple() if not isinstance(value, Storage):
+                stack += [((*path, str(key)), each) for key, each in reversed(list(enumerate(value)))]
+            case _:
+                yield path, value

@@ -1,0 +1,459 @@
+"""Reads a directory of checkpoints: which files belong together in which format, and where each tensor's bytes lie."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+from fsdp_doctor.checkpoints import dcp
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.pickles import RefusedPickle
+from fsdp_doctor.checkpoints.record import (
+    Arrangement,
+    Member,
+    SavedCheckpoint,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+    State,
+    is_under_model_key,
+)
+from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
+from fsdp_doctor.checkpoints.torch_files import TorchTensors, read_torch_file, tensors_of
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+from fsdp_doctor.errors import some
+
+_T = TypeVar("_T")
+_MOST_DEPTH = 5
+_MOST_FILES = 250_000
+_LONGEST_JSON = 50_000_000
+_RANK_FILE = re.compile(
+    r"(?P<label>.+?)(?:_world_size_(?P<world>\d+))?_rank_?(?P<rank>\d+)\.(?:pt|bin)|(?P<item>.+)_(?P<number>\d+)\.pt"
+)
+_SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
+_WHOLE = re.compile(
+    r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
+)
+# Files of any classes that no load of weights needs: only their checksums are read.
+_ANY_CLASSES = re.compile(r"training_args\.bin|scheduler.*|rng_state.*|scaler\.pt|meta\.pt|.*dataloader.*")
+
+
+def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
+    """Reads the metadata of all states in a directory and in those below it, or of a file alone.
+
+    No tensor is read. What is wrong is noted, not raised.
+    """
+    reading = _Reading(SavedCheckpoint(path if path.is_dir() else path.parent))
+    if path.is_dir():
+        for directory, names in reading.directories():
+            reading.read_directory(directory, names)
+    else:
+        reading.read_directory(".", {path.name})
+    found = reading.checkpoint
+    for state in found.states:
+        state.has_model_key = any(map(is_under_model_key, state.tensors))
+    if not found.states and not found.symptoms:
+        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
+    return found
+
+
+class _Reading:
+    def __init__(self, checkpoint: SavedCheckpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
+        self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
+
+    def directories(self) -> Iterator[tuple[str, set[str]]]:
+        """Links to directories are not followed, since they may lead anywhere and in a circle."""
+        count = 0
+
+        def unreadable(error: OSError) -> None:
+            self.note(Trouble.UNREAD, f"cannot be read: {error.strerror}", self._relative(str(error.filename)))
+
+        for directory, below, names in os.walk(self.checkpoint.root, onerror=unreadable):
+            relative = self._relative(directory)
+            depth = len(pathlib.PurePath(relative).parts)
+            below[:] = sorted(name for name in below if depth < _MOST_DEPTH and not name.startswith("."))
+            if unfinished := [name for name in below if name.startswith("tmp_")]:
+                below[:] = [name for name in below if name not in unfinished]
+                self.note(Trouble.UNFINISHED, "a save that did not end left it", some(unfinished))
+            count += len(names)
+            if count > _MOST_FILES:
+                self.note(Trouble.UNKNOWN, f"the directory has more than {_MOST_FILES} files, which is no checkpoint")
+                return
+            yield relative, set(names)
+
+    def _relative(self, path: str) -> str:
+        return os.path.relpath(path, self.checkpoint.root)
+
+    def read_directory(self, directory: str, names: set[str]) -> None:
+        for name in sorted(names):
+            if name.endswith(".json") and not name.endswith(".index.json"):
+                self._read_settings(_join(directory, name))
+        if any(dcp.METADATA.fullmatch(name) or name.endswith(".distcp") for name in names):
+            self._read_dcp(directory, names)
+        elif ".metadata.tmp" in names:
+            self.note(Trouble.METADATA, "only .metadata.tmp is there: the save did not end", directory)
+        self._read_torch_files(directory, names)
+        self._read_safetensors(directory, names)
+
+    # One file
+
+    def _read(
+        self, path: str, reader: Callable[[OpenFile, SavedFile], _T], trouble: Trouble = Trouble.FILE
+    ) -> _T | None:
+        """The reader's result; None, and a symptom, if it raises."""
+        try:
+            with OpenFile(self.checkpoint.root / path) as file:
+                saved = self.checkpoint.files.setdefault(path, SavedFile(path, file.size, version=file.version))
+                return reader(file, saved)
+        except RefusedPickle as error:
+            self.note(Trouble.PICKLE, error.what, path)
+        except BadFile as error:
+            self.note(trouble, error.what, path, error.tensor)
+        except OSError as error:
+            self.note(Trouble.UNREAD, f"cannot be read: {error.strerror or error}", path)
+        return None
+
+    def _read_settings(self, path: str) -> None:
+        def read(file: OpenFile, _: SavedFile) -> Any:
+            if file.size > _LONGEST_JSON:
+                self.checkpoint.unchecked.append(f"{path}: a JSON file of {file.size} bytes was not read")
+                return None
+            try:
+                return json.loads(file.read(0, file.size))
+            except (ValueError, RecursionError):
+                raise BadFile("is no JSON") from None
+
+        self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
+        del self.checkpoint.files[path]
+
+    def _new_state(self, arrangement: Arrangement, directory: str, label: str) -> State:
+        state = State(arrangement, directory, label)
+        self.checkpoint.states.append(state)
+        return state
+
+    def _read_torch(self, path: str, rank: int | None) -> TorchTensors | None:
+        def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
+            contents = read_torch_file(file)
+            saved.members, saved.root, saved.identity = contents.members, contents.root, contents.identity
+            saved.has_checksums = contents.has_checksums
+            if contents.lacks_data:
+                self.note(Trouble.NO_DATA, "its tensors have no data", path)
+            if _ANY_CLASSES.fullmatch(pathlib.PurePath(path).name):
+                self.checkpoint.unchecked.append(f"{path}: the classes in it were not read")
+                return None
+            if contents.refusal is not None:
+                raise contents.refusal
+            found = tensors_of(path, contents, rank)
+            saved.ranks, saved.world_sizes = found.ranks, found.world_sizes
+            for name, kind in found.unread.items():
+                self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, and no dense tensor")
+                self.checkpoint.unread[name] = path, kind
+            return found
+
+        return self._read(path, read)
+
+    # Distributed checkpoints
+
+    def _read_dcp(self, directory: str, names: set[str]) -> None:
+        state = self._new_state(Arrangement.DCP, directory, "dcp")
+        files = sorted(name for name in names if dcp.METADATA.fullmatch(name))
+        if not files:
+            what = "no .metadata is there" + (", only .metadata.tmp" if ".metadata.tmp" in names else "")
+            self.note(Trouble.METADATA, f"{what}: the save did not end, or the file is lost", directory)
+        items: dict[str, list[dcp.Item]] = defaultdict(list)
+        is_known = bool(files)
+        for name in files:
+            path = _join(directory, name)
+            metadata = self._read(path, lambda file, _: dcp.read_metadata(file), Trouble.METADATA)
+            is_known = is_known and metadata is not None
+            for fqn in metadata.homeless if metadata is not None else ():
+                self.note(Trouble.GAP, "the metadata does not say where its bytes lie", path, fqn)
+            for item in metadata.items if metadata is not None else ():
+                items[item.file].append(item)
+        for name, of_file in sorted(items.items()):
+            path = _join(directory, name)
+            state.files.append(path)
+            if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
+                self.note(Trouble.METADATA, f"the metadata names a file outside of the directory: {name}", directory)
+            elif not (self.checkpoint.root / path).exists():
+                what = f"the metadata names it, and it is not there; of {len(of_file)} items in it: "
+                self.note(
+                    Trouble.MISSING_FILE, what + some([item.name for item in of_file], 3), path, rank=dcp.rank_of(path)
+                )
+            else:
+                self._read(path, functools.partial(self._read_items, state, of_file))
+                continue
+            for item in of_file:
+                _add_item(state, item, None)
+        unnamed = sorted(name for name in names if name.endswith(".distcp") and name not in items)
+        if is_known and unnamed:
+            self.note(Trouble.LEFTOVER, "the metadata does not name it", _join(directory, some(unnamed)))
+
+    def _read_items(self, state: State, items: list[dcp.Item], file: OpenFile, saved: SavedFile) -> None:
+        header = dcp.read_safetensors_header(file)
+        path = saved.path
+        end = 0
+        for item in sorted(items, key=lambda item: item.begin):
+            contents = None
+            if header is None and item.begin < end:
+                self.note(Trouble.OVERLAP, "two items lie in the same bytes", path, item.name)
+            end = max(end, item.begin + item.nbytes)
+            if item.packing:
+                self.checkpoint.unchecked.append(f"{path}: {item.name} is packed ({', '.join(item.packing)})")
+            else:
+                try:
+                    contents = dcp.read_item(file, path, item, header)
+                except RefusedPickle as error:
+                    self.note(Trouble.PICKLE, error.what, path, item.name)
+                except BadFile as error:
+                    self.note(Trouble.SIZE, error.what, path, item.name, dcp.rank_of(path))
+            if contents is not None:
+                saved.members += contents.members
+                saved.has_checksums |= contents.has_checksums
+                if contents.number is not None:
+                    state.numbers[item.path, dcp.rank_of(path)] = contents.number
+            _add_item(state, item, contents.piece if contents is not None else None)
+
+    # A file of each rank
+
+    def _read_torch_files(self, directory: str, names: set[str]) -> None:
+        by_label: dict[str, dict[str, tuple[int, int | None]]] = defaultdict(dict)
+        whole: list[str] = []
+        for name in sorted(names):
+            found = _RANK_FILE.fullmatch(name)
+            if found is None or _ANY_CLASSES.fullmatch(name):
+                whole += [name] if (match := _WHOLE.fullmatch(name)) and match["suffix"] != "safetensors" else []
+            else:
+                rank, world = int(found["rank"] or found["number"]), found["world"]
+                by_label[found["label"] or found["item"]][name] = rank, int(world) if world else None
+        for label, files in by_label.items():
+            if not self._read_rank_files(directory, label, files):
+                whole += files
+        self._read_whole(directory, sorted(whole), names)
+
+    def _read_rank_files(self, directory: str, label: str, files: dict[str, tuple[int, int | None]]) -> bool:
+        """Whether they are files of ranks: ``model_3.pt`` is only if what is in it says so."""
+        world = self._world_size(directory, label, files)
+        chosen = {name: rank for name, (rank, of) in files.items() if of == world or of is None}
+        read = {name: self._read_torch(_join(directory, name), rank) for name, rank in chosen.items()}
+        saved = {name: self.checkpoint.files.get(_join(directory, name)) for name in chosen}
+        if not any("_rank" in name for name in chosen) and not any(file.ranks for file in saved.values() if file):
+            self.checkpoint.symptoms = [
+                s for s in self.checkpoint.symptoms if pathlib.PurePath(s.file).name not in chosen
+            ]
+            return False
+        state = self._new_state(Arrangement.RANK_FILES, directory, label)
+        state.files = [_join(directory, name) for name in chosen]
+        inside = max((size for file in saved.values() if file for size in file.world_sizes), default=None)
+        if world is not None and inside is not None and world % inside:
+            self.note(
+                Trouble.WORLD_SIZE, f"the name says {world} ranks, the tensors inside {inside}", _join(directory, label)
+            )
+        expected = world or inside or max(chosen.values()) + 1
+        for rank in sorted(set(range(expected)) - set(chosen.values())):
+            self.note(
+                Trouble.MISSING_RANK,
+                f"of {expected} ranks' files that of rank {rank} is not there",
+                state.files[0],
+                rank=rank,
+            )
+        for name, found in read.items():
+            for tensor in found.tensors if found else ():
+                _merge(self, state, tensor, chosen[name])
+            for path, number in found.numbers.items() if found else ():
+                state.numbers[path, chosen[name]] = number
+        return True
+
+    def _world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
+        """That of the files' names; if there are several, that of fsdp_config.json, or one of which no rank lacks."""
+        ranks: dict[int, set[int]] = defaultdict(set)
+        for rank, of in files.values():
+            if of is not None:
+                ranks[of].add(rank)
+        if not ranks:
+            return None
+        said = self.checkpoint.setting(directory, "fsdp_config.json").get("world_size")
+        if isinstance(said, int) and said not in ranks:
+            self.note(
+                Trouble.WORLD_SIZE,
+                f"fsdp_config.json says {said} ranks, the names {some([str(size) for size in sorted(ranks)])}",
+                _join(directory, label),
+            )
+        whole = [size for size, of in sorted(ranks.items()) if of >= set(range(size))]
+        chosen = said if said in ranks else (whole or sorted(ranks))[-1]
+        if others := [name for name, (_, of) in files.items() if of not in (chosen, None)]:
+            self.note(
+                Trouble.LEFTOVER, f"it is of another number of ranks than {chosen}", _join(directory, some(others))
+            )
+        return chosen
+
+    # Whole tensors
+
+    def _read_whole(self, directory: str, files: list[str], names: Collection[str]) -> None:
+        indexes = self._read_indexes(directory, names, "bin")
+        stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
+        by_stem: dict[str, list[str]] = defaultdict(list, {stem: [] for stem in indexes})
+        for name in files:
+            if (found := _WHOLE.fullmatch(name)) is not None:
+                by_stem[stems.get(name, found["stem"])].append(name)
+        for stem, of_stem in by_stem.items():
+            contents = {name: self._read_torch(_join(directory, name), None) for name in of_stem}
+            if of_stem and all(_ANY_CLASSES.fullmatch(name) for name in of_stem):
+                continue
+            state = self._new_state(Arrangement.WHOLE, directory, stem)
+            state.files = [_join(directory, name) for name in of_stem]
+            for name, value in contents.items():
+                path = _join(directory, name)
+                if path in self.checkpoint.files and self.checkpoint.files[path].ranks:
+                    self.note(Trouble.PICKLED_SHARDS, "it has the shards of a rank, and not whole tensors", path)
+                for tensor in value.tensors if value else ():
+                    self._add_whole(state, tensor, path)
+                for keys, number in value.numbers.items() if value else ():
+                    state.numbers[keys, None] = number
+            self._compare_with_index(state, "bin", indexes.get(stem), names)
+
+    def _read_safetensors(self, directory: str, names: set[str]) -> None:
+        indexes = self._read_indexes(directory, names, "safetensors")
+        stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
+        by_stem: dict[str, list[str]] = defaultdict(list, {stem: [] for stem in indexes})
+        headers: dict[str, Header] = {}
+        shards: dict[str, int | None] = {}
+        for name in sorted(name for name in names if name.endswith(".safetensors")):
+            path = _join(directory, name)
+            header = self._read(path, self._read_header)
+            is_shard = _SHARD.fullmatch(name)
+            if is_shard or (header is not None and "DCP_SHARDING_INFO" in header.metadata):
+                shards[name] = int(is_shard["rank"]) if is_shard else None
+            elif (found := _WHOLE.fullmatch(name)) is not None:
+                by_stem[stems.get(name, found["stem"])].append(name)
+            if header is not None:
+                headers[name] = header
+        if shards:
+            self._read_shards(directory, shards, headers)
+        for stem, of_stem in by_stem.items():
+            state = self._new_state(Arrangement.WHOLE, directory, stem)
+            state.files = [_join(directory, name) for name in of_stem]
+            for name in of_stem:
+                for key, entry in headers[name].tensors.items() if name in headers else ():
+                    piece = SavedPiece(
+                        _join(directory, name),
+                        entry.begin,
+                        entry.shape,
+                        (0,) * len(entry.shape),
+                        dcp.row_major(entry.shape),
+                    )
+                    self._add_whole(state, SavedTensor((key,), entry.dtype, entry.shape, [piece]), piece.file)
+            self._compare_with_index(state, "safetensors", indexes.get(stem), names)
+
+    def _read_header(self, file: OpenFile, saved: SavedFile) -> Header:
+        header = read_header(file)
+        saved.members = [Member(name, e.begin, e.nbytes, None) for name, e in header.tensors.items()]
+        if header.end < file.size:
+            self.note(Trouble.TRAILING_BYTES, f"{file.size - header.end} bytes follow the last tensor", saved.path)
+        return header
+
+    def _add_whole(self, state: State, tensor: SavedTensor, path: str) -> None:
+        if (known := state.tensors.setdefault(tensor.path, tensor)) is not tensor:
+            self.note(Trouble.TWICE, f"it is in {known.file}, too", path, tensor.name)
+
+    def _read_indexes(self, directory: str, names: Collection[str], suffix: str) -> dict[str, dict[str, str]]:
+        """The file of each tensor, by the stem of the index; an index that is damaged is noted, and maps nothing."""
+        ending, indexes = f".{suffix}.index.json", {}
+        for name in sorted(name for name in names if name.endswith(ending)):
+            path = _join(directory, name)
+            found = self._read(path, lambda file, _: read_weight_map(file.path), Trouble.INDEX)
+            self.checkpoint.files.pop(path, None)
+            indexes[name.removesuffix(ending)] = found or {}
+        return indexes
+
+    def _compare_with_index(
+        self, state: State, suffix: str, weight_map: dict[str, str] | None, names: Collection[str]
+    ) -> None:
+        files = [pathlib.PurePath(file).name for file in state.files]
+        for count in {int(found["count"]) for name in files if (found := _WHOLE.fullmatch(name)) and found["count"]}:
+            expected = [f"{state.label}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
+            for name in expected if any(name in names for name in expected) else ():
+                if name not in names:
+                    self.note(Trouble.MISSING_FILE, f"of {count} files it is not there", _join(state.directory, name))
+        if not weight_map:
+            return
+        path = _join(state.directory, f"{state.label}.{suffix}.index.json")
+        where = {tensor.name: tensor.pieces[0].file for tensor in state.tensors.values() if tensor.pieces}
+        for name in sorted(set(weight_map.values()) - set(names)):
+            self.note(Trouble.INDEX, f"it names {name}, which is not there", path)
+        for name, file in weight_map.items():
+            if file in names and _join(state.directory, file) in self.checkpoint.files and name not in where:
+                self.note(Trouble.INDEX, f"it says that {file} has it, and no file has", path, name)
+            elif name in where and pathlib.PurePath(where[name]).name != file and file in names:
+                self.note(Trouble.INDEX, f"it says that {file} has it, and {where[name]} has", path, name)
+        for name in where.keys() - weight_map.keys():
+            self.note(Trouble.INDEX, f"it is in {where[name]}, and the index lacks it", path, name)
+        self._compare_total_size(state, path)
+
+    def _compare_total_size(self, state: State, path: str) -> None:
+        metadata = parse_json((self.checkpoint.root / path).read_bytes()).get("metadata")
+        said = metadata.get("total_size") if isinstance(metadata, dict) else None
+        actual = sum(piece.numel * t.itemsize for t in state.tensors.values() for piece in t.pieces)
+        if isinstance(said, int) and said != actual:
+            self.note(Trouble.TOTAL_SIZE, f"total_size is {said}, and the tensors have {actual} bytes", path)
+
+    def _read_shards(self, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]) -> None:
+        """Files of rows: nothing in them says how many rows the whole tensor has."""
+        state = self._new_state(Arrangement.SHARDED_SAFETENSORS, directory, "shards")
+        state.files = [_join(directory, name) for name in shards]
+        self.checkpoint.unchecked.append(
+            f"{directory}: nothing in the shards says how many ranks there were; the last ones may be missing"
+        )
+        numbers = {number for number in shards.values() if number is not None}
+        for number in sorted(set(range(1, max(numbers, default=0))) - numbers):
+            self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", directory, rank=number - 1)
+        for name, shard in shards.items():
+            path, header = _join(directory, name), headers.get(name)
+            if header is None:
+                continue
+            try:
+                places = parse_json(str(header.metadata.get("DCP_SHARDING_INFO")).encode())
+                offsets = {key: tuple(map(int, places[key]["saved_offsets"])) for key in header.tensors}
+            except (ValueError, KeyError, TypeError) as error:
+                self.note(Trouble.SIZE, f"it does not say where its rows belong ({type(error).__name__})", path)
+                continue
+            for key, entry in header.tensors.items():
+                rank = shard - 1 if shard is not None else None
+                piece = SavedPiece(path, entry.begin, entry.shape, offsets[key], dcp.row_major(entry.shape), rank)
+                shape = tuple(o + n for o, n in zip(piece.offsets, piece.shape, strict=False))
+                tensor = state.tensors.setdefault((key,), SavedTensor((key,), entry.dtype, shape))
+                if tensor.dtype != entry.dtype or len(tensor.shape) != len(shape):
+                    self.note(Trouble.RANKS_DISAGREE, f"it is {tensor.dtype} {list(tensor.shape)} elsewhere", path, key)
+                    continue
+                tensor.shape = tuple(map(max, tensor.shape, shape))
+                tensor.pieces.append(piece)
+
+
+def _merge(reading: _Reading, state: State, tensor: SavedTensor, rank: int) -> None:
+    known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
+    if (known.dtype, known.shape) != (tensor.dtype, tensor.shape) and state.role(tensor.path) != "other":
+        what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {known.dtype} {list(known.shape)} on another rank"
+        reading.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
+        return
+    known.pieces += tensor.pieces
+
+
+def _add_item(state: State, item: dcp.Item, piece: SavedPiece | None) -> None:
+    if item.dtype is not None:
+        tensor = state.tensors.setdefault(item.path, SavedTensor(item.path, item.dtype, item.shape))
+        path = _join(state.directory, item.file)
+        lost = SavedPiece(path, -1, item.lengths, item.offsets, dcp.row_major(item.lengths), dcp.rank_of(path))
+        tensor.pieces.append(piece or lost)
+
+
+def _join(directory: str, name: str) -> str:
+    return name if directory == "." else f"{directory}/{name}"

@@ -1,0 +1,200 @@
+"""A checkpoint as data, whatever its format: its files, and for each tensor where its bytes lie."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.troubles import Symptom
+
+Shape: TypeAlias = tuple[int, ...]
+StateRole: TypeAlias = Literal["model", "optimizer", "other"]
+
+# The keys under which programs put a model's or an optimizer's state.
+_MODEL_KEYS = frozenset({"model", "module", "state_dict", "app"})
+_OPTIMIZER_KEY = re.compile(r"optim|optimizers?|optimizer_\d+|optimizer_states?|optimizer_state_dict")
+_OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$")
+
+
+class Arrangement(Enum):
+    """How the files of a state belong together."""
+
+    DCP = "a distributed checkpoint (DCP)"
+    RANK_FILES = "a file of each rank"
+    SHARDED_SAFETENSORS = "safetensors of each rank's rows (HuggingFaceStorageWriter)"
+    WHOLE = "whole tensors"
+
+
+class Member(NamedTuple):
+    """A range of a file that was written at once. crc: the CRC-32 that stands in the file; None if none does."""
+
+    name: str
+    begin: int
+    nbytes: int
+    crc: int | None
+
+
+class SavedPiece(NamedTuple):
+    """A block of a tensor in a file. begin: its first byte; -1 if it cannot be read. strides: in elements."""
+
+    file: str
+    begin: int
+    shape: Shape
+    offsets: Shape
+    strides: Shape
+    rank: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """The rows of the whole tensor in which it lies: the first, and the one behind the last."""
+        return (self.offsets[0], self.offsets[0] + self.shape[0]) if self.shape else None
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, both included."""
+        if not self.numel:
+            return 0
+        return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.span == self.numel and self.strides_are_row_major
+
+    @property
+    def strides_are_row_major(self) -> bool:
+        dims = [(length, stride) for length, stride in zip(self.shape, self.strides, strict=True) if length != 1]
+        expected = 1
+        for length, stride in reversed(dims):
+            if stride != expected:
+                return False
+            expected *= length
+        return True
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """A tensor of a state. path: the keys of the nested dicts that lead to it. shape: of the whole tensor."""
+
+    path: tuple[str, ...]
+    dtype: str
+    shape: Shape
+    pieces: list[SavedPiece] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def file(self) -> str:
+        """That of the first piece."""
+        return self.pieces[0].file if self.pieces else ""
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(slots=True)
+class SavedFile:
+    """A file that was read. path: relative to the checkpoint's directory.
+
+    root: the folder in a zip, which is the name that the file was saved under. identity: the number of 40 digits that
+    torch derives from the contents. ranks, world_sizes: what the tensors in it say of who saved them.
+    """
+
+    path: str
+    size: int
+    members: list[Member] = field(default_factory=list)
+    version: tuple[int, int, int, int] | None = None
+    root: str = ""
+    identity: str = ""
+    ranks: set[int] = field(default_factory=set)
+    world_sizes: set[int] = field(default_factory=set)
+    has_checksums: bool = False
+
+
+@dataclass(slots=True)
+class State:
+    """Tensors that were saved together. numbers: the plain numbers beside them, by their path and rank.
+
+    has_model_key: the model is one entry of a dict among others, such as of ``{"model", "optimizer", "rng"}``.
+    """
+
+    arrangement: Arrangement
+    directory: str
+    label: str
+    tensors: dict[tuple[str, ...], SavedTensor] = field(default_factory=dict)
+    numbers: dict[tuple[tuple[str, ...], int | None], float] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    has_model_key: bool = False
+
+    def role(self, path: tuple[str, ...]) -> StateRole:
+        if (
+            self.label.startswith("optim")
+            or (len(path) > 1 and _OPTIMIZER_KEY.fullmatch(path[0]))
+            or re.match(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.", ".".join(path))
+        ):
+            return "optimizer"
+        if self.label.startswith("extra_state") or (self.has_model_key and path[0] not in _MODEL_KEYS):
+            return "other"
+        return "model"
+
+    def of_role(self, role: StateRole) -> Iterator[SavedTensor]:
+        return (tensor for path, tensor in self.tensors.items() if self.role(path) == role)
+
+
+def is_under_model_key(path: tuple[str, ...]) -> bool:
+    return len(path) > 1 and path[0] in _MODEL_KEYS
+
+
+def parameter_name(tensor: SavedTensor) -> str:
+    """The name of a tensor of a model, without the keys of the dicts around the model's state."""
+    path = tensor.path
+    while is_under_model_key(path):
+        path = path[1:]
+    return ".".join(path)
+
+
+def optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
+    """The parameter and the kind of an optimizer's state, such as ``exp_avg``."""
+    found = _OPTIMIZER_STATE.search(tensor.name)
+    return (found["parameter"], found["slot"]) if found else None
+
+
+@dataclass(slots=True)
+class SavedCheckpoint:
+    """What lies in a directory, or a file alone.
+
+    settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
+    unchecked: what was not looked at, and why. unread: tensors that are not dense, with their file and their kind.
+    """
+
+    root: pathlib.Path
+    states: list[State] = field(default_factory=list)
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    symptoms: list[Symptom] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    unread: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def setting(self, directory: str, name: str) -> dict[str, Any]:
+        """A JSON object beside a state, in its ``huggingface`` folder or a directory above; empty if none."""
+        here = pathlib.PurePath(directory)
+        for place in (here, here / "huggingface", here.parent, here.parent / "huggingface"):
+            if isinstance(found := self.settings.get(str(place / name)), dict):
+                return found
+        return {}

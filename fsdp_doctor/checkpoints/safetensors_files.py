@@ -1,0 +1,121 @@
+"""Files of safetensors, and the index of a checkpoint of several files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.errors import some
+
+# The limit of the safetensors package.
+_LONGEST_HEADER = 100_000_000
+_LENGTH_BYTES = 8
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor in a file. begin: the byte of its first element."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """tensors: by name, in the order of their bytes. end: the byte behind the last one."""
+
+    tensors: dict[str, HeaderEntry]
+    metadata: dict[str, Any]
+    end: int
+
+
+def read_header(file: OpenFile) -> Header:
+    """Raises BadFile for another kind of file, and for tensors that do not lie in the file or in each other's bytes."""
+    size = file.size
+    if size < _LENGTH_BYTES:
+        raise BadFile(f"is no safetensors file: it has {size} bytes")
+    length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
+    if not 2 <= length <= _LONGEST_HEADER:
+        raise BadFile(f"is no safetensors file: its header would be {length} bytes long")
+    begin = _LENGTH_BYTES + length
+    if begin > size:
+        raise BadFile(f"is truncated, or no safetensors file: {size} bytes, and a header of {length}")
+    try:
+        header = parse_json(file.read(_LENGTH_BYTES, length))
+    except ValueError as error:
+        raise BadFile(f"is no safetensors file: its header is no JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise BadFile("is no safetensors file: its header is no JSON object")
+    metadata = header.pop("__metadata__", None)
+    entries = {name: _entry(name, entry, begin, size) for name, entry in header.items()}
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].nbytes, item[0])))
+    for (name, one), (other, two) in itertools.pairwise(tensors.items()):
+        if two.begin < one.begin + one.nbytes:
+            raise BadFile(f"and {other} lie in the same bytes", name)
+    end = max((entry.begin + entry.nbytes for entry in tensors.values()), default=begin)
+    return Header(tensors, metadata if isinstance(metadata, dict) else {}, end)
+
+
+def _entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
+    entry = entry if isinstance(entry, dict) else {}
+    code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(code, str) or code not in NAME_OF_CODE:
+        raise BadFile(f"has the unknown dtype {code!r}; known are {', '.join(NAME_OF_CODE)}", name)
+    if not _are_counts(shape):
+        raise BadFile(f"has the shape {shape!r}, which is not a list of lengths", name)
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise BadFile(f"has the offsets {offsets!r}, which are not a first and a last byte", name)
+    first, last = offsets
+    dtype = NAME_OF_CODE[code]
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if last - first != nbytes:
+        raise BadFile(f"has {last - first} bytes, and its shape {shape} takes {nbytes}", name)
+    if begin + last > size:
+        raise BadFile(f"is truncated: it has {size} bytes, {name} ends at byte {begin + last}")
+    return HeaderEntry(dtype, tuple(shape), begin + first, nbytes)
+
+
+def read_weight_map(index: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor, as transformers writes it.
+
+    Raises BadFile if the index is malformed or names files outside of its directory, OSError if it cannot be read.
+    """
+    # To read a pipe might wait forever.
+    with OpenFile(index) as file:
+        if file.size > _LONGEST_HEADER:
+            raise BadFile(f"is no index of a checkpoint: it has {file.size} bytes")
+        text = file.read(0, file.size)
+    try:
+        weight_map = parse_json(text)["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFile(f"is no index of a checkpoint: {error!r}") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise BadFile("is no index of a checkpoint: its weight_map does not map names to files")
+    outside = {name for name in weight_map.values() if name in ("", "..") or pathlib.PurePath(name).name != name}
+    if outside:
+        raise BadFile(f"names files outside of its directory: {some(sorted(name or repr(name) for name in outside))}")
+    return weight_map
+
+
+def parse_json(text: bytes) -> Any:
+    """Raises ValueError for what is no JSON, for a name that stands twice, and for a nesting without end."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except RecursionError:
+        raise ValueError("it is nested without end") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("it has a name twice")
+    return entries
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and {int}.issuperset(map(type, value)) and min(value, default=0) >= 0

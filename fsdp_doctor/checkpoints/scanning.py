@@ -1,0 +1,268 @@
+"""Reads the bytes of a checkpoint once, in order and in bounded memory: checksums, zeros, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import struct
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile, OpenFile
+from fsdp_doctor.checkpoints.record import Member, SavedCheckpoint, SavedFile, SavedPiece, SavedTensor
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+
+SpanKey: TypeAlias = tuple[str, int, int]
+PAGE_BYTES = 4096
+_ZERO_PAGE = bytes(PAGE_BYTES)
+# A longer one is not read: its file would take hours, and holds nothing there.
+_LONGEST_HOLE = 64 << 20
+_MOST_CANDIDATES = 1000
+_MOST_RUNS = 1000
+_HEAD_BYTES = 8
+# One is read while another is summed; more do not pay on the machines that were tried.
+_READERS = 2
+
+
+class _FloatFormat(NamedTuple):
+    """exponent: the bits of the highest byte that are all set in NaN and infinity. prefix: makes ``code`` of it."""
+
+    exponent: int
+    code: str
+    prefix: bytes = b""
+
+
+_FLOATS = {
+    "float64": _FloatFormat(0x7F, "<d"),
+    "float32": _FloatFormat(0x7F, "<f"),
+    "bfloat16": _FloatFormat(0x7F, "<f", bytes(2)),
+    "float16": _FloatFormat(0x7C, "<e"),
+    "float8_e5m2": _FloatFormat(0x7C, "<e", bytes(1)),
+}
+_CANDIDATES = {
+    exponent: bytes(byte & exponent == exponent for byte in range(256))
+    for exponent in {each.exponent for each in _FLOATS.values()}
+}
+
+
+@dataclass(slots=True)
+class SpanScan:
+    """What the bytes of a tensor's piece are.
+
+    crc: None where a hole was not read. first_bad: the number of the first element that is NaN or infinite.
+    zero_runs: ranges of bytes in the span that are zero and contain a page of the file; at most 1000.
+    """
+
+    nbytes: int
+    crc: int | None = 0
+    is_zero: bool = True
+    num_nan: int = 0
+    num_inf: int = 0
+    num_minus_inf: int = 0
+    first_bad: int | None = None
+    zero_runs: list[tuple[int, int]] = field(default_factory=list)
+    head: bytes = b""
+
+
+@dataclass(slots=True)
+class Scans:
+    """spans: by file, first byte and length. nbytes: what was read. symptoms: files and members that are damaged."""
+
+    spans: dict[SpanKey, SpanScan] = field(default_factory=dict)
+    symptoms: list[Symptom] = field(default_factory=list)
+    nbytes: int = 0
+    num_checked: int = 0
+
+    def of(self, piece: SavedPiece, itemsize: int) -> SpanScan | None:
+        return self.spans.get((piece.file, piece.begin, piece.span * itemsize))
+
+
+def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = None) -> Scans:
+    """Reads every member and every piece once. progress: called by any thread with the number of bytes just read.
+
+    Host memory: a few MiB for each of two readers, however large the checkpoint is.
+    """
+    pieces: dict[str, dict[tuple[int, int], _Place]] = defaultdict(dict)
+    for state in checkpoint.states:
+        for tensor in state.tensors.values():
+            for piece in tensor.pieces:
+                if piece.begin >= 0 and piece.numel:
+                    pieces[piece.file][piece.begin, piece.span * tensor.itemsize] = _Place(tensor, piece)
+    scans, lock = Scans(), threading.Lock()
+
+    def scan_file(saved: SavedFile) -> None:
+        part = _scan_file(checkpoint.root / saved.path, saved, pieces.get(saved.path, {}), progress)
+        with lock:
+            scans.spans |= part.spans
+            scans.symptoms += part.symptoms
+            scans.nbytes += part.nbytes
+            scans.num_checked += part.num_checked
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        for _ in readers.map(scan_file, sorted(checkpoint.files.values(), key=lambda file: file.path)):
+            pass
+    return scans
+
+
+def _scan_file(
+    path: pathlib.Path,
+    saved: SavedFile,
+    pieces: dict[tuple[int, int], _Place],
+    progress: Callable[[int], None] | None,
+) -> Scans:
+    scans = Scans()
+    waiting = sorted(pieces.items(), key=lambda item: item[0])
+    try:
+        with OpenFile(path) as file:
+            for member in sorted(saved.members, key=lambda member: member.begin):
+                inside = [each for each in waiting if member.begin <= each[0][0] < member.begin + member.nbytes]
+                waiting = waiting[len(inside) :]
+                _scan_member(file, saved, member, inside, scans, progress)
+            if file.version != saved.version or file.changed():
+                scans.symptoms.append(Symptom(Trouble.CHANGED, "it changed while it was read", saved.path))
+    except BadFile as error:
+        scans.symptoms.append(Symptom(Trouble.CHANGED, error.what, saved.path))
+    except OSError as error:
+        scans.symptoms.append(Symptom(Trouble.UNREAD, f"cannot be read: {error.strerror or error}", saved.path))
+    return scans
+
+
+def _scan_member(
+    file: OpenFile,
+    saved: SavedFile,
+    member: Member,
+    pieces: list[tuple[tuple[int, int], _Place]],
+    scans: Scans,
+    progress: Callable[[int], None] | None,
+) -> None:
+    scanners = [_SpanScanner(begin, nbytes, place.tensor.dtype) for (begin, nbytes), place in pieces]
+    crc: int | None = 0
+    for begin, end, is_hole in file.extents(member.begin, member.begin + member.nbytes):
+        if is_hole and end - begin > _LONGEST_HOLE:
+            crc = None
+            for scanner, (_, place) in zip(scanners, pieces, strict=True):
+                scanner.skip(begin, end)
+                what = f"{end - begin} bytes were never written"
+                found = Symptom(Trouble.ZERO_BLOCK, what, saved.path, place.tensor.name, place.piece.rows)
+                scans.symptoms.append(found)
+            continue
+        for offset, chunk in _chunks(file, begin, end):
+            crc = zlib.crc32(chunk, crc) if crc is not None else None
+            for scanner in scanners:
+                scanner.feed(offset, chunk, sums=scanner.scan.nbytes != member.nbytes)
+            scans.nbytes += len(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    for scanner in scanners:
+        if scanner.scan.nbytes == member.nbytes:
+            scanner.scan.crc = crc
+        scans.spans[saved.path, scanner.begin, scanner.scan.nbytes] = scanner.scan
+    if member.crc is None:
+        return
+    scans.num_checked += 1
+    if crc != member.crc:
+        actual = f"has the CRC-32 {crc:08x}" if crc is not None else "was never written for the most part"
+        what = f"{member.name} {actual}, and {member.crc:08x} was saved"
+        whose = [(place.tensor.name, place.piece.rows, place.piece.rank) for _, place in pieces]
+        for name, rows, rank in whose or [("", None, None)]:
+            scans.symptoms.append(Symptom(Trouble.CHECKSUM, what, saved.path, name, rows, rank))
+
+
+def _chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """All but the first begin on a page."""
+    while begin < end:
+        length = min(end - begin, CHUNK_BYTES - begin % CHUNK_BYTES)
+        yield begin, file.read(begin, length)
+        begin += length
+
+
+class _Place(NamedTuple):
+    """Whose bytes they are."""
+
+    tensor: SavedTensor
+    piece: SavedPiece
+
+
+class _SpanScanner:
+    """Takes the bytes of a file in order, and looks at those of one span."""
+
+    def __init__(self, begin: int, nbytes: int, dtype: str) -> None:
+        self.begin, self.end = begin, begin + nbytes
+        self.scan = SpanScan(nbytes)
+        self._float = _FLOATS.get(dtype)
+        self._itemsize = DTYPES[dtype].itemsize
+        self._tail = b""
+        self._num_candidates = 0
+        self._zeros_before = 0
+
+    def skip(self, begin: int, end: int) -> None:
+        if max(begin, self.begin) < min(end, self.end):
+            self.scan.crc = None
+            self._add_run(max(begin, self.begin) - self.begin, min(end, self.end) - self.begin)
+
+    def feed(self, offset: int, chunk: bytes, *, sums: bool) -> None:
+        if offset >= self.end or offset + len(chunk) <= self.begin:
+            return
+        first = max(self.begin - offset, 0)
+        if first or self.end < offset + len(chunk):
+            chunk = chunk[first : self.end - offset]
+            offset += first
+        place, scan = offset - self.begin, self.scan
+        scan.crc = zlib.crc32(chunk, scan.crc) if sums and scan.crc is not None else scan.crc
+        scan.head += chunk[: max(_HEAD_BYTES - len(scan.head), 0)]
+        if scan.is_zero:
+            scan.is_zero = not chunk.strip(b"\0")
+        self._find_zeros(place, chunk)
+        if self._float is not None:
+            self._find_nonfinite(self._float, place, chunk)
+
+    def _find_nonfinite(self, form: _FloatFormat, place: int, chunk: bytes) -> None:
+        start = (self._itemsize - 1 - place) % self._itemsize
+        flags = chunk[start :: self._itemsize].translate(_CANDIDATES[form.exponent])
+        at = flags.find(1)
+        while at >= 0 and self._num_candidates < _MOST_CANDIDATES:
+            last = start + at * self._itemsize
+            element = (self._tail + chunk[max(last + 1 - self._itemsize, 0) : last + 1])[-self._itemsize :]
+            self._count(struct.unpack(form.code, form.prefix + element)[0], (place + last) // self._itemsize)
+            at = flags.find(1, at + 1)
+        self._tail = chunk[-self._itemsize :]
+
+    def _count(self, value: float, index: int) -> None:
+        if math.isfinite(value):
+            return
+        scan = self.scan
+        self._num_candidates += 1
+        scan.num_nan += math.isnan(value)
+        scan.num_inf += value == math.inf
+        scan.num_minus_inf += value == -math.inf
+        scan.first_bad = index if scan.first_bad is None else scan.first_bad
+
+    def _find_zeros(self, place: int, chunk: bytes) -> None:
+        runs = self.scan.zero_runs
+        if runs and runs[-1][1] == place:
+            head = chunk[:PAGE_BYTES]
+            self._add_run(place, place + len(head) - len(head.lstrip(b"\0")))
+        at = chunk.find(_ZERO_PAGE)
+        while at >= 0 and len(runs) < _MOST_RUNS:
+            end = at + PAGE_BYTES
+            while end < len(chunk) and chunk[end : end + PAGE_BYTES] == _ZERO_PAGE:
+                end += PAGE_BYTES
+            rest = chunk[end : end + PAGE_BYTES]
+            end += len(rest) - len(rest.lstrip(b"\0"))
+            self._add_run(place + at - (self._zeros_before if not at else 0), place + end)
+            at = chunk.find(_ZERO_PAGE, end)
+        rest = chunk[-PAGE_BYTES:]
+        self._zeros_before = len(rest) - len(rest.rstrip(b"\0"))
+
+    def _add_run(self, begin: int, end: int) -> None:
+        runs = self.scan.zero_runs
+        if runs and runs[-1][1] >= begin:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        elif begin < end:
+            runs.append((begin, end))

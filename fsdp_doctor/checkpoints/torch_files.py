@@ -1,0 +1,325 @@
+"""Files of torch.save: the zip that they are since torch 1.6, the pickles before; and the tensors in their value."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.pickles import Pickled, Storage, leaves, load_pickle
+from fsdp_doctor.checkpoints.record import Member, SavedPiece, SavedTensor, Shape
+from fsdp_doctor.errors import first_line
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LARGEST_PICKLE = 1 << 28
+_LOCAL_HEADER = 30
+_NOT_DENSE = {
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_qtensor": "quantized",
+    "_rebuild_meta_tensor_no_storage": "on the meta device",
+    "_rebuild_nested_tensor": "a NestedTensor",
+    "_rebuild_njt": "a NestedTensor",
+    "_rebuild_device_tensor_from_numpy": "of another device",
+}
+_STRIDED = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+
+
+@dataclass(slots=True)
+class TorchFile:
+    """members: all that is stored, by name without the root folder. storages: the members of tensors, by key.
+
+    refusal: why the value was not read, though the file is whole.
+    """
+
+    members: list[Member]
+    storages: Mapping[str, Member]
+    value: Any = None
+    pickle_bytes: int = 0
+    root: str = ""
+    identity: str = ""
+    has_checksums: bool = False
+    lacks_data: bool = False
+    refusal: BadFile | None = None
+
+
+@dataclass(slots=True)
+class TorchTensors:
+    """What is in the value of a file. ranks, world_sizes: what its sharded tensors say of who saved it.
+
+    unread: values that are tensors of another kind, by path.
+    """
+
+    tensors: list[SavedTensor] = field(default_factory=list)
+    numbers: dict[tuple[str, ...], float] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
+    world_sizes: set[int] = field(default_factory=set)
+    unread: dict[str, str] = field(default_factory=dict)
+
+
+class _Window(io.RawIOBase):
+    """A range of a file as a file of its own."""
+
+    def __init__(self, file: OpenFile, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence], 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        part = memoryview(into)[: max(min(len(into), self._length - self._at), 0)]
+        self._file.read_into(self._begin + self._at, part)
+        self._at += len(part)
+        return len(part)
+
+
+def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -> TorchFile:
+    """Reads all but the tensors' bytes of a file of torch.save, or of a range of a file that is one.
+
+    Raises BadFile if it is none, or truncated or damaged.
+    """
+    length = file.size - begin if length is None else length
+    if begin + length > file.size:
+        raise BadFile(f"is truncated: it has {file.size} bytes, and {begin + length} are expected")
+    if not length:
+        raise BadFile("is empty")
+    window = _Window(file, begin, length)
+    if file.read(begin, min(length, 2)) in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
+        return _read_legacy(io.BufferedReader(window), begin, length)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            entries = archive.infolist()
+            members = [_member(file, begin, length, entry) for entry in entries]
+    except BadFile:
+        raise
+    except Exception as error:  # zipfile raises whatever a damaged directory leads to
+        raise BadFile(f"is truncated or no file of torch.save ({first_line(error)})") from None
+    roots = {member.name.partition("/")[0] for member in members}
+    root = roots.pop() if len(roots) == 1 else ""
+    named = {member.name.removeprefix(f"{root}/"): member for member in members}
+    has_checksums = any(member.crc for member in members)
+    if not has_checksums:
+        members = [member._replace(crc=None) for member in members]
+    storages = {name.removeprefix("data/"): member for name, member in named.items() if name.startswith("data/")}
+    filled = [member for member in storages.values() if member.nbytes]
+    read = TorchFile(members, storages, root=root, has_checksums=has_checksums)
+    read.lacks_data = has_checksums and bool(filled) and not any(member.crc for member in filled)
+    if identity := named.get(".data/serialization_id"):
+        read.identity = file.read(identity.begin, min(identity.nbytes, 64)).decode("latin-1")
+    try:
+        if (order := named.get("byteorder")) and file.read(order.begin, min(order.nbytes, 8)) != b"little":
+            raise BadFile("has another order of bytes than little-endian, which is not read")
+        if (pickled := named.get("data.pkl")) is None:
+            raise BadFile("has no data.pkl: it is a zip, and no file of torch.save")
+        if pickled.nbytes > _LARGEST_PICKLE:
+            raise BadFile(f"has a pickle of {pickled.nbytes} bytes, which is not read")
+        read.pickle_bytes = pickled.nbytes
+        read.value = load_pickle(io.BytesIO(file.read(pickled.begin, pickled.nbytes)))
+    except BadFile as refusal:
+        read.refusal = refusal
+    return read
+
+
+def _member(file: OpenFile, begin: int, length: int, entry: zipfile.ZipInfo) -> Member:
+    header = file.read(begin + entry.header_offset, _LOCAL_HEADER)
+    if header[:4] != b"PK\x03\x04":
+        raise BadFile(f"has no {entry.filename} where its directory says")
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise BadFile(f"is compressed ({entry.filename}), as torch.save never writes it")
+    first = entry.header_offset + _LOCAL_HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    if first + entry.file_size > length:
+        raise BadFile(f"is truncated: {entry.filename} ends behind it")
+    return Member(entry.filename, begin + first, entry.file_size, entry.CRC)
+
+
+def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFile:
+    """The format before torch 1.6: five pickles, then each storage behind its number of elements."""
+    if load_pickle(stream) != _LEGACY_MAGIC:
+        raise BadFile("is a pickle, and no file of torch.save")
+    try:
+        load_pickle(stream), load_pickle(stream)
+        value = load_pickle(stream)
+        keys = load_pickle(stream)
+    except BadFile as refusal:
+        return TorchFile([], {}, refusal=refusal)
+    members, at = [], stream.tell()
+    storages = list(_storages(value, at))
+    itemsizes = {storage.key: DTYPES[storage.dtype].itemsize for storage in storages if storage.dtype}
+    for key in keys if isinstance(keys, list) else ():
+        stream.seek(at)
+        nbytes = int.from_bytes(stream.read(8), "little") * itemsizes.get(key, 1)
+        members.append(Member(f"data/{key}", begin + at + 8, nbytes, None))
+        at += 8 + nbytes
+        if at > length:
+            raise BadFile(f"is truncated: it has {length} bytes, and storage {key} ends at byte {at}")
+    by_key = {member.name.removeprefix("data/"): member for member in members}
+    return TorchFile(members, by_key, value, pickle_bytes=at)
+
+
+def _storages(value: Any, nbytes: int) -> Iterator[Storage]:
+    for _, leaf in leaves(value, nbytes):
+        match leaf:
+            case Storage():
+                yield leaf
+            case Pickled():
+                yield from _storages(leaf.args, nbytes)
+                yield from _storages(leaf.state, nbytes)
+
+
+def tensors_of(file: str, read: TorchFile, rank: int | None = None) -> TorchTensors:
+    """The tensors in the value of a file, by the keys of the nested dicts and lists that lead to them.
+
+    Raises BadFile for a tensor that does not fit its storage.
+    """
+    found = TorchTensors()
+    for path, leaf in leaves(read.value, read.pickle_bytes):
+        match leaf:
+            case bool():
+                pass
+            case int() | float():
+                found.numbers[path] = leaf
+            case Pickled():
+                _Reader(file, read.storages, rank, found).add(path, leaf)
+    return found
+
+
+@dataclass(slots=True)
+class _Reader:
+    file: str
+    storages: Mapping[str, Member]
+    rank: int | None
+    found: TorchTensors
+
+    def add(self, path: tuple[str, ...], value: Pickled) -> None:
+        try:
+            if (tensor := self._tensor(path, value)) is not None:
+                self.found.tensors.append(tensor)
+        except BadFile as error:
+            raise BadFile(error.what, ".".join(path)) from None
+        except (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
+            raise BadFile(f"is pickled in an unknown form ({type(error).__name__})", ".".join(path)) from None
+
+    def _tensor(self, path: tuple[str, ...], value: Pickled) -> SavedTensor | None:
+        match value.name, value.args:
+            case name, _ if name in _STRIDED:
+                dtype, piece = self._strided(value)
+                return SavedTensor(path, dtype, piece.shape, [piece])
+            case (("_rebuild_parameter" | "_rebuild_parameter_with_state"), (Pickled() as inner, *_)):
+                return self._tensor(path, inner)
+            case "_rebuild_from_type_v2", (function, kind, arguments, state):
+                match getattr(kind, "name", ""):
+                    case "DTensor":
+                        return self._dtensor(path, arguments, state)
+                    case "ShardedTensor":
+                        return self._sharded(path, arguments, state)
+                inner = function(*arguments)
+                if isinstance(inner, Pickled):
+                    return self._tensor(path, inner)
+            case name, _ if name in _NOT_DENSE:
+                self.found.unread[".".join(path)] = _NOT_DENSE[name]
+        return None
+
+    def _strided(self, value: Pickled) -> tuple[str, SavedPiece]:
+        storage, first, shape, strides, *rest = value.args
+        dtype = rest[2] if value.name == "_rebuild_tensor_v3" else storage.dtype
+        itemsize = DTYPES[dtype].itemsize
+        member = self.storages.get(storage.key)
+        if member is None:
+            raise BadFile(f"lies in data/{storage.key}, which the file does not have")
+        shape, strides = _counts(shape), _counts(strides)
+        piece = SavedPiece(self.file, member.begin + first * itemsize, shape, (0,) * len(shape), strides, self.rank)
+        if first < 0 or first * itemsize + piece.span * itemsize > member.nbytes:
+            raise BadFile(f"needs {(first + piece.span) * itemsize} bytes of a storage of {member.nbytes}")
+        return dtype, piece
+
+    def _dtensor(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
+        parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
+        facts = {key: item for part in parts for key, item in part.items()}
+        dtype, shape = arguments[1], _counts(arguments[2])
+        local_dtype, piece = self._strided(facts["_local_tensor"])
+        mesh, placements = facts["_spec"].fact("mesh"), facts["_spec"].fact("placements")
+        sizes, coordinate = mesh_shape(mesh), mesh.fact("_coordinate_on_dim")
+        self.found.world_sizes |= {math.prod(sizes)} if sizes else set()
+        if isinstance(rank := mesh.fact("_rank"), int):
+            self.found.ranks.add(rank)
+        if not sizes or coordinate is None:
+            raise BadFile("is a DTensor whose mesh does not say where the rank stands")
+        offsets, held = local_block(shape, sizes, _counts(coordinate), placements)
+        if held != piece.shape or dtype != local_dtype:
+            raise BadFile(
+                f"has {local_dtype} {list(piece.shape)} on the rank at {list(coordinate)} of the mesh {list(sizes)}, "
+                f"where {dtype} {list(held)} of {list(shape)} belong"
+            )
+        return SavedTensor(path, dtype, shape, [piece._replace(offsets=offsets)])
+
+    def _sharded(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
+        shards, metadata, group, *_ = state
+        if isinstance(group.fact("global_rank"), int):
+            self.found.ranks.add(group.fact("global_rank"))
+            self.found.world_sizes.add(group.fact("global_world_size"))
+        tensor = SavedTensor(path, arguments[1], _counts(metadata.fact("size")))
+        for shard in shards:
+            place = shard.fact("metadata")
+            _, piece = self._strided(shard.fact("tensor"))
+            if piece.shape != _counts(place.fact("shard_sizes")):
+                raise BadFile(f"has a shard of {list(piece.shape)} where {place.fact('shard_sizes')} belong")
+            tensor.pieces.append(piece._replace(offsets=_counts(place.fact("shard_offsets"))))
+        if not shards:
+            nothing = (0,) * len(tensor.shape)
+            tensor.pieces.append(SavedPiece(self.file, 0, nothing, nothing, nothing, self.rank))
+        return tensor
+
+
+def mesh_shape(mesh: Pickled) -> Shape:
+    """The lengths of a DeviceMesh's dims as any version of torch pickles it; empty if it does not say."""
+    layout = mesh.fact("_layout")
+    if isinstance(layout, Pickled):
+        if isinstance(axes := layout.fact("axes"), tuple | list):
+            return tuple(math.prod(_counts(axis.fact("shape"))) for axis in axes)
+        shape = layout.fact("shape")
+        return (shape,) if isinstance(shape, int) else tuple(math.prod(_flat(dim)) for dim in shape or ())
+    ranks = mesh.fact("mesh")
+    return _counts(ranks.args[2]) if isinstance(ranks, Pickled) and len(ranks.args) > 2 else ()
+
+
+def local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Any]) -> tuple[Shape, Shape]:
+    """Offsets and lengths of what DTensor's placements give to a coordinate. Raises BadFile for an unknown one."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    for size, at, placement in zip(mesh, coordinate, placements, strict=True):
+        match getattr(placement, "name", ""):
+            case "Shard":
+                dim = placement.fact("dim")
+                rows = -(-lengths[dim] // size)
+                first = min(at * rows, lengths[dim])
+                offsets[dim] += first
+                lengths[dim] = min(rows, lengths[dim] - first)
+            case "Replicate":
+                pass
+            case name:
+                raise BadFile(f"is placed as {name or placement!r}, which is not read")
+    return tuple(offsets), tuple(lengths)
+
+
+def _flat(value: Any) -> Shape:
+    return (value,) if isinstance(value, int) else tuple(each for part in value for each in _flat(part))
+
+
+def _counts(value: Any) -> Shape:
+    """Raises BadFile for anything but lengths."""
+    if not isinstance(value, tuple | list) or not all(type(each) is int and each >= 0 for each in value):
+        raise BadFile(f"has {value!r} where lengths belong")
+    return tuple(value)

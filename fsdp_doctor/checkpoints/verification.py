@@ -1,0 +1,156 @@
+"""The verdict on a checkpoint at rest: what is damaged, what a load makes of it, and what was not checked."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from fsdp_doctor.checkpoints.checks import CheckpointEvidence, run_checks
+from fsdp_doctor.checkpoints.reading import read_checkpoint
+from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedFile
+from fsdp_doctor.checkpoints.scanning import Scans, scan
+from fsdp_doctor.checkpoints.troubles import Symptom, TroubleSeverity
+
+SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
+EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}
+# Of one kind in one file; JSON has all.
+_MOST_SHOWN = 3
+
+
+class CheckpointFinding(msgspec.Struct, omit_defaults=True):
+    """rows: the first, and the one behind the last. load: what a load makes of it. remedy: what to do."""
+
+    trouble: str
+    severity: TroubleSeverity
+    what: str
+    load: str
+    remedy: str
+    file: str = ""
+    tensor: str = ""
+    rows: tuple[int, int] | None = None
+    rank: int | None = None
+
+
+class Verification(msgspec.Struct):
+    """states: what was found in the directory. num_bytes: that were read. unchecked: what the answer does not cover."""
+
+    path: str
+    answer: SoundnessAnswer
+    states: list[str]
+    num_tensors: int
+    num_files: int
+    num_bytes: int
+    findings: list[CheckpointFinding]
+    unchecked: list[str]
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
+    def to_text(self) -> str:
+        lines = [self._headline()]
+        groups: dict[tuple[str, str], list[CheckpointFinding]] = {}
+        for finding in self.findings:
+            groups.setdefault((finding.trouble, finding.file), []).append(finding)
+        for of_group in groups.values():
+            lines += [_sentence(finding) for finding in of_group[:_MOST_SHOWN]]
+            if len(of_group) > _MOST_SHOWN:
+                lines.append(f"  and {len(of_group) - _MOST_SHOWN} more like it in this file")
+            lines += [f"  a load: {of_group[0].load}", f"  do: {of_group[0].remedy}"]
+        lines.append("read: " + ("; ".join(self.states) or "nothing"))
+        lines += [f"not checked: {each}" for each in self.unchecked]
+        return "\n".join(lines) + "\n"
+
+    def _headline(self) -> str:
+        counts = {kind: sum(f.severity == kind for f in self.findings) for kind in ("damage", "refused", "warning")}
+        names = {"damage": "damage", "refused": "unreadable", "warning": "warning"}
+        parts = [f"{count} x {names[kind]}" for kind, count in counts.items() if count]
+        size = f"{self.num_tensors} tensors, {self.num_files} files, {self.num_bytes} bytes read"
+        return f"{self.answer}: {self.path} ({', '.join([*parts, size])})"
+
+
+def verify(
+    path: pathlib.Path,
+    *,
+    compare: Callable[[], Sequence[Symptom]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Reads all that is below a directory, or a file, once.
+
+    compare: finds what differs from a reference. progress: called with the bytes that were read, and with those that
+    there are, by any thread. Raises FileNotFoundError.
+    """
+    path.stat()
+    checkpoint = read_checkpoint(path)
+    num_bytes = sum(member.nbytes for file in checkpoint.files.values() for member in file.members)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, num_bytes)
+
+    scans = scan(checkpoint, count)
+    symptoms = run_checks(CheckpointEvidence(checkpoint, scans))
+    symptoms = [*checkpoint.symptoms, *scans.symptoms, *symptoms, *(compare() if compare else ())]
+    order: dict[TroubleSeverity, int] = {"damage": 0, "refused": 1, "warning": 2}
+    findings = sorted(map(_finding, symptoms), key=lambda finding: order[finding.severity])
+    kinds = {finding.severity for finding in findings}
+    return Verification(
+        path=str(path),
+        answer="damaged" if "damage" in kinds else "cannot be judged" if "refused" in kinds else "sound",
+        states=[
+            _describe(state.arrangement.value, state.directory, state.label, len(state.tensors))
+            for state in checkpoint.states
+        ],
+        num_tensors=sum(len(state.tensors) for state in checkpoint.states),
+        num_files=len(checkpoint.files),
+        num_bytes=scans.nbytes,
+        findings=findings,
+        unchecked=[*checkpoint.unchecked, *_without_checksums(checkpoint, scans), *_never_checked(compare is not None)],
+    )
+
+
+def _describe(arrangement: str, directory: str, label: str, count: int) -> str:
+    where = label if directory == "." else f"{directory}/{label}"
+    return f"{where}: {arrangement}, {count} tensors"
+
+
+def _finding(symptom: Symptom) -> CheckpointFinding:
+    kind = symptom.trouble.value
+    return CheckpointFinding(
+        symptom.trouble.name.lower(), kind.severity, symptom.what, kind.load, kind.remedy, *symptom[2:]
+    )
+
+
+def _sentence(finding: CheckpointFinding) -> str:
+    place = [finding.file, finding.tensor]
+    if finding.rows is not None:
+        first, after = finding.rows
+        place.append(f"row {first}" if after == first + 1 else f"rows {first} to {after - 1}")
+    if finding.rank is not None:
+        place.append(f"rank {finding.rank}")
+    return f"{finding.severity}: {', '.join(filter(None, place))}: {finding.what} [{finding.trouble}]"
+
+
+def _without_checksums(checkpoint: SavedCheckpoint, scans: Scans) -> list[str]:
+    def has_data(file: SavedFile) -> bool:
+        return bool(file.members)
+
+    files = [file for file in checkpoint.files.values() if has_data(file) and not file.has_checksums]
+    kinds = {
+        "safetensors has no checksum": [file for file in files if file.path.endswith(".safetensors")],
+        "these files were saved without checksums": [file for file in files if not file.path.endswith(".safetensors")],
+    }
+    return [
+        f"{why}: a changed value in {len(of_kind)} of {len(checkpoint.files)} files is not found without --against"
+        for why, of_kind in kinds.items()
+        if of_kind
+    ]
+
+
+def _never_checked(has_reference: bool) -> list[str]:
+    return [] if has_reference else ["whether the weights are of the step that you expect: no --against, no --base"]

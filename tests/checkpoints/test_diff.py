@@ -1,0 +1,144 @@
+"""``fsdp-doctor checkpoint diff``, and ``verify --against`` and ``--base``: two checkpoints of any formats."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+import torch
+from program import doctor
+from safetensors.torch import load_file, save_file
+from support import saved_checkpoints as saved
+
+from fsdp_doctor.cli.checkpoint import diff, verify
+from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+
+# One model, saved by two ranks in these formats.
+BY_RANKS = (
+    *("verl", "dcp", "torchtitan", "threads", "files", "alone", "accelerate", "dcp_safetensors", "shards"),
+    *("consolidated", "whole"),
+)
+DOWN, UP = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def exit_code(left: pathlib.Path, right: pathlib.Path, **options: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        diff(checkpoint=left, other=right, **options)  # type: ignore[arg-type]
+    return int(ended.value.code or 0)
+
+
+def test_one_model_is_equal_in_all_formats(originals: pathlib.Path) -> None:
+    for name in BY_RANKS:
+        found = compare_checkpoints(originals / "whole", originals / name)
+        assert (found.differences, len(found.equal)) == ([], 30), name
+        assert exit_code(originals / name, originals / "whole", dtype="bfloat16") == 0
+    for name in ("bin", "legacy", "full", "without_checksums"):
+        assert (compare_checkpoints(originals / "hub", originals / name).differences == []) is (name != "full"), name
+
+
+def edited(directory: pathlib.Path, **tensors: torch.Tensor) -> pathlib.Path:
+    """The model in ``directory/model.safetensors`` with other tensors, by names without dots."""
+    path = directory / "edited.safetensors"
+    state = load_file(directory / "model.safetensors")
+    state |= {name.replace("__", "."): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(state, path)
+    return path
+
+
+def test_it_says_how_tensors_differ(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copy(originals / "tied" / "model.safetensors", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    down, up, query = state[DOWN], state[UP], state["model.layers.0.self_attn.q_proj.weight"]
+    path = edited(
+        tmp_path,
+        model__layers__1__mlp__down_proj__weight=down.T,
+        model__layers__1__mlp__up_proj__weight=up.roll(33, 1),
+        model__layers__0__self_attn__q_proj__weight=query.bfloat16().float(),
+        model__layers__0__self_attn__k_proj__weight=state["model.layers.2.self_attn.k_proj.weight"],
+        model__norm__weight=state["model.norm.weight"].bfloat16(),
+        model__layers__0__self_attn__v_proj__weight=query + 1,
+    )
+    found = compare_checkpoints(tmp_path / "model.safetensors", path)
+    kinds = {difference.name.removesuffix(".weight"): difference.kind for difference in found.differences}
+    assert kinds == {
+        "model.layers.1.mlp.down_proj": "transposed",
+        "model.layers.1.mlp.up_proj": "halves swapped",
+        "model.layers.0.self_attn.q_proj": "cast twice",
+        "model.layers.0.self_attn.k_proj": "swapped",
+        "model.norm": "dtype",
+        "model.layers.0.self_attn.v_proj": "values",
+    }
+    (rounded,) = [each for each in found.differences if each.kind == "dtype"]
+    assert "rounded" in rounded.detail
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: f"module.{name}",
+        lambda name: name.replace("self_attn.", "self_attn._orig_mod."),
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: name.removeprefix("model."),
+        lambda name: f"base_model.model.{name}",
+    ],
+)
+@pytest.mark.parametrize("renamed_first", [True, False])
+def test_prefixes_are_stripped_and_shown(
+    originals: pathlib.Path, tmp_path: pathlib.Path, rename: object, renamed_first: bool
+) -> None:
+    assert callable(rename)
+    other = tmp_path / "other.safetensors"
+    state = load_file(originals / "tied" / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in state.items()}, other)
+    paths = [other, originals / "tied"]
+    found = compare_checkpoints(*(paths if renamed_first else paths[::-1]))
+    assert (found.differences, len(found.equal)) == ([], 29)
+    assert found.notes
+
+
+def test_names_that_differ_otherwise_are_stripped_when_asked(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    state = load_file(originals / "tied" / "model.safetensors")
+    save_file({f"actor-{name}": tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
+    asked = doctor(
+        "checkpoint", "diff", str(originals / "tied"), str(tmp_path / "other.safetensors"), "--strip", "actor-"
+    )
+    assert (asked.code, asked.stdout) == (0, ""), asked.stderr
+    assert "without the prefix actor-" in asked.stderr
+
+
+def test_a_damaged_checkpoint_is_not_compared(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(originals / "verl", tmp_path / "verl")
+    (tmp_path / "verl" / "model_world_size_2_rank_1.pt").unlink()
+    done = doctor("checkpoint", "diff", str(tmp_path / "verl"), str(originals / "whole"))
+    assert (done.code, done.stdout) == (2, "")
+    assert "rank 1 is not there" in done.stderr
+
+
+def answers(*arguments: object, **options: object) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        verify(directory=arguments[0], **options)  # type: ignore[arg-type]
+    return int(ended.value.code or 0), ""
+
+
+def test_a_flip_in_safetensors_is_found_with_a_reference(
+    originals: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(originals / "consolidated", tmp_path / "export")
+    shutil.rmtree(tmp_path / "export" / "sharded")
+    assert answers(tmp_path / "export", against=originals / "verl")[0] == 0
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    saved.flip(file, -1000)
+    assert answers(tmp_path / "export")[0] == 0
+    capsys.readouterr()
+    assert answers(tmp_path / "export", against=originals / "verl")[0] == 1
+    assert "differs" in capsys.readouterr().out
+
+
+def test_weights_that_were_never_trained_are_found_with_their_base(
+    originals: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base was saved before a step, and ``full`` after it."""
+    assert answers(originals / "bin", base=originals / "hub")[0] == 1
+    assert "30 of 30 tensors are those of" in capsys.readouterr().out
+    assert answers(originals / "full", base=originals / "hub")[0] == 0
