@@ -164,7 +164,8 @@ class Explanation:
     cut off; or none of these.
     cause: the exception that the others followed from; None where there is none in the log.
     matches: the entries of the catalogue that it may be, the surest first.
-    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. foreign: where it does not, what
+    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. under_fsdp: whether the log does, or
+    its traceback anywhere. foreign: where it does not, what
     failed, as a noun; empty where its message does not say. near: where it does and nothing matches, the entries most
     like it.
     hang: where the ranks were, if collectives did not end.
@@ -179,6 +180,7 @@ class Explanation:
     cause: Group | None = None
     matches: tuple[Match, ...] = ()
     about_fsdp: bool = False
+    under_fsdp: bool = False
     foreign: str = ""
     near: tuple[KnownFailure, ...] = ()
     hang: Hang | None = None
@@ -282,6 +284,7 @@ class _Logs:
             cause=cause,
             matches=matches,
             about_fsdp=about_fsdp,
+            under_fsdp=cause is not None and self._evidence(cause).shows("fsdp"),
             foreign=_first_kind(_FOREIGN, text) if is_failure and not about_fsdp else "",
             near=tuple(catalogue.nearest(text)) if is_failure and about_fsdp and not matches else (),
             hang=hang,

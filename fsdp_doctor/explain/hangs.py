@@ -225,10 +225,11 @@ class WatchdogReader:
                 self._stacks[line.source] = rank
 
     def _rank_of(self, line: Line) -> int | None:
-        if match := _RANK.search(line.text):
-            rank = int(match[1])
-        elif line.source.startswith("rank "):
+        """The rank in the job, which stands before the line; the watchdog's own may be that in a group."""
+        if line.source.startswith("rank "):
             rank = int(line.source.removeprefix("rank "))
+        elif match := _RANK.search(line.text):
+            rank = int(match[1])
         else:
             return None
         return rank if rank in self._waiting or len(self._waiting) < _MAX_RANKS else None
