@@ -7,6 +7,7 @@ Nothing here imports torch or a framework. ``reading`` makes settings of files, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from fsdp_doctor.check.findings import (
 from fsdp_doctor.check.framework import Framework
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
-from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
 from fsdp_doctor.matrix.cases import Case
@@ -39,6 +40,8 @@ from fsdp_doctor.matrix.cases import Case
 VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
 # The number of ranks of the predictions where the configuration says none.
 _DEFAULT_RANKS = 2
+# Sizes of a shard group of which each stands for others: all ranks, one, and some.
+_SHARD_GROUPS = (-1, 1, 2)
 # The version of a checkout of the main branch: newer than every release.
 _NEWEST = Version("9999")
 
@@ -81,8 +84,9 @@ class CheckResult:
 
     @property
     def determined(self) -> bool:
-        """Whether every model could be read."""
-        return all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
+        """Whether every model could be read, and all that may decide how it is trained."""
+        is_read = all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
+        return is_read and not any(finding.decides for finding in self.findings)
 
     @property
     def exit_code(self) -> int:
@@ -110,6 +114,39 @@ def check(
     facts = kind.facts
     version = _find_version("--framework-version", framework_version, facts.distributions or (facts.name,))
     torch = _find_version("--torch-version", torch_version, ("torch",))
+    run = functools.partial(_check_as, kind, version=version, torch=torch, world_size=world_size)
+    strange = [row for row in _shard_groups(kind, settings) if not _is_number(row)]
+    if not strange:
+        return run(settings)
+    # A size that cannot be read is no reason to say nothing: what holds for every size is said.
+    first, *others = [
+        run(Settings.joined(settings, [Setting(row.key, size, row.where) for row in strange])) for size in _SHARD_GROUPS
+    ]
+    said = [{(finding.kind, finding.entry or finding.sentence) for finding in result.findings} for result in others]
+    held = [one for one in first.findings if all((one.kind, one.entry or one.sentence) in other for other in said)]
+    sentence = "this number cannot be read; what is said here holds whatever it is"
+    return dataclasses.replace(first, findings=(*held, unknown(sentence, *strange, decides=True)), settings=settings)
+
+
+def _shard_groups(kind: type[Framework], settings: Settings) -> list[Setting]:
+    keys = dict.fromkeys(key for table in kind.facts.models.values() for key in table.shard_group)
+    return [row for key in keys if (row := settings.first(key)) is not None]
+
+
+def _is_number(row: Setting) -> bool:
+    return str(row.value).removeprefix("-").isdecimal()
+
+
+def _check_as(
+    kind: type[Framework],
+    settings: Settings,
+    *,
+    version: CheckedVersion,
+    torch: CheckedVersion,
+    world_size: int | None,
+) -> CheckResult:
+    """The answer to the settings as a configuration of that framework."""
+    facts = kind.facts
     uses: list[Use] = []
     models: dict[Role, ConfiguredModel] = {}
     findings: list[ConfigFinding] = []

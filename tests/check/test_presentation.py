@@ -32,7 +32,7 @@ def test_the_json_has_what_its_documentation_says() -> None:
         *("framework", "version", "torch", "world_size", "read_in", "exit_code", "cases", "uses", "findings")
     }
     assert set(data["uses"][0]) == {"role", "versions", "scenario", "why_not", "reasons", "extractions"}
-    plain = {"kind", "sentence", "settings", "entry", "cases", "holds_for"}
+    plain = {"kind", "sentence", "settings", "entry", "cases", "holds_for", "decides"}
     for finding in data["findings"]:
         more = {"verdict", "cause", "remedy", "references"} if finding["kind"] == "known" else set()
         assert set(finding) == plain | more
