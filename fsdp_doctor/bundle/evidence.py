@@ -104,8 +104,8 @@ def as_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
         return path
     copy = directory / f"log-{len(list(directory.iterdir())) + 1}.txt"
     with open(copy, "w", encoding="utf-8", errors="replace") as file:
-        for _, lines in LogInput(None if str(path) == "-" else path).chunks():
-            file.writelines(f"{line}\n" for line in lines)
+        for piece in LogInput(None if str(path) == "-" else path).pieces():
+            file.writelines(f"{line}\n" for line in piece.written)
     return copy
 
 
@@ -119,8 +119,8 @@ def excerpt(path: pathlib.Path, explanation: Explanation) -> str:
     kept: dict[int, str] = {}
     end: deque[tuple[int, str]] = deque(maxlen=_END_LINES)
     number = 0
-    for _, lines in LogInput(path).chunks():
-        for number, line in enumerate(lines, start=number + 1):  # noqa: B020, the number goes on over the chunks
+    for piece in LogInput(path).pieces():
+        for number, line in enumerate(piece.written, start=number + 1):  # noqa: B020, the number goes on over the pieces
             end.append((number, line))
             if any(first <= number <= last for first, last in windows):
                 kept[number] = line

@@ -7,6 +7,7 @@ Nothing here imports torch or a framework. ``reading`` makes settings of files, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,25 +32,33 @@ from fsdp_doctor.check.findings import (
 from fsdp_doctor.check.framework import Framework
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
-from fsdp_doctor.check.settings import Settings, Unreadable
+from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
+from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.cases import Case
 
 VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
 # The number of ranks of the predictions where the configuration says none.
 _DEFAULT_RANKS = 2
+# Sizes of a shard group of which each stands for others: all ranks, one, and some.
+_SHARD_GROUPS = (-1, 1, 2)
 # The version of a checkout of the main branch: newer than every release.
 _NEWEST = Version("9999")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedVersion:
-    """The version that a configuration is checked for. of: a distribution. version: None for every version."""
+    """The version that a configuration is checked for. of: a distribution. version: None for every version.
+
+    asked: whether an option says so.
+    """
 
     of: str
     version: Version | None = None
     source: VersionSource = "not known"
+    asked: bool = False
 
     def __str__(self) -> str:
         return f"{self.of} {self.version}, {self.source}" if self.version else f"every version of {self.of}"
@@ -61,7 +70,8 @@ class CheckResult:
 
     version, torch: what it was read for. world_size: the number of ranks that it was read for: given, or of the
     configuration, or the framework's default; None where nothing says it, and then the predictions are for two.
-    read_in: the versions of the framework whose sources the reading rests on. settings: all that was read. models: by
+    read_in: the versions of the framework whose sources the reading rests on. packages: those of other distributions
+    that it was read for, where they are known. settings: all that was read. models: by
     role, the model that the settings name.
     """
 
@@ -72,6 +82,7 @@ class CheckResult:
     torch: CheckedVersion
     read_in: str
     world_size: int | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     models: Mapping[Role, ConfiguredModel] = field(default_factory=dict)
 
@@ -81,8 +92,9 @@ class CheckResult:
 
     @property
     def determined(self) -> bool:
-        """Whether every model could be read."""
-        return all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
+        """Whether every model could be read, and all that may decide how it is trained."""
+        is_read = all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
+        return is_read and not any(finding.decides for finding in self.findings)
 
     @property
     def exit_code(self) -> int:
@@ -110,6 +122,39 @@ def check(
     facts = kind.facts
     version = _find_version("--framework-version", framework_version, facts.distributions or (facts.name,))
     torch = _find_version("--torch-version", torch_version, ("torch",))
+    run = functools.partial(_check_as, kind, version=version, torch=torch, world_size=world_size)
+    strange = [row for row in _shard_groups(kind, settings) if not _is_number(row)]
+    if not strange:
+        return run(settings)
+    # A size that cannot be read is no reason to say nothing: what holds for every size is said.
+    first, *others = [
+        run(Settings.joined(settings, [Setting(row.key, size, row.where) for row in strange])) for size in _SHARD_GROUPS
+    ]
+    said = [{(finding.kind, finding.entry or finding.sentence) for finding in result.findings} for result in others]
+    held = [one for one in first.findings if all((one.kind, one.entry or one.sentence) in other for other in said)]
+    sentence = "this number cannot be read; what is said here holds whatever it is"
+    return dataclasses.replace(first, findings=(*held, unknown(sentence, *strange, decides=True)), settings=settings)
+
+
+def _shard_groups(kind: type[Framework], settings: Settings) -> list[Setting]:
+    keys = dict.fromkeys(key for table in kind.facts.models.values() for key in table.shard_group)
+    return [row for key in keys if (row := settings.first(key)) is not None]
+
+
+def _is_number(row: Setting) -> bool:
+    return str(row.value).removeprefix("-").isdecimal()
+
+
+def _check_as(
+    kind: type[Framework],
+    settings: Settings,
+    *,
+    version: CheckedVersion,
+    torch: CheckedVersion,
+    world_size: int | None,
+) -> CheckResult:
+    """The answer to the settings as a configuration of that framework."""
+    facts = kind.facts
     uses: list[Use] = []
     models: dict[Role, ConfiguredModel] = {}
     findings: list[ConfigFinding] = []
@@ -137,7 +182,9 @@ def check(
         findings = [unknown(str(error))]
     if facts.cpu_collectives:
         findings += find_missing_backends(uses)
-    run = ConfiguredRun(torch=str(torch.version or ""), world_size=ranks or _DEFAULT_RANKS)
+    run = ConfiguredRun(
+        torch=str(torch.version or ""), world_size=ranks or _DEFAULT_RANKS, packages=_find_packages(version)
+    )
     findings += [*find_known_failures(uses, run), *find_replaced_values(settings), *_find_not_read(settings)]
     if version.version is None and len({use.role for use in uses}) < len(uses):
         findings.append(note(f"what this amounts to depends on the version of {version.of}: give --framework-version"))
@@ -149,9 +196,21 @@ def check(
         torch=torch,
         read_in=facts.read_in,
         world_size=ranks,
+        packages=run.packages,
         settings=settings,
         models=models,
     )
+
+
+def _find_packages(version: CheckedVersion) -> dict[str, str]:
+    """The versions of what failures depend on: of the framework as it is checked, else what is installed here.
+
+    Empty where every version was asked for.
+    """
+    if version.source == "not known" and version.asked:
+        return {}
+    names = {name for entry in known_failures() for name in entry.versions}
+    return installed_versions(names) | ({version.of: str(version.version)} if version.version else {})
 
 
 def with_ranks(result: CheckResult, world_size: int) -> CheckResult:
@@ -195,7 +254,9 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
     """
     if given is not None:
         version = parse_version(given, option)
-        return CheckedVersion(of=distributions[0], version=version, source="given" if version else "not known")
+        return CheckedVersion(
+            of=distributions[0], version=version, source="given" if version else "not known", asked=True
+        )
     for distribution in distributions:
         try:
             version = Version(importlib.metadata.version(distribution))

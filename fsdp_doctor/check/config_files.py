@@ -11,10 +11,7 @@ import json
 import os
 import pathlib
 import re
-import select
-import stat
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +19,7 @@ import yaml
 
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.errors import UsageError, first_line
-from fsdp_doctor.machine.standard_input import standard_input
+from fsdp_doctor.machine.waited_input import read_parts
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,9 +35,6 @@ _MAX_YAML_EVENTS = 60_000
 _MAX_YAML_SIZE = 4 << 20
 _MAX_TOML_ASSIGNMENTS = 100_000
 _MAX_TOML_PARTS_SQUARED = 5_000_000
-# Seconds of silence before a message, and before the reading is given up.
-_MESSAGE_AFTER = 1.0
-_GIVE_UP_AFTER = 60.0
 
 # libyaml where PyYAML has it: ten times as fast.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -52,7 +46,7 @@ def read_text(argument: str) -> tuple[str, str]:
     """The name of a file, or of the standard input for ``-``, and its text. Raises UsageError."""
     name = "standard input" if argument == "-" else argument
     try:
-        data = _read_bytes(argument, name)
+        data = _read_bytes(argument)
     except (OSError, ValueError, RuntimeError) as error:  # os.path raises the last for the home of an unknown user.
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         form = "CONFIG must be a file, - for standard input, or an override like a.b=value"
@@ -130,44 +124,14 @@ def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setti
             stack.pop()
 
 
-def _read_bytes(argument: str, name: str) -> bytes:
+def _read_bytes(argument: str) -> bytes:
     """The whole file, or one byte more than is allowed."""
-    if argument == "-":
-        stream = standard_input()
-        try:
-            descriptor = stream.fileno()
-        except OSError:  # A stream in memory, as a caller of `check` may have put in its place.
-            return stream.read(_MAX_BYTES + 1)
-        return _read_descriptor(descriptor, name)
-    # Without O_NONBLOCK a FIFO that nobody writes to cannot even be opened.
-    descriptor = os.open(os.path.expanduser(argument), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return _read_descriptor(descriptor, name)
-    finally:
-        os.close(descriptor)
-
-
-def _read_descriptor(descriptor: int, name: str) -> bytes:
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(_MAX_BYTES + 1)
+    path = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
     data = b""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    deadline = time.monotonic() + _GIVE_UP_AFTER
-    has_waited = False
-    while len(data) <= _MAX_BYTES:
-        if not poll.poll(_MESSAGE_AFTER * 1000) and not has_waited:
-            has_waited = True
-            waiting = f"fsdp-doctor: waiting for {name}, to which nothing is written"
-            print(waiting, file=sys.stderr, flush=True)  # noqa: T201, a silent minute would look like a hang
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or not poll.poll(remaining * 1000):
-            raise UsageError(f"cannot read {name}: it did not come to an end in {_GIVE_UP_AFTER:.0f} s")
-        part = os.read(descriptor, min(_MAX_BYTES + 1 - len(data), 1 << 16))
-        if not part:
-            break
+    for part in read_parts(path, size=1 << 16):
         data += part
+        if len(data) > _MAX_BYTES:
+            break
     return data
 
 

@@ -43,7 +43,8 @@ class ConfigFinding:
 
     ``conflict`` and ``known`` are bad; ``unknown`` says what was not understood, ``note`` what to bear in mind.
     entry: the id of the catalogue's entry, for ``known`` alone. cases: their ids. holds_for: the models, each with the
-    versions of the framework, that have it; empty for what does not depend on them.
+    versions of the framework, that have it; empty for what does not depend on them. decides: of what is unknown,
+    whether it may decide how the model is trained.
     """
 
     kind: FindingKind
@@ -52,6 +53,7 @@ class ConfigFinding:
     entry: str = ""
     cases: tuple[str, ...] = ()
     holds_for: tuple[str, ...] = ()
+    decides: bool = False
 
     @property
     def bad(self) -> bool:
@@ -84,8 +86,8 @@ def note(sentence: str, *settings: Setting | None) -> ConfigFinding:
     return _finding("note", sentence, settings)
 
 
-def unknown(sentence: str, *settings: Setting | None) -> ConfigFinding:
-    return _finding("unknown", sentence, settings)
+def unknown(sentence: str, *settings: Setting | None, decides: bool = False) -> ConfigFinding:
+    return dataclasses.replace(_finding("unknown", sentence, settings), decides=decides)
 
 
 def known(entry: str, *settings: Setting | None) -> ConfigFinding:
@@ -100,7 +102,7 @@ def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str
     names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.below(section)}
     strange = {name: row for name, row in names.items() if name not in known_keys}
     findings = [
-        unknown(f"{name!r} is not a known key of {section}{nearest(name, known_keys)}", row)
+        unknown(f"{name!r} is not a known key of {section}{nearest(name, known_keys)}", row, decides=True)
         for name, row in itertools.islice(strange.items(), _MAX_UNKNOWN)
     ]
     if len(strange) > _MAX_UNKNOWN:

@@ -9,7 +9,7 @@ import functools
 import pathlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, overload
 
@@ -240,6 +240,13 @@ class FsdpFramework(Framework, Generic[V]):
 def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
     """The reading of a model that another engine or wrapper trains."""
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
+
+
+def trains_with_fsdp(row: Setting, with_fsdp: Collection[str], without: Collection[str]) -> bool:
+    """Whether the engine that a setting names does. Raises Unreadable for one that is in neither list."""
+    if str(row.value) not in (*with_fsdp, *without):
+        raise Unreadable(f"{row}: this engine is not known, or has an FSDP of its own, which is not read")
+    return str(row.value) in with_fsdp
 
 
 def choose_backend(row: Setting | None, default: str) -> Chosen:

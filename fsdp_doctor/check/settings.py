@@ -150,9 +150,12 @@ class Settings:
         return str(row.value)
 
     def put(self, row: Setting) -> None:
-        """Adds a setting. It replaces the settings below its key, and a single value of a key above it."""
+        """Adds a setting. It replaces the settings below its key, but no value of a key above it.
+
+        Hydra's ``engine=megatron engine.dtype=bfloat16`` chooses a group, and then changes a value in it.
+        """
         above = [row.key[:at] for at, letter in enumerate(row.key) if letter == "."]
-        for key in [*above, *self._below.get(row.key, ())]:
+        for key in [*self._below.get(row.key, ())]:
             self._drop(key)
         earlier = self.rows.get(row.key)
         if earlier is not None and earlier.value != row.value and earlier.file == row.file:

@@ -62,16 +62,6 @@ def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
 def _print_explanation(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
     from fsdp_doctor.explain import explain, text
 
-    for log in logs:
-        _announce_wait(log)
     explanation = explain(logs)
     sys.stdout.write(text.as_json(explanation) + "\n" if as_json else text.as_text(explanation, width))
     raise SystemExit(EXIT_OK if explanation.entry is not None else EXIT_BAD_VERDICT)
-
-
-def _announce_wait(log: pathlib.Path | None) -> None:
-    """Prints what the command waits for if that may take long: a terminal, a named pipe."""
-    if log is None and sys.stdin is not None and sys.stdin.isatty():
-        print("fsdp-doctor: waiting for a log on standard input; Ctrl-D ends it", file=sys.stderr)
-    elif log is not None and log.is_fifo():
-        print(f"fsdp-doctor: waiting for a program that writes to {log}, a named pipe", file=sys.stderr)

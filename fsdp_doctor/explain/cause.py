@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, ranks_where_dumps_differ, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
-from fsdp_doctor.explain.log_input import LogInput, parse_line
+from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import LogClues
@@ -91,16 +91,16 @@ class FirstFailure:
 
 
 class SummaryReader:
-    """Finds torchrun's summary in the chunks of one file, in order; of several the first one counts."""
+    """Finds torchrun's summary in the pieces of one file, in order; of several the first one counts."""
 
     def __init__(self) -> None:
         self.first: FirstFailure | None = None
         self._remaining = 0
 
-    def read(self, text: str, lines: list[str]) -> None:
-        if not self._remaining and (self.first is not None or _SUMMARY_HEADING not in text):
+    def read(self, piece: LogPiece) -> None:
+        if not self._remaining and (self.first is not None or _SUMMARY_HEADING not in piece.text):
             return
-        for raw in lines:
+        for raw in piece.lines:
             if _SUMMARY_HEADING in raw and self.first is None:
                 self._remaining = _SUMMARY_LINES
             elif self._remaining:
@@ -164,7 +164,8 @@ class Explanation:
     cut off; or none of these.
     cause: the exception that the others followed from; None where there is none in the log.
     matches: the entries of the catalogue that it may be, the surest first.
-    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. foreign: where it does not, what
+    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. under_fsdp: whether the log does, or
+    its traceback anywhere. foreign: where it does not, what
     failed, as a noun; empty where its message does not say. near: where it does and nothing matches, the entries most
     like it.
     hang: where the ranks were, if collectives did not end.
@@ -179,6 +180,7 @@ class Explanation:
     cause: Group | None = None
     matches: tuple[Match, ...] = ()
     about_fsdp: bool = False
+    under_fsdp: bool = False
     foreign: str = ""
     near: tuple[KnownFailure, ...] = ()
     hang: Hang | None = None
@@ -231,16 +233,16 @@ class _Logs:
             self._dumps.append(dump)
             return
         log = LogInput(path)
-        reader, summaries, number = ExceptionReader(log.name), SummaryReader(), 0
-        for text, lines in log.chunks():
-            if not self._killed_for_memory and any(hint in text for hint in _HINTS_OF_KILLERS):
-                numbers = (at for at, line in enumerate(lines, number + 1) if _KILLED_FOR_MEMORY.search(line))
-                self._killed_for_memory = next((f"{log.name}, line {at}" for at in numbers), "")
-            number += len(lines)
-            self._add(reader.read(text, lines))
-            summaries.read(text, lines)
-            self._watchdog.read(text, lines)
-            self._clues.read(text)
+        reader, summaries = ExceptionReader(log.name), SummaryReader()
+        for piece in log.pieces():
+            if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
+                lines = zip(piece.numbers, piece.lines, strict=True)
+                numbers = (number for number, line in lines if _KILLED_FOR_MEMORY.search(line))
+                self._killed_for_memory = next((f"{log.name}, line {number}" for number in numbers), "")
+            self._add(reader.read(piece))
+            summaries.read(piece)
+            self._watchdog.read(piece)
+            self._clues.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
         if log.truncated:
@@ -282,6 +284,7 @@ class _Logs:
             cause=cause,
             matches=matches,
             about_fsdp=about_fsdp,
+            under_fsdp=cause is not None and self._evidence(cause).shows("fsdp"),
             foreign=_first_kind(_FOREIGN, text) if is_failure and not about_fsdp else "",
             near=tuple(catalogue.nearest(text)) if is_failure and about_fsdp and not matches else (),
             hang=hang,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.log_input import Line, lines_in, parse_line, parse_time
+from fsdp_doctor.explain.log_input import Line, LogPiece, has_clock, lines_in, parse_line, parse_time
 from fsdp_doctor.known.catalogue import anchors, has_signature
 
 _BEGIN = "Traceback (most recent call last)"
@@ -44,9 +44,7 @@ _TERMINATED = re.compile(r"terminate called after throwing an instance of '(?:\w
 # A label that stood before a traceback, as of a container.
 _LABEL = re.compile(r"(?:[\w./-]{1,100} {0,20}\| ?|\[[^\]\n]{1,100}\] ?|[\w./-]{1,100}: ?)$")
 # A line that cannot be part of a message: a log record, a table of torchrun's, the next prefix.
-_OTHER = re.compile(
-    r"\s*$|[-=]{8,}|\[?[IWEF]\d{3,4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\d{4}-\d\d-\d\d|```|\(raylet\)"
-)
+_OTHER = re.compile(r"\s*$|[-=]{8,}|\[?[IWEF]\d{3,4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|```|\(raylet\)")
 _LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b")
 _GROUP = re.compile(r"^\s{0,400}[|+][ |+-]{0,400}")
 _REPEATED = re.compile(r" \[repeated \d{1,9}x across cluster\].*$")
@@ -59,14 +57,12 @@ _MAX_BOX_LINES = 2_000
 # A traceback that was cut off ends after so many lines of its source, or after so many lines of the log, which is
 # checked every so many lines.
 _MAX_OWN_LINES = 400
-_MAX_LINES = 50_000
+_MAX_LINES = 10_000
 _SWEEP_EVERY = 512
 _MAX_SOURCES = 16_384
 _MAX_LABELS = 256
-# How many lines with a time are remembered; the time is near the beginning of a line.
+# How many lines with a time are remembered.
 _REMEMBERED = 64
-_CLOCK = re.compile(r"\d\d:\d\d:\d\d")
-_CLOCK_END = 160
 
 _MAX_FRAME = 400
 _PYTHON = re.compile(r'\s{0,400}File "[^"\n]{1,1000}", line \d{1,9}')
@@ -124,12 +120,13 @@ class Raised:
 class _Open:
     """A traceback of one source that is still being read.
 
-    source: the last frame's line of code; None until it was read. lines: of this source since it began. box: the
-    content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
+    indent: how far all of it is indented. source: the last frame's line of code; None until it was read. lines: of this
+    source since it began. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
     """
 
     began: Line
     time: float | None
+    indent: int = 0
     frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
     raised: Raised | None = None
     source: str | None = None
@@ -144,27 +141,28 @@ class _Open:
 
 
 class ExceptionReader:
-    """Finds the exceptions of one file. Feed it the chunks in order, then call ``end``.
+    """Finds the exceptions of one file. Feed it the pieces in order, then call ``end``.
 
     Most lines of a log belong to no exception: they cost a few substring searches and nothing else.
     """
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._number = 0
-        self._open: dict[str, _Open] = {}
-        self._last: dict[str, Raised] = {}
+        self._next_sweep = 0
+        # Ordered dictionaries, because what is first of a dictionary costs more the more was removed before it.
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._last: OrderedDict[str, Raised] = OrderedDict()
         self._following: set[str] = set()
         self._labels: tuple[str, ...] = ()
-        self._recent: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
-        self._stamped: dict[str, tuple[int, float | None]] = {}
+        # Of each source the last time; and the lines with a time that were not looked at so far.
+        self._times: OrderedDict[str, float] = OrderedDict()
+        self._recent: deque[str] = deque(maxlen=_REMEMBERED)
         self._anchors = anchors()
 
-    def read(self, text: str, lines: list[str]) -> Iterator[Raised]:
-        present = [anchor for anchor in self._anchors if anchor in text]
-        boxed = "│" in text
-        for raw in lines:
-            self._number += 1
+    def read(self, piece: LogPiece) -> Iterator[Raised]:
+        present = [anchor for anchor in self._anchors if anchor in piece.text]
+        boxed = "│" in piece.text
+        for number, raw in zip(piece.numbers, piece.lines, strict=True):
             if (
                 self._open
                 or "rror" in raw
@@ -177,10 +175,13 @@ class ExceptionReader:
                 or any(a in raw for a in present)
                 or (boxed and "│" in raw)
             ):
-                for line in lines_in(self._number, raw):
+                if number >= self._next_sweep:
+                    self._next_sweep = number + _SWEEP_EVERY
+                    yield from self._close_old(number)
+                for line in lines_in(number, raw):
                     yield from self._read_line(self._without_label(line), present)
-            if _CLOCK.search(raw, 0, _CLOCK_END):
-                self._recent.append((self._number, raw))
+            if has_clock(raw):
+                self._recent.append(raw)
 
     def end(self) -> Iterator[Raised]:
         for source in list(self._open):
@@ -195,29 +196,29 @@ class ExceptionReader:
         return line
 
     def _read_line(self, line: Line, present: list[str]) -> Iterator[Raised]:
-        if self._number % _SWEEP_EVERY == 0:
-            yield from self._close_old()
-        if line.source in self._open and line.text.lstrip().startswith(("|", "+-")):
+        if (opened := self._open.get(line.source)) is not None:
+            line = _without_indent(line, opened.indent)
+        if opened is not None and line.text.lstrip().startswith(("|", "+-")):
             line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
         if _is_boxed(line.text):
             yield from self._read_boxed(line)
         elif _BEGIN in line.text:
             yield from self._begin(line)
-        elif _RAY_BEGIN.search(line.text):
+        elif "RayTaskError" in line.text and _RAY_BEGIN.search(line.text):
             # The traceback before it belongs to the driver, and goes on with this one.
-            if (opened := self._open.get(line.source)) is not None and opened.raised is None:
+            if opened is not None and opened.raised is None:
                 del self._open[line.source]
             yield from self._close(line.source)
             self._open[line.source] = _Open(line, self._time(line))
-        elif line.text.startswith(_CHAINED):
+        elif line.text.lstrip().startswith(_CHAINED):
             yield from self._close(line.source)
-            if line.text.startswith(_HANDLING) and line.source in self._last:
+            if _HANDLING in line.text and line.source in self._last:
                 last = self._last[line.source]
                 last.swallowed = _FATAL_ERROR.search(last.text) is None
                 if not last.swallowed:
                     self._following.add(line.source)
-        elif line.source in self._open:
-            yield from self._continue(self._open[line.source], line, present)
+        elif opened is not None:
+            yield from self._continue(opened, line, present)
         else:
             yield from self._read_alone(line, present)
 
@@ -227,7 +228,7 @@ class ExceptionReader:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
             line = self._without_label(line)
         yield from self._close(line.source)
-        opened = self._open[line.source] = _Open(line, self._time(line))
+        opened = self._open[line.source] = _Open(line, self._time(line), indent=_indent_of(line.text))
         after = after.lstrip(": ")
         if matches := list(_INSIDE.finditer(after)):
             # A whole traceback that lost its line breaks.
@@ -240,7 +241,7 @@ class ExceptionReader:
         lid = line.text.lstrip().startswith("╭")
         if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and _begins_box(line.text)):
             yield from self._close(line.source)
-            opened = self._open[line.source] = _Open(line, self._time(line))
+            opened = self._open[line.source] = _Open(line, self._time(line), indent=_indent_of(line.text))
         if opened is None or lid:
             return
         if line.text.lstrip().startswith("╰"):
@@ -261,22 +262,23 @@ class ExceptionReader:
         if opened.fatal and (not line.text.strip() or "most recent call first" in line.text):
             return
         opened.message_lines += 1
-        other = _OTHER.match(line.text) or _parse_frame(line.text) is not None or _INSIDE.match(line.text)
+        is_next = line.stamped and not opened.began.stamped
+        other = is_next or _OTHER.match(line.text) or _parse_frame(line.text) is not None or _INSIDE.match(line.text)
         if opened.message_lines > _MAX_MESSAGE_LINES or other:
             yield from self._close(line.source)
             yield from self._read_alone(line, present)
             return
         message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
-        opened.raised.message = _REPEATED.sub("", message)[:_MAX_MESSAGE_CHARACTERS]
+        opened.raised.message = _once(message)[:_MAX_MESSAGE_CHARACTERS]
 
     def _frame_or_end(self, opened: _Open, line: Line) -> None:
         if opened.box:
             opened.end_box()
         if (frame := _parse_frame(line.text)) is not None:
-            opened.frames.append(_REPEATED.sub("", frame))
+            opened.frames.append(_once(frame))
             opened.source = None
             return
-        text = _REPEATED.sub("", line.text)
+        text = _once(line.text)
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
         if match is None and opened.frames and (bare := _ANY.match(text)) and not keyword.iskeyword(bare["type"]):
             match = bare
@@ -292,13 +294,15 @@ class ExceptionReader:
     def _read_alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
         """Reads a line outside of any traceback: a frame without a header, an exception, or a known message."""
         if (frame := _parse_frame(line.text)) is not None:
-            self._open[line.source] = opened = _Open(line, self._time(line))
-            opened.frames.append(_REPEATED.sub("", frame))
+            # A frame is two columns within its traceback.
+            indent = _indent_of(line.text)
+            self._open[line.source] = opened = _Open(line, self._time(line), indent=indent - 2 * (indent > 1))
+            opened.frames.append(_once(frame))
         elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
             raised = self._parse_raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
-            self._open[line.source] = _Open(line, raised.time, raised=raised)
-        elif _FATAL.match(line.text):
+            self._open[line.source] = _Open(line, raised.time, indent=_indent_of(line.text), raised=raised)
+        elif _FATAL.match(line.text.lstrip()):
             raised = self._make_raised(line, [])
             self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
         elif any(a in line.text for a in present) and not _SOURCE.match(line.text) and has_signature(line.text):
@@ -316,7 +320,7 @@ class ExceptionReader:
         raised = self._make_raised(line, frames)
         # Ray's RayTaskError(RuntimeError) carries a RuntimeError.
         raised.type = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
-        raised.message = _REPEATED.sub("", match["message"] or "")[:_MAX_MESSAGE_CHARACTERS]
+        raised.message = _once(match["message"] or "")[:_MAX_MESSAGE_CHARACTERS]
         raised.time = time if time is not None else raised.time
         return raised
 
@@ -327,7 +331,7 @@ class ExceptionReader:
             source=line.source,
             time=self._time(line),
             type="",
-            message=_REPEATED.sub("", line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
+            message=_once(line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
             frames=frames,
         )
 
@@ -348,35 +352,47 @@ class ExceptionReader:
             self._last[source] = raised
             yield raised
 
-    def _close_old(self) -> Iterator[Raised]:
+    def _close_old(self, number: int) -> Iterator[Raised]:
         """Ends tracebacks that nothing continues; they are in the order in which they began."""
         while self._open:
             source, opened = next(iter(self._open.items()))
-            if self._number - opened.began.number <= _MAX_LINES and len(self._open) <= _MAX_SOURCES:
+            if number - opened.began.number <= _MAX_LINES and len(self._open) <= _MAX_SOURCES:
                 break
             yield from self._close(source)
-        for by_source in (self._last, self._stamped):
+        for by_source in (self._last, self._times):
             while len(by_source) > _MAX_SOURCES:
-                del by_source[next(iter(by_source))]
+                by_source.popitem(last=False)
 
     def _time(self, line: Line) -> float | None:
         """The time of the line, or of the last line before it by the same source that has one."""
-        searched, time = self._stamped.get(line.source, (0, None))
+        while self._recent:
+            raw = self._recent.popleft()
+            if (time := parse_time(raw)) is not None:
+                self._times[parse_line(0, raw).source] = time
         if (of_line := parse_time(line.raw)) is not None:
-            time = of_line
-        else:
-            for number, raw in reversed(self._recent):
-                if number <= searched:
-                    break
-                if (before := parse_time(raw)) is not None and parse_line(0, raw).source == line.source:
-                    time = before
-                    break
-        self._stamped[line.source] = (line.number, time)
-        return time
+            self._times[line.source] = of_line
+        return self._times.get(line.source)
+
+
+def _once(text: str) -> str:
+    """A line without Ray's count of how often it was written."""
+    return _REPEATED.sub("", text) if "[repeated" in text else text
+
+
+def _indent_of(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _without_indent(line: Line, indent: int) -> Line:
+    """The line without the indentation of the traceback that it may belong to."""
+    removed = min(indent, _indent_of(line.text))
+    return dataclasses.replace(line, text=line.text[removed:]) if removed else line
 
 
 def _parse_frame(text: str) -> str | None:
     """The frame of a traceback that a line is, as Python writes it, or None."""
+    if "File " not in text:
+        return None
     if _PYTHON.match(text):
         return text.strip()[:_MAX_FRAME]
     if match := _IPYTHON.match(text):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fsdp_doctor.explain.log_input import Line, lines_in
+from fsdp_doctor.explain.log_input import Line, LogPiece, lines_in
 
 _MAX_PLACES = 4
 _HINTS = ("WorkNCCL(", "NCCL work:", "last enqueued work:", "failed collective", "Culprit rank", " from ", "PG ID")
@@ -172,7 +172,7 @@ def _capitalize(text: str) -> str:
 
 
 class WatchdogReader:
-    """Collects the watchdog's messages from the chunks of files, in order. The first time-out of a rank counts."""
+    """Collects the watchdog's messages from the pieces of files, in order. The first time-out of a rank counts."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
@@ -181,9 +181,10 @@ class WatchdogReader:
         self._culprits = 0
         self._last_rank: int | None = None
 
-    def read(self, text: str, lines: list[str]) -> None:
+    def read(self, piece: LogPiece) -> None:
+        text = piece.text
         hints = [hint for hint in _HINTS if hint in text and (hint != " from " or self._stacks or _STACK in text)]
-        for raw in lines if hints else ():
+        for raw in piece.lines if hints else ():
             if any(hint in raw for hint in hints):
                 for line in lines_in(0, raw):
                     self._read_line(line)
@@ -224,10 +225,11 @@ class WatchdogReader:
                 self._stacks[line.source] = rank
 
     def _rank_of(self, line: Line) -> int | None:
-        if match := _RANK.search(line.text):
-            rank = int(match[1])
-        elif line.source.startswith("rank "):
+        """The rank in the job, which stands before the line; the watchdog's own may be that in a group."""
+        if line.source.startswith("rank "):
             rank = int(line.source.removeprefix("rank "))
+        elif match := _RANK.search(line.text):
+            rank = int(match[1])
         else:
             return None
         return rank if rank in self._waiting or len(self._waiting) < _MAX_RANKS else None

@@ -1,72 +1,107 @@
-"""A log as lines: read within a limit, without colours and prefixes, each with the rank or process that wrote it."""
+"""A log as lines, whatever the form in which it was kept or pasted, each with the rank or process that wrote it.
+
+This is the only place that knows of forms: of encodings, colours, line ends, the width of a terminal, prefixes.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import codecs
+import itertools
 import pathlib
 import re
-import stat
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import BinaryIO
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.machine.standard_input import standard_input
+from fsdp_doctor.machine.waited_input import read_parts
 
 _CHUNK = 1 << 20
 _MAX_LINE = 1 << 14
-# The limit for a stream that is not a file, and so may have no end.
+# The limit for a stream that is not a file, and for what a compressed file becomes: these may have no end.
 MAX_STREAM = 512 << 20
-_MAGIC = (b"\x7fELF", b"\x1f\x8b", b"PK\x03\x04", b"\x89PNG", b"\x80\x02")
+_GZIP = b"\x1f\x8b"
+_MAGIC = (b"\x7fELF", b"PK\x03\x04", b"\x89PNG", b"\x80\x02")
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 # Control characters that no program writes into its log.
 _NOT_TEXT = bytes({*range(8), *range(14, 27), *range(28, 32), 127})
-# The escape character is often lost where a log was pasted, and its "[36m" stays.
-_ANSI = re.compile(
-    r"\x1b\[[0-9;?]{0,32}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|\[\d{0,2}(?:;\d{1,3}){0,8}m"
-)
+_COLOUR = r"\[\d{0,2}(?:;\d{1,3}){0,8}m"
+_ANSI = re.compile(rf"\x1b\[[0-9;?]{{0,32}}[ -/]{{0,8}}[@-~]|\x1b\][^\x07\x1b]{{0,512}}(?:\x07|\x1b\\)|{_COLOUR}")
+# The escape character is often lost where a log was pasted, or written as two, and what followed it stays.
+_COLOUR_ALONE = re.compile(rf"(?:\^\[)?{_COLOUR}")
+_CLOCK = re.compile(r"\d\d:\d\d:\d\d")
+_CLOCK_END = 160
 _STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 # glog's, as c10d writes it: [E1121 12:34:56.789012345 ProcessGroupNCCL.cpp:616]. It has no year.
 _GLOG = re.compile(r"\[?[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?")
 _LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)"
+_DATE = r"\d{4}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
 
-# The prefixes of torchrun, Ray, srun, containers and loggers; the groups name who wrote the line.
+# One space, where it is not one of the even number of them by which Python indents.
+_SPACE = r"(?:[ ](?=(?:[ ]{2}){0,100}(?:\S|$)))?"
+
+# The prefixes of torchrun, Ray, srun, containers, pytest and loggers; the groups name who wrote the line.
 _PREFIX = re.compile(
-    rf"""
-      \[rank(?P<rank>\d{{1,9}})\]:[ ]?
+    rf"""[ \t]{{0,16}}(?:
+      \[rank(?P<rank>\d{{1,9}})\]:{_SPACE}
     | \((?:[\w.:<>\- ]{{0,80}}\ )?pid=(?P<pid>\d{{1,12}})(?:,\ ip=(?P<ip>[^,)\s]{{1,80}}))?[^)\n]{{0,200}}\)[ ]?
-    | \[[A-Za-z_-]{{1,40}}(?P<local>\d{{1,9}})(?:\|\d{{1,9}})?\]:[ ]?
-    | [ ]{{0,4}}(?P<task>\d{{1,5}}):[ ]
-      (?=\s{{0,20}}(?:Traceback|During|The\ above|File\ "|\S{{0,200}}(?:Error|Exception)\b|\[|\s))
+    | \[[A-Za-z_-]{{1,40}}(?P<local>\d{{1,9}})(?:\|\d{{1,9}})?\]:{_SPACE}
+    | (?P<task>\d{{1,5}}):[ ]
     | \d{{4}}-\d\d-\d\dT[\d:.]{{1,30}}Z?[ ](?:stdout|stderr)[ ][FP][ ]
       # A logger's: time, name, level.
-    | \d{{4}}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{{1,9}})?(?:Z|[+-]\d\d:?\d\d)?
-      [ ]{{1,4}}[-|][ ]{{1,4}}[^\s|]{{1,80}}[ ]{{1,4}}[-|][ ]{{1,4}}{_LEVEL}[ ]{{1,8}}[-|][ ]?
+    | {_DATE}[ ]{{1,4}}[-|][ ]{{1,4}}[^\s|]{{1,80}}[ ]{{1,4}}[-|][ ]{{1,4}}{_LEVEL}[ ]{{1,8}}[-|][ ]?
     | {_LEVEL}[ ]{{1,4}}\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]\[[\w.]{{1,60}}:\d{{1,6}}\][ ]?
-    | \d{{4}}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d{{1,9}})?(?:Z|[+-]\d\d:?\d\d)?[ ]?
-      (?=\S{{0,200}}\s{{0,20}}(?:Traceback|File\ "|[\w.]{{0,200}}(?:Error|Exception)\b|\s|\[rank\d))
+    | (?P<stamp>{_DATE}[ ]?)
     | \d{{4}}/\d\d/\d\d[ ]\d\d:\d\d:\d\d[ ]
     | \[\d{{4}}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d[^\]\s]{{0,20}}(?:[ ][^\]\s]{{1,20}})?\][ ]
-      # A viewer's line number, a container's label.
+      # A viewer's line number, a container's label, pytest's mark.
     | \[\d{{1,9}}\][ ](?=\[rank\d)
     | [A-Za-z][\w.-]{{0,60}}-\d{{1,6}}[ ]{{1,20}}\|[ ]
+    | E[ ]{{3}}
     | (?:>[ ]?){{1,8}}
-    """,
+    )""",
     re.VERBOSE,
 )
 # Where the next line begins in one that was joined of several.
 _JOINT = re.compile(r"(?<=\S)[ ]{3,400}(?=\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)|(?<=[^\s>|])(?=\[rank\d{1,9}\]:)")
+# What no terminal makes of the rest of a line that it has broken.
+_BEGINNING = re.compile(rf"\s\s|Traceback|During handling|The above|```|[-=*]{{4}}|{_LEVEL}\b")
+_EXCEPTION = re.compile(r"[\w.]{1,80}(?:Error|Exception)\b")
+# What may stand before every line of a log: the name of a pod, of a container, of a job.
+_LABEL = re.compile(r"\s*(?:(?:\[?[a-z][a-z0-9._/:-]{1,80}\]?|\|)[ ]{1,20}){0,3}")
+# What is the last of a line, and is not within a word.
+_ENDS = "│╮╯┃\u201d\u2019"
+_NARROWEST, _WIDEST = 60, 250
+_USUAL_WIDTHS = frozenset({*range(60, _WIDEST + 1, 10), 72, 79, 99, 132})
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: its number, who wrote it ("" where nothing says), the text after its prefixes, the whole of it."""
+    """One line: its number, who wrote it ("" where nothing says), the text after its prefixes, the whole of it.
+
+    stamped: whether one of the prefixes is a time alone, as of a container or of a program's next message.
+    """
 
     number: int
     source: str
     text: str
     raw: str
+    stamped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece:
+    """A piece of a log.
+
+    text: all of it. lines: as the programs wrote them. numbers: of the line of the file in which each begins. written:
+    the lines of the file, of which a terminal may have made several of one.
+    """
+
+    text: str
+    lines: Sequence[str]
+    numbers: Sequence[int]
+    written: Sequence[str]
 
 
 class LogInput:
@@ -77,49 +112,100 @@ class LogInput:
         self.name = str(path) if path is not None else "standard input"
         self.truncated = False
 
-    def chunks(self) -> Iterator[tuple[str, list[str]]]:
-        """(text, its lines) piece by piece, about a mebibyte each.
+    def pieces(self) -> Iterator[LogPiece]:
+        """The log piece by piece, about a mebibyte each, without colours.
 
         Raises UsageError for a file that cannot be read, is empty, or is not text.
         """
-        empty = True
-        rest = b""
-        for data in self._read():
-            if empty and _is_binary(data):
-                raise UsageError(f"{self.name} is not a text file")
-            # A log that was truncated while it was written to has holes of them.
-            data = data.replace(b"\0", b"")
-            empty = empty and not data.strip()
-            whole, rest = _split(rest + data)
-            yield _decode(whole)
-        yield _decode(rest)
+        number, width, label, rest, empty = 1, -1, "", "", True
+        for text in itertools.chain(self._texts(), [""]):
+            whole, rest = _split(rest + text) if text else (rest, "")
+            empty = empty and not whole.strip()
+            written = _split_lines(whole)
+            if width < 0 and written:
+                label = _common_label(written)
+                width = 0 if label else _wrapped_width(written)
+            lines, begins = _join_wrapped(written, width) if width > 0 else (written, range(len(written)))
+            if label:
+                lines = [line.removeprefix(label) for line in lines]
+            if "[0m" in whole:
+                lines = [_COLOUR_ALONE.sub("", line) for line in lines]
+            text = whole if lines is written else "\n".join(lines)
+            yield LogPiece(text, lines, [number + at for at in begins], written)
+            number += len(written)
         if empty:
             raise UsageError(f"{self.name} is empty")
 
+    def _texts(self) -> Iterator[str]:
+        """The log as text, without its colours."""
+        data = self._read()
+        first = next(data, b"")
+        if first.startswith(_GZIP):
+            data = self._limited(_inflated(itertools.chain([first], data), self.name))
+            first = next(data, b"")
+        encoding = _encoding_of(first)
+        if encoding == "utf-8" and _is_binary(first):
+            raise UsageError(f"{self.name} is not a text file")
+        decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+        for part in itertools.chain([first], data):
+            # A log that was truncated while it was written to has holes of zeros.
+            text = decoder.decode(part).replace("\0", "").replace("\r\n", "\n")
+            yield _ANSI.sub("", text) if "\x1b" in text else text
+
     def _read(self) -> Iterator[bytes]:
-        read = 0
+        is_file = self.path is not None and self.path.is_file()
         try:
-            with _open_log(self.path) as file:
-                endless = not stat.S_ISREG(_mode(file))
-                while data := file.read(_CHUNK):
-                    yield data
-                    read += len(data)
-                    if endless and read >= MAX_STREAM:
-                        self.truncated = True
-                        return
+            parts = read_parts(self.path, size=_CHUNK, patient=True)
+            yield from parts if is_file else self._limited(_in_blocks(parts))
         except OSError as error:
             raise UsageError(f"cannot read {self.name}: {error.strerror or error}") from None
 
+    def _limited(self, data: Iterable[bytes]) -> Iterator[bytes]:
+        read = 0
+        for part in data:
+            yield part
+            read += len(part)
+            if read >= MAX_STREAM:
+                self.truncated = True
+                return
 
-def _mode(file: BinaryIO) -> int:
+
+def _in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in parts that are no smaller than those of a file."""
+    block = bytearray()
+    for part in parts:
+        block += part
+        if len(block) >= _CHUNK:
+            yield bytes(block)
+            block.clear()
+    yield bytes(block)
+
+
+def _encoding_of(first: bytes) -> str:
+    """By a mark; or by zeros at every other place, which UTF-16 has where a text is mostly ASCII."""
+    for mark, encoding in _MARKS:
+        if first.startswith(mark):
+            return encoding
+    even, odd = first[0:4096:2].count(0), first[1:4096:2].count(0)
+    half = min(len(first), 4096) // 2
+    if 4 * max(even, odd) > half > 8 and max(even, odd) > 2 * min(even, odd):
+        return "utf-16-le" if odd > even else "utf-16-be"
+    return "utf-8"
+
+
+def _inflated(data: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """The content of a gzip file, as far as it goes; of several members, one after the other."""
+    inflate = zlib.decompressobj(wbits=31)
     try:
-        return os.fstat(file.fileno()).st_mode
-    except OSError:
-        return stat.S_IFREG  # bytes in memory, which have an end
-
-
-def _open_log(path: pathlib.Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
-    return open(path, "rb") if path is not None else contextlib.nullcontext(standard_input())
+        for part in data:
+            rest = part
+            while rest:
+                yield inflate.decompress(rest, _CHUNK)
+                rest = inflate.unconsumed_tail
+                if inflate.eof:
+                    rest, inflate = inflate.unused_data, zlib.decompressobj(wbits=31)
+    except zlib.error:
+        raise UsageError(f"{name} is not a text file, and cannot be decompressed as gzip") from None
 
 
 def _is_binary(data: bytes) -> bool:
@@ -130,30 +216,74 @@ def _is_binary(data: bytes) -> bool:
     return data.startswith(_MAGIC) or 10 * control > len(begin) or (20 * control > len(begin) < 5 * undecodable)
 
 
-def _split(data: bytes) -> tuple[bytes, bytes]:
+def _split(text: str) -> tuple[str, str]:
     """Whole lines, and the beginning of one that goes on; a line without end is cut."""
-    end = data.rfind(b"\n") + 1
-    if not end and len(data) > _MAX_LINE:
-        end = len(data)
-    return data[:end], data[end:]
+    end = text.rfind("\n") + 1
+    if not end and len(text) > _MAX_LINE:
+        end = len(text)
+    return text[:end], text[end:]
 
 
-def _decode(data: bytes) -> tuple[str, list[str]]:
-    text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
-    if "\x1b" in text or "[0m" in text:
-        text = _ANSI.sub("", text)
+def _split_lines(text: str) -> list[str]:
     lines = text.split("\n")
     if "\r" in text:
         # A progress bar writes its line again and again; what was written last stands.
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     # After the end of the last line there is no other line.
-    return text, lines[:-1] if lines[-1] == "" else lines
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _common_label(lines: Sequence[str]) -> str:
+    """What stands before every line and says nothing: the same indentation, or the same label; else an empty text."""
+    written = [line for line in lines if line.strip()]
+    if len(set(written)) < 3:
+        return ""
+    pairs = zip(min(written), max(written), strict=False)
+    match = _LABEL.match("".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return match[0] if match else ""
+
+
+def _wrapped_width(lines: Sequence[str]) -> int:
+    """The width at which a terminal has broken the lines of a log; 0 where nothing looks like that.
+
+    No line is wider, and the lines of that width go on in the next: a single one where that width is usual, or where it
+    ends within a path, and several where it is not. Lines of one form, as of a progress bar, are no such lines.
+    """
+    width = max(map(len, lines))
+    if not _NARROWEST <= width <= _WIDEST:
+        return 0
+    full = [at for at, line in enumerate(lines) if len(line) == width]
+    going_on = [at for at in full if at + 1 < len(lines) and _goes_on(lines[at], lines[at + 1])]
+    is_sure = width in _USUAL_WIDTHS or any(lines[at].count('"') % 2 for at in going_on)
+    return width if 2 * len(going_on) > len(full) and len(going_on) >= (1 if is_sure else 2) else 0
+
+
+def _goes_on(line: str, following: str) -> bool:
+    """Whether the rest of a broken line may follow. line: as far as it was read."""
+    if _PREFIX.match(following) or line[:4] == following[:4] or line[-1:] in _ENDS or not following.strip():
+        return False
+    is_exception = line[:1].isspace() and _EXCEPTION.match(following)
+    return _PREFIX.match(line) is not None or not (is_exception or _BEGINNING.match(following))
+
+
+def _join_wrapped(lines: Sequence[str], width: int) -> tuple[list[str], list[int]]:
+    """The lines that a terminal has broken as they were, and the index at which each began."""
+    joined: list[str] = []
+    begins: list[int] = []
+    for at, line in enumerate(lines):
+        before = lines[at - 1] if at else ""
+        if len(before) == width and _goes_on(joined[-1], line) and len(joined[-1]) < _MAX_LINE:
+            joined[-1] += line
+        else:
+            joined.append(line)
+            begins.append(at)
+    return joined, begins
 
 
 def lines_in(number: int, raw: str) -> Iterator[Line]:
     """The lines that were joined in one; mostly there is only one."""
     raw = raw[:_MAX_LINE]
-    if "[rank" in raw or "   20" in raw:
+    if raw.find("[rank", 1) > 0 or "   20" in raw:
         for piece in _JOINT.split(raw):
             yield parse_line(number, piece)
     else:
@@ -163,15 +293,16 @@ def lines_in(number: int, raw: str) -> Iterator[Line]:
 def parse_line(number: int, raw: str) -> Line:
     """A line without its prefixes, of which it can have several: a time, then Ray's, then torchrun's."""
     sources: list[str] = []
-    position = 0
+    position, stamped = 0, False
     raw = raw[:_MAX_LINE]
     while match := _PREFIX.match(raw, position):
         position = match.end()
+        stamped = stamped or match["stamp"] is not None
         if source := _source_of(match):
             sources.append(source)
     # torchrun's rank is more precise than the processes around it.
     rank = next((source for source in reversed(sources) if source.startswith("rank")), "")
-    return Line(number, rank or " ".join(dict.fromkeys(sources)), raw[position:], raw)
+    return Line(number, rank or " ".join(dict.fromkeys(sources)), raw[position:], raw, stamped)
 
 
 def _source_of(match: re.Match[str]) -> str:
@@ -186,8 +317,15 @@ def _source_of(match: re.Match[str]) -> str:
     return ""
 
 
+def has_clock(raw: str) -> bool:
+    """Whether a time of day stands near the beginning of the line."""
+    return raw.count(":", 0, _CLOCK_END) > 1 and _CLOCK.search(raw, 0, _CLOCK_END) is not None
+
+
 def parse_time(raw: str) -> float | None:
     """Seconds of the first time stamp in the line, on an arbitrary but common scale; None without one."""
+    if not has_clock(raw):
+        return None
     if match := _STAMP.search(raw):
         return _seconds(*match.groups())
     if match := _GLOG.search(raw):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_doctor.explain.cause import Explanation, Group, is_raised_anywhere
@@ -22,13 +23,18 @@ _MAX_LINES = 6
 _MAX_OTHERS = 3
 _MAX_ROWS = 16
 _MAX_WAITING_IN_JSON = 256
-# How many entries are printed whole, if none is known for certain.
+# How many entries are printed whole, if none is known for certain, and how many possible ones are named.
 _MAX_ENTRIES = 2
+_MAX_POSSIBLE = 3
 _ATTACHMENTS = (
     "the whole traceback of the rank that failed first",
     "`fsdp-doctor env`, from the same environment",
     "`fsdp-doctor probe --fix --markdown report.md`, from the same machine",
     "the configuration, or what `fsdp-doctor check CONFIG` makes of it",
+)
+_NO_FAILURE = (
+    "There is no failure in the log that this program can read. If the job failed, give the whole log of the rank that "
+    "failed, or its end."
 )
 _HANG_HEADER = ("ranks", "group", "waits in", "in", "out", "last launched", "last done", "seconds")
 _ASK_FOR_DUMPS = (
@@ -46,7 +52,8 @@ def as_text(explanation: Explanation, width: int) -> str:
     if explanation.showing == "failure" and not explanation.about_fsdp:
         lines += _foreign_lines(explanation, width)
     elif explanation.matches:
-        lines += _match_lines(explanation.matches, width)
+        frames = explanation.cause.first.frames if explanation.cause is not None else ()
+        lines += _match_lines(explanation.matches, width, "\n".join(frames))
     elif explanation.showing == "failure":
         lines += ["", "It is not in the catalogue of known failures."]
         lines += _list_entries("Entries with a similar message, which may have another cause:", explanation.near)
@@ -101,7 +108,7 @@ def _heading(explanation: Explanation) -> list[str]:
     if explanation.showing == "hang":
         return ["The job hung: a collective did not end."]
     if cause is None:
-        sentence = f"There is no exception in the log. {summary.sentence}." if summary else "The log shows no failure."
+        sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE
         if explanation.killed_for_memory and summary is None:
             sentence = "There is no exception in the log."
         if explanation.dumps:
@@ -189,17 +196,25 @@ def _place(raised: Raised) -> str:
 # Entries of the catalogue
 
 
-def entry_lines(entry: KnownFailure, width: int) -> list[str]:
-    """The lines of the whole entry, of at most ``width`` columns."""
+def entry_lines(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
+    """The lines of the whole entry, of at most ``width`` columns.
+
+    conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
+    """
     lines = [f"{entry.id}: {entry.title}", ""]
+    if conditions:
+        lines += ["To be sure:", *(f"  - {condition}" for condition in conditions)]
+    if entry.needs:
+        lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     lines += wrap(f"Cause: {entry.cause}", width)
+    for framework, remedy in entry.remedies.items():
+        if not places or f"/{framework}/" in places:
+            lines += wrap(f"Remedy in {framework}: {remedy}", width)
     lines += wrap(f"Remedy: {entry.remedy}", width)
     if entry.code:
         lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
     if entry.check:
         lines += wrap(f"How to see it: {entry.check}", width)
-    if entry.needs:
-        lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     if entry.torch:
         lines += [f"torch: {entry.torch}"]
     if entry.measured:
@@ -224,6 +239,7 @@ def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
         "frameworks": list(entry.frameworks),
         "cause": entry.cause,
         "remedy": entry.remedy,
+        "remedies": dict(entry.remedies),
         "code": entry.code.strip("\n"),
         "references": list(entry.references),
         "evidence": entry.evidence,
@@ -247,32 +263,40 @@ def _command(entry: KnownFailure) -> str:
     return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
 
 
-def _match_lines(matches: tuple[Match, ...], width: int) -> list[str]:
-    """The known entry whole; where none is known, the first ones, with the questions that would make them sure."""
+def _match_lines(matches: tuple[Match, ...], width: int, places: str) -> list[str]:
+    """The known entry whole, or the likely ones; of possible ones no more than what would decide between them."""
     grade = matches[0].grade
+    if grade == "possible":
+        return _possible_lines(matches)
     whole = [match for match in matches if match.grade == grade][: 1 if grade == "known" else _MAX_ENTRIES]
     lines = []
     for match in whole:
-        entry = entry_lines(match.entry, width)
+        entry = entry_lines(match.entry, width, conditions=match.open, places=places or "no place")
         lines += ["", f"{match.grade.capitalize()}: {entry[0]}", *entry[1:]]
-        if match.open:
-            lines += ["To be sure:", *(f"  - {question}" for question in match.open)]
     rest = tuple(match.entry for match in matches if match not in whole)
     return lines + _list_entries("Other entries with the same message (`fsdp-doctor explain --entry ID`):", rest)
 
 
+def _possible_lines(matches: tuple[Match, ...]) -> list[str]:
+    lines = [f"  {match.entry.id}: {next(iter((*match.against, *match.open)), '')}" for match in matches]
+    return ["", "Possible, and what would decide (`fsdp-doctor explain --entry ID`):", *lines[:_MAX_POSSIBLE]]
+
+
 def _foreign_lines(explanation: Explanation, width: int) -> list[str]:
-    has_frames = explanation.cause is not None and explanation.cause.first.frames
-    is_sure = has_frames or explanation.foreign
+    has_frames = explanation.cause is not None and bool(explanation.cause.first.frames)
+    is_sure = (has_frames or explanation.foreign) and not explanation.under_fsdp
     verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
     kind = f" It is about {explanation.foreign}." if explanation.foreign else ""
-    where = "its traceback" if has_frames else "the log"
-    why = f"Neither its message nor {where} names FSDP, a DTensor or a sharded checkpoint."
     if has_frames and explanation.cause is not None and is_raised_anywhere(explanation.cause.first.text):
         why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
-    entries = tuple(match.entry for match in explanation.matches)
+    elif not explanation.under_fsdp:
+        why = "Nothing in the log names FSDP, a DTensor or a sharded checkpoint."
+    elif has_frames:
+        why = "The log names FSDP, but neither the message nor the innermost frames do."
+    else:
+        why = "The log names FSDP, but the message does not, and no traceback shows where it was raised."
     lines = ["", *wrap(f"{verdict}{kind} {why}", width)]
-    return lines + _list_entries("Only if the model is under FSDP all the same:", entries)
+    return lines + (_possible_lines(explanation.matches) if explanation.matches else [])
 
 
 def _list_entries(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
@@ -330,7 +354,7 @@ def _longest_wait(waiting: list[Waiting]) -> str:
 def _match_as_dict(match: Match) -> dict[str, Any]:
     entry = match.entry
     advice = {"title": entry.title, "cause": entry.cause, "remedy": entry.remedy}
-    return {"id": entry.id, "grade": match.grade, "open": list(match.open), **advice}
+    return {"id": entry.id, "grade": match.grade, "open": list(match.open), "against": list(match.against), **advice}
 
 
 def _hang_as_dict(hang: Hang) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from fsdp_doctor.known.clues import ClueName
+from fsdp_doctor.known.clues import CLUES, ClueName
 from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
 from fsdp_doctor.known.signatures import anchor, readings
 from fsdp_doctor.matrix.cases import AnyCase, Case
@@ -21,6 +21,7 @@ from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
+_SHARDED_PLACE = re.compile(rf"{CLUES['sharded place'].shown.pattern}|{CLUES['fsdp'].shown.pattern}")
 
 
 class RankRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,9 +89,10 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     group: the file that it is in. verdict: the one that it has in the matrix, or would have.
     signatures: regular expressions over an exception's ``Type: message``, on one line, for any device.
-    frames: further ones over the traceback, for a message that other failures share: unless one of them matches, the
-        entry is no more than possible. place: their meaning in words.
-    unless: ones over the traceback that show another failure.
+    frames: further ones over the traceback, for a message that other failures share: one of them has to match. place:
+        their meaning in words. Without them the traceback has to go through FSDP, a DTensor or a state dict.
+    unless: ones over message and traceback that show another failure.
+    contradicted_by: facts with which it does not show: where a log shows one, the entry is no more than possible.
     needs: the facts without which it does not show. A log has to show them, or the entry is not known for certain; in
         the matrix they are given.
     check: how to see it where nothing raises; only a silent failure has it.
@@ -103,7 +105,8 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evidence: the id of a case that reproduces it on two ranks, or ``reported``.
     evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
     measured: for each device the versions of torch with which a committed run showed it.
-    cause, remedy: sentences. code: the remedy in code.
+    cause, remedy: sentences. code: the remedy in code. remedies: by framework, the setting of its user's configuration
+        and the release, which go before the code for its maintainer.
     references: ``owner/repository#number``, or a file of torch.
     """
 
@@ -121,6 +124,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     place: str = ""
     unless: tuple[re.Pattern[str], ...] = ()
     needs: tuple[ClueName, ...] = ()
+    contradicted_by: tuple[ClueName, ...] = ()
     check: str = ""
     symptoms: tuple[re.Pattern[str], ...] = ()
     triggers: tuple[Trigger, ...] = ()
@@ -129,6 +133,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     versions: Mapping[str, SpecifierSet] = {}
     frameworks: tuple[str, ...] = ()
     code: str = ""
+    remedies: Mapping[str, str] = {}
     references: tuple[str, ...] = ()
 
     @property
@@ -142,11 +147,12 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return any(anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts)
 
     def has_frame(self, traceback: str) -> bool:
-        return any(pattern.search(traceback) for pattern in self.frames)
+        """Whether the traceback goes through a place where it is raised."""
+        return any(pattern.search(traceback) for pattern in self.frames or (_SHARDED_PLACE,))
 
-    def is_excluded_by(self, traceback: str) -> bool:
-        """Whether the traceback shows that it is another failure."""
-        return any(pattern.search(traceback) for pattern in self.unless)
+    def is_excluded_by(self, text: str) -> bool:
+        """Whether message and traceback show that it is another failure."""
+        return any(pattern.search(text) for pattern in self.unless)
 
     def is_raised_in(self, file: str) -> bool:
         """Whether the file may be of a framework that the entry names, wherever that was checked out."""

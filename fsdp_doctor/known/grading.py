@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,6 +12,8 @@ from fsdp_doctor.known.clues import CLUES, ClueName
 from fsdp_doctor.known.failures import KnownFailure
 
 Grade: TypeAlias = Literal["known", "likely", "possible"]
+# The package of a frame, or nothing: torch's own frames, and those of scripts, may be innermost in any failure.
+_PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!torch[/\\])([\w.-]+)")
 _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 
 
@@ -18,9 +21,10 @@ _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 class Evidence:
     """The evidence of one failure in a log.
 
-    message: ``Type: message``. traceback: its frames. script: the file, not torch's, whose own line raised it; empty
-    where none is known to have. indirect: the message stands somewhere else than where it was raised, as in prose.
-    log: the facts that the whole log shows. torch: the version that it names; empty where it names none.
+    message: ``Type: message``. traceback: its frames, the innermost in the last line. script: the file, not torch's,
+    whose own line raised it; empty where none is known to have. indirect: the message stands somewhere else than where
+    it was raised, as in prose. log: the facts that the whole log shows. torch: the version that it names; empty
+    where it names none.
     """
 
     message: str
@@ -34,14 +38,23 @@ class Evidence:
         """Whether the failure itself shows a fact, by its message or its traceback, or the rest of the log does."""
         return name in self.log or CLUES[name].shown.search(f"{self.message}\n{self.traceback}") is not None
 
+    @property
+    def names_fsdp(self) -> bool:
+        """Whether the message itself does, which is then no other program's."""
+        return CLUES["fsdp"].shown.search(self.message) is not None
+
 
 @dataclass(frozen=True)
 class Match:
-    """An entry with the message of a failure, how sure it is, and the questions that would make it sure."""
+    """An entry with the message of a failure, and how sure it is.
+
+    open: the questions that would make it sure. against: sentences on what speaks against it.
+    """
 
     entry: KnownFailure
     grade: Grade
     open: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()
 
 
 def match_evidence(evidence: Evidence) -> list[Match]:
@@ -60,30 +73,41 @@ def _order(match: Match) -> tuple[int, bool, bool]:
 
 
 def _grade(entry: KnownFailure, evidence: Evidence) -> Match | None:
-    if entry.is_excluded_by(evidence.traceback):
+    """Known needs the message, a frame that belongs to the failure, and nothing that speaks against the entry."""
+    traceback = evidence.traceback
+    if entry.is_excluded_by(f"{evidence.message}\n{traceback}"):
         return None
     lacking = [name for name in entry.needs if not evidence.shows(name)]
-    lacks_frame = bool(entry.frames) and not entry.has_frame(evidence.traceback)
+    has_frame = entry.has_frame(traceback)
     # A clue without hints is shown by the failure itself alone.
-    elsewhere = lacks_frame or any(not CLUES[name].hints for name in lacking)
-    if evidence.traceback and elsewhere and not evidence.shows("fsdp"):
+    is_elsewhere = not has_frame or any(not CLUES[name].hints for name in lacking)
+    # A message that many programs raise, in a traceback that goes elsewhere, is another failure.
+    if traceback and is_elsewhere and (entry.frames or not evidence.shows("fsdp")) and not evidence.names_fsdp:
         return None
-    questions = [f"does the traceback go through {entry.place}?"] if lacks_frame else []
-    questions += [CLUES[name].ask for name in lacking]
+    questions = [CLUES[name].ask for name in lacking]
+    if not has_frame:
+        place = entry.place or "FSDP, a DTensor or a state dict"
+        questions.insert(0, f"does the traceback go through {place}?")
     if evidence.indirect:
         questions.append("where was it raised? The log has no traceback of it")
-    raised_by_script = evidence.script and not entry.is_raised_in(evidence.script)
-    if raised_by_script:
-        questions.append(f"does {evidence.script} pass on an error of torch's? It raised this one in a line of its own")
-    other_torch = not entry.shows_on(evidence.torch)
-    if other_torch:
-        questions.append(f"which torch is it? The log names {evidence.torch}, and this needs {entry.torch}")
-    grade: Grade
-    if raised_by_script or other_torch:
-        grade = "possible"
-    elif not elsewhere and not lacking:
-        grade = "likely" if evidence.indirect else "known"
-    else:
-        # A message that many programs raise is no diagnosis where nothing says where it was raised.
-        grade = "likely" if evidence.shows("fsdp") and not elsewhere else "possible"
-    return Match(entry, grade, tuple(questions))
+    against = tuple(_contradictions(entry, evidence))
+    grade: Grade = "possible"
+    if has_frame and not lacking and not evidence.indirect:
+        grade = "known"
+    elif not is_elsewhere or (not traceback and not lacking and (evidence.names_fsdp or not entry.frames)):
+        grade = "likely" if evidence.shows("fsdp") or not lacking else "possible"
+    return Match(entry, "possible" if against else grade, tuple(questions), against)
+
+
+def _contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[str]:
+    for name in entry.contradicted_by:
+        if evidence.shows(name):
+            yield f"the log shows that {CLUES[name].fact}"
+    if evidence.script and not entry.is_raised_in(evidence.script):
+        yield f"a line of {evidence.script} raised it, and may mean something else by it"
+    innermost = evidence.traceback.rpartition("\n")[2]
+    is_its = entry.is_raised_in(innermost) or (entry.frames and entry.has_frame(innermost))
+    if (match := _PACKAGE.search(innermost)) and not is_its:
+        yield f"the innermost frame is {match[1]}'s"
+    if not entry.shows_on(evidence.torch):
+        yield f"the log names torch {evidence.torch}, and this needs {entry.torch}"

@@ -290,6 +290,8 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
         unknown = [finding.sentence for finding in result.findings if finding.kind == "unknown"]
         about = [sentence for sentence in unknown if sentence.startswith(tuple(f"{role}: " for role in undetermined))]
         raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(about or unknown)}")
+    if deciding := [f"{', '.join(one.settings)}: {one.sentence}" for one in result.findings if one.decides]:
+        raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(deciding)}")
     if all(use.scenario is None for use in result.uses):
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")

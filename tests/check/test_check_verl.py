@@ -161,6 +161,38 @@ def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_it
     assert not of_kind(checked(FSDP2, version="0.8.0"), "note")
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ("engine=automodel", "engine.distributed_strategy=fsdp2"),
+        ("engine=veomni", "engine.dtype=bfloat16"),
+        ("engine=fsdp3", "engine.dtype=bfloat16"),
+        ("engine.strategy=fsdp_turbo",),
+        ("engine.strategy=fsdp3",),
+        ("engine.strategy=fsdp2", "engine.ofload_policy=true"),
+    ],
+    ids=" ".join,
+)
+def test_an_engine_a_strategy_or_a_key_beside_it_that_is_not_known_is_no_default(choice: tuple[str, ...]) -> None:
+    result = checked(*choice, "trainer.n_gpus_per_node=8", "engine.fsdp_size=-1")
+    assert (result.framework, result.exit_code) == ("verl", 3)
+    assert of_kind(result, "unknown")
+
+
+def test_a_group_that_hydra_chooses_is_not_dropped_for_a_value_in_it() -> None:
+    result = checked("engine=megatron", "engine.dtype=bfloat16", "engine.strategy=megatron")
+    assert [use.why_not for use in result.uses] == ["not under FSDP: engine=megatron (command line)"]
+
+
+def test_a_size_that_cannot_be_read_prevents_no_finding_that_holds_for_every_size() -> None:
+    result = checked("verl_policy.sh", flag("fsdp_size", "${SIZE}"), version="0.7.1")
+    entries = [catalogue.known_failure(finding.entry) for finding in of_kind(result, "known")]
+    assert any("verl-project/verl#5995" in entry.references for entry in entries)
+    assert "fsdp_size=${SIZE}" in "".join(row for one in of_kind(result, "unknown") for row in one.settings)
+    assert result.exit_code == 1
+    assert checked("verl_policy.sh", flag("fsdp_size", "${SIZE}"), version="0.9.0").exit_code == 3
+
+
 def test_another_engine_has_no_case() -> None:
     result = checked(f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true")
     assert use_of(result, "actor").why_not == f"not under FSDP: {ACTOR}.strategy=megatron (command line)"

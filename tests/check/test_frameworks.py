@@ -474,3 +474,23 @@ def test_fsdp1_syncs_whole_tensors_where_the_rollout_loads_hf_weights() -> None:
     asked = ["actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.rollout.load_format=dummy_hf"]
     roles = cases_of_roles(checked(*asked, "trainer.use_legacy_worker_impl=enable", version="0.5.0"))
     assert roles["actor"] == ["fsdp1/none/unstaged/full_state_dict"]
+
+
+def test_releases_that_cannot_read_the_file_are_left_out_where_none_is_named() -> None:
+    asked = ("base_model=x", "micro_batch_size=1", "fsdp_version=2", "fsdp_config.reshard_after_forward=true")
+    assert checked(*asked).exit_code == 0
+    assert checked(*asked, version="0.8").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("allocation", "code"),
+    [
+        ("sglang:d4+fsdp:d4", 0),
+        ("sglang.d4p1t1+d4p1t1", 0),
+        ("sglang:d2t4+megatron:(attn:d2p1t4|ffn:d1p1e8)", 3),
+        ("sglang:d2t4+torchtitan:d4", 3),
+    ],
+)
+def test_the_allocation_says_which_engine_of_areal_trains(allocation: str, code: int) -> None:
+    result = checked(f"allocation_mode={allocation}", "actor.path=x")
+    assert (result.exit_code, result.under_fsdp) == (code, code == 0)

@@ -82,6 +82,7 @@ def test_rays_wrapper_is_not_taken_for_the_exception_that_it_carries(tmp_path: p
         "ray.exceptions.RayTaskError(AssertionError): ray::WorkerDict.compute_log_prob() (pid=618, ip=10.0.0.1)",
         '  File "/opt/verl/verl/single_controller/ray/base.py", line 399, in func',
         "    return getattr(self.worker_dict[key], name)(*args, **kwargs)",
+        '  File "/opt/verl/verl/workers/fsdp_workers.py", line 652, in compute_log_prob',
         UNSHARD.format(0) + " [repeated 7x across cluster]",
     ]
     explanation = explained(tmp_path, *lines)
@@ -156,7 +157,7 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
                 "Reproduce: fsdp-doctor probe --case 'fsdp2/policy/staged/state_dict'",
             ],
         ),
-        ("step 1\nstep 2\n", 1, ["The log shows no failure.\n"]),
+        ("step 1\nstep 2\n", 1, ["no failure in the log that this program can read"]),
     ],
     ids=["killed", "consequences", "unknown", "known", "nothing"],
 )
@@ -351,30 +352,34 @@ def test_what_followed_is_counted_by_what_it_is(tmp_path: pathlib.Path) -> None:
     assert "Consequence: a rank timed out while it waited for another\n" in shown
 
 
-def test_an_entry_that_only_shares_the_message_is_not_said_to_be_the_cause(tmp_path: pathlib.Path) -> None:
-    traceback = (
-        "Traceback (most recent call last):",
-        '  File "/a.py", line 3, in load',
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-    )
-    shown = _text(tmp_path, "strategy: fsdp", *traceback)
+def test_possible_entries_are_at_most_three_lines_without_cause_or_remedy(tmp_path: pathlib.Path) -> None:
+    shown = _text(tmp_path, "strategy: fsdp", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+    possible = shown.split("Possible")[1].splitlines()[1:]
+    assert possible[0].startswith("  dsd-load-oom-broadcast: does the traceback go through set_model_state_dict")
+    assert len([line for line in possible if line.startswith("  ") and ": " in line]) == 3
     assert "Known: " not in shown
-    possible = shown.split("Possible: ")[1]
-    assert possible.startswith("dsd-load-oom-broadcast")
-    assert "Cause: " in possible
-    assert "Remedy: " in possible
-    assert "does the traceback go through set_model_state_dict or its broadcast?" in possible.split("To be sure:")[1]
-    assert "To report it, attach:" not in _text(tmp_path, *traceback)
+    assert "Remedy: " not in shown
+
+
+def test_what_is_not_sure_of_an_entry_stands_above_its_remedy(tmp_path: pathlib.Path) -> None:
+    shown = _text(tmp_path, "FSDP parameters should be materialized on CPU when enabling CPU offloading")
+    assert shown.index("To be sure:") < shown.index("Remedy: ")
+
+
+def test_a_log_that_names_fsdp_is_not_said_to_name_none(tmp_path: pathlib.Path) -> None:
+    lines = ["actor.strategy=fsdp2", BEGIN, '  File "/opt/data.py", line 3, in f', "ValueError: bad row"]
+    assert "Nothing in the log names FSDP" not in _text(tmp_path, *lines)
+    assert "Nothing in the log names FSDP" in _text(tmp_path, *lines[1:])
 
 
 def test_standard_input_is_read_to_its_end_and_named_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = b"step\n" * 400_000 + UNSHARD.format(0).encode()
+    data = b"step\n" * 400_000 + "\n".join(traceback(UNSHARD.format(0))).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     explanation = json.loads(text.as_json(explain([None])))
     assert (explanation["matched"], explanation["cause"]["file"], explanation["cause"]["line"]) == (
         True,
         "standard input",
-        400_001,
+        400_006,
     )
 
 

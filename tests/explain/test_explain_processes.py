@@ -16,6 +16,7 @@ from support.written_logs import UNSHARD, entry_of, traceback, written
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.explain import explain, log_input
 from fsdp_doctor.explain.text import as_text
+from fsdp_doctor.machine import waited_input
 
 _RANKS = 20_000
 _SUMMARY = (
@@ -126,9 +127,19 @@ def test_a_named_pipe_is_waited_for_and_the_wait_can_be_stopped(tmp_path: pathli
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     waiting = Started(sys.executable, "-m", "fsdp_doctor", "explain", str(pipe))
-    with open(pipe, "w"):  # as soon as it is opened at the other end
-        waiting.interrupt()
-        finished = waiting.wait()
+    assert str(pipe) in waiting.first_message()
+    waiting.interrupt()
+    finished = waiting.wait()
     assert (finished.code, finished.stdout) == (130, "")
-    assert finished.stderr.startswith(f"fsdp-doctor: waiting for a program that writes to {pipe}, a named pipe\n")
     assert "Traceback" not in finished.stderr
+
+
+def test_a_named_pipe_that_nobody_writes_to_is_given_up(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(waited_input, "_MESSAGE_AFTER_S", 0.01)
+    monkeypatch.setattr(waited_input, "_GIVE_UP_AFTER_S", 0.02)
+    with pytest.raises(UsageError, match=str(pipe)):
+        explain([pipe])

@@ -11,10 +11,13 @@ from support.written_logs import BEGIN, DURING, UNSHARD, entry_of, explained
 @pytest.mark.parametrize(
     "raised", ["AssertionError", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
 )
-def test_a_message_that_anything_can_raise_is_no_more_than_possible(tmp_path: pathlib.Path, raised: str) -> None:
-    lines = [BEGIN, '  File "/opt/train.py", line 3, in load', "    x = y", raised]
-    assert explained(tmp_path, *["strategy: fsdp", *lines]).grade == "possible"
+def test_a_message_that_anything_can_raise_has_no_entry_where_its_traceback_goes_elsewhere(
+    tmp_path: pathlib.Path, raised: str
+) -> None:
+    lines = [BEGIN, '  File "/opt/train.py", line 3, in attend', "    x = y", raised]
+    assert explained(tmp_path, *["strategy: fsdp", *lines]).matches == ()
     assert explained(tmp_path, *lines).matches == ()
+    assert explained(tmp_path, "strategy: fsdp", raised).grade == "possible"
 
 
 def _ending_in(file: str, line: str) -> list[str]:
@@ -34,14 +37,13 @@ def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
 ) -> None:
     explanation = explained(tmp_path, *_ending_in(file, line))
     assert explanation.grade == "possible"
-    assert f"does {file} pass on an error of torch's?" in "".join(explanation.matches[0].open)
+    assert file in "".join(explanation.matches[0].against)
 
 
 @pytest.mark.parametrize(
     "lines",
     [
         _TORCHS_RAISE,
-        _ending_in("/env/lib/python3.12/site-packages/mine/a.py", "raise AssertionError(text)"),
         _ending_in("C:\\Python312\\Lib\\concurrent\\futures\\_base.py", "raise self._exception"),
         _ending_in("/workspace/verl/verl/workers/fsdp_workers.py", "raise error.with_traceback(None)"),
         _ending_in("/home/me/train.py", "handle.unshard()"),
@@ -49,7 +51,7 @@ def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
         [*_TORCHS_RAISE, "", DURING, "", *_OWN_RAISE],
         [*_OWN_RAISE, *_TORCHS_RAISE],
     ],
-    ids=["torch", "package", "python", "framework", "call", "no source", "raised again", "another rank's"],
+    ids=["torch", "python", "framework", "call", "no source", "raised again", "another rank's"],
 )
 def test_what_a_script_only_calls_or_passes_on_is_known(tmp_path: pathlib.Path, lines: list[str]) -> None:
     assert entry_of(explained(tmp_path, *lines)) == "fsdp1-manual-offload-then-state-dict"
@@ -63,16 +65,15 @@ _IN_FSDP = "/env/lib/python3.12/site-packages/torch/distributed/fsdp/_fully_shar
     ("file", "line"),
     [
         ("/env/lib/python3.12/site-packages/mine/a.py", f'raise AssertionError("{_WORDS}")'),
+        ("/env/lib/python3.12/site-packages/mine/a.py", "raise AssertionError(text)"),
         (
             "/env/lib/python3.12/site-packages/mine/a.py",
             'raise AssertionError(f"Expects tensor to be on the compute device {one}, was on {other}")',
         ),
     ],
-    ids=["words", "f-string"],
+    ids=["words", "a variable", "f-string"],
 )
-def test_what_a_package_raises_in_words_of_its_own_is_no_more_than_possible(
-    tmp_path: pathlib.Path, file: str, line: str
-) -> None:
+def test_what_another_package_raises_is_no_more_than_possible(tmp_path: pathlib.Path, file: str, line: str) -> None:
     assert explained(tmp_path, *_ending_in(file, line)).grade == "possible"
 
 
@@ -131,12 +132,72 @@ def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_ther
 @pytest.mark.parametrize(
     ("place", "grade"),
     [
-        ('_fully_shard/_fsdp_param.py", line 700 in all_gather_inputs', "possible"),
+        ('_fully_shard/_fsdp_param.py", line 700 in all_gather_inputs', None),
         ('_unshard_param_utils.py", line 190 in _unshard_fsdp_state_params', "known"),
     ],
 )
 def test_a_segmentation_fault_is_known_only_where_it_is_known_to_come_from(
-    tmp_path: pathlib.Path, place: str, grade: str
+    tmp_path: pathlib.Path, place: str, grade: str | None
 ) -> None:
     stack = ["Thread 0x00007f1 (most recent call first):", f'  File "/env/torch/distributed/fsdp/{place}']
     assert explained(tmp_path, *["Fatal Python error: Segmentation fault", "", *stack]).grade == grade
+
+
+_SITE = "/env/lib/python3.12/site-packages"
+_FSDP = f"{_SITE}/torch/distributed/fsdp"
+_CONTRADICTED = {
+    # NVIDIA/TransformerEngine#2951: quantized weights, and no safetensors.
+    ("safetensors-of-a-dtensor", "quantized-shard-lost-its-storage"): [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/app/fully_shard.py", line 212, in main',
+        "[rank0]:     model.load_state_dict(state_dict)",
+        f'[rank0]:   File "{_SITE}/torch/nn/modules/module.py", line 2629, in load_state_dict',
+        f'[rank0]:   File "{_FSDP}/_fully_shard/_fsdp_param.py", line 890, in reset_sharded_param',
+        "[rank0]:     same_local_tensor = self._sharded_param_data.untyped_storage().data_ptr() == (",
+        "[rank0]: RuntimeError: Attempted to access the data pointer on an invalid python storage.",
+    ],
+    # EvolvingLMMs-Lab/lmms-engine#155: a tool that merges shards.
+    ("assign-of-full-tensors", ""): [
+        "Traceback (most recent call last):",
+        '  File "/app/lmms_engine/merger/fsdp2.py", line 88, in merge',
+        "    shards = [state[name]._local_tensor for state in states]  # FSDP2",
+        "AttributeError: 'Tensor' object has no attribute '_local_tensor'",
+    ],
+    # pytorch/pytorch#186938: torch's own code, on an XPU.
+    ("hard-coded-cuda-staging", "sharded-tensor-asks-for-cuda"): [
+        "[rank3]: Traceback (most recent call last):",
+        '[rank3]:   File "/app/train.py", line 51, in resume',
+        "[rank3]:     FSDP.optim_state_dict_to_load(model, optimizer, state)",
+        f'[rank3]:   File "{_SITE}/torch/distributed/_shard/sharded_tensor/api.py", line 54, in tensor_device',
+        "[rank3]:     dev = torch.device(torch.cuda.current_device())",
+        f'[rank3]:   File "{_SITE}/torch/cuda/__init__.py", line 403, in _lazy_init',
+        "[rank3]: AssertionError: Torch not compiled with CUDA enabled",
+    ],
+    # LeapLabTHU/JustGRPO#1: a forward, and no summon_full_params.
+    ("fsdp1-summon-before-root-init", "fsdp1-inner-unit-became-the-root"): [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "/app/grpo.py", line 40, in logprob_loss',
+        "[rank0]:     logits = model(x).logits / temperature",
+        f'[rank0]:   File "{_FSDP}/fully_sharded_data_parallel.py", line 845, in forward',
+        f'[rank0]:   File "{_FSDP}/_runtime_utils.py", line 556, in _root_pre_forward',
+        f'[rank0]:   File "{_SITE}/torch/distributed/utils.py", line 166, in _p_assert',
+        "[rank0]: AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet or should have been "
+        "set to `False`",
+    ],
+    # pytorch/pytorch#151223: one GPU.
+    ("fsdp1-writeback-of-another-shape", "fsdp1-writeback-on-one-rank"): [
+        "UserWarning: FSDP is switching to use `NO_SHARD` instead of FULL_SHARD since the world size is 1.",
+        "[rank0]: Traceback (most recent call last):",
+        f'[rank0]:   File "{_FSDP}/_flat_param.py", line 2240, in _writeback_tensor',
+        "[rank0]:     raise RuntimeError(",
+        "[rank0]: RuntimeError: Cannot writeback when the parameter shape changes",
+        "[rank0]: Expects torch.Size([517996544]) but got torch.Size([126464, 4096])",
+    ],
+}
+
+
+@pytest.mark.parametrize(("entry", "other"), _CONTRADICTED)
+def test_an_entry_is_not_known_where_the_log_contradicts_it(tmp_path: pathlib.Path, entry: str, other: str) -> None:
+    explanation = explained(tmp_path, *_CONTRADICTED[entry, other])
+    assert entry_of(explanation) == other
+    assert all(match.grade == "possible" for match in explanation.matches if match.entry.id == entry)

@@ -40,6 +40,11 @@ def test_ranks_in_different_collectives_are_said_to_part_there(tmp_path: pathlib
     assert said == "Rank 0 is in REDUCE_SCATTER 122, rank 1 is in ALLGATHER 126: rank 0 is 4 behind."
 
 
+def test_a_rank_is_named_by_its_place_in_the_job_and_not_in_its_group(tmp_path: pathlib.Path) -> None:
+    said = _parting(tmp_path, (line.replace("Rank 9]", "Rank 0]") for line in _watchdog(9, 7, "ALLREDUCE", (1, 1))))
+    assert said.startswith("Rank 9 ")
+
+
 def test_the_same_collective_with_other_sizes_is_said(tmp_path: pathlib.Path) -> None:
     said = _parting(tmp_path, _watchdog(0, 9, "_ALLGATHER_BASE", (40, 80)), _watchdog(1, 9, "_ALLGATHER_BASE", (2, 4)))
     assert "rank 0 with 40 in and 80 out, rank 1 with 2 in and 4 out" in said

@@ -15,6 +15,9 @@ _MEMORY = (
     "ValueError: Free memory on device cuda:0 (31.2/79.1 GiB) on startup is less than desired GPU memory utilization"
 )
 _FULL_TENSOR = 'File "/env/torch/distributed/tensor/_api.py", line 586, in full_tensor'
+_MATERIALIZED = "RuntimeError: FSDP parameters should be materialized on CPU when enabling CPU offloading."
+_OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+_ENGINE = 'File "/env/site-packages/vllm/v1/worker.py", line 3, in init_device'
 _DDP = 'File "/env/lightning/strategies/ddp.py", line 342, in reduce'
 
 
@@ -32,9 +35,12 @@ def _grade(message: str, traceback: str = "", **evidence: object) -> str | None:
         (_NO_BACKEND, "", (), "possible"),
         (_STORAGE, 'File "/env/torch/nn/modules/module.py", line 2256, in state_dict', ("fsdp",), "known"),
         (_STORAGE, 'File "/env/torch/serialization.py", line 3, in load', (), None),
-        (_MEMORY, 'File "/env/vllm/v1/worker.py", line 3, in init_device', (), "possible"),
-        (_MEMORY, "", ("fsdp", "cpu offload"), "likely"),
-        (_MEMORY, "", ("fsdp", "cpu offload", "unsharded group"), "known"),
+        (_MEMORY, _ENGINE, (), "possible"),
+        (_MEMORY, _ENGINE, ("fsdp", "cpu offload"), "likely"),
+        (_MEMORY, _ENGINE, ("fsdp", "cpu offload", "unsharded group"), "known"),
+        (_MEMORY, "", ("fsdp", "cpu offload", "unsharded group"), "possible"),
+        (_MATERIALIZED, "", (), "likely"),
+        (_OUT_OF_MEMORY, 'File "/env/transformers/llama.py", line 3, in forward', ("fsdp",), None),
     ],
 )
 def test_a_message_that_many_programs_raise_is_known_only_by_what_says_fsdp(
@@ -44,7 +50,7 @@ def test_a_message_that_many_programs_raise_is_known_only_by_what_says_fsdp(
 
 
 def test_what_would_make_it_sure_is_asked() -> None:
-    (match,) = match_evidence(Evidence(message=_MEMORY, log=("fsdp", "cpu offload")))
+    (match,) = match_evidence(Evidence(message=_MEMORY, traceback=_ENGINE, log=("fsdp", "cpu offload")))
     assert match.open == (CLUES["unsharded group"].ask,)
 
 
@@ -67,7 +73,9 @@ def test_another_version_of_torch_than_the_entry_needs_speaks_against_it() -> No
 def test_a_mix_of_tensors_is_told_by_where_it_was_raised(operation: str, function: str, entry: str) -> None:
     mixed = "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
     message = f"RuntimeError: aten.{operation}: {mixed}"
-    matches = match_evidence(Evidence(message=message, traceback=f'File "/app/a.py", line 3, in {function}'))
+    dispatch = 'File "/env/torch/distributed/tensor/_dispatch.py", line 488, in dispatch'
+    traceback = f'File "/app/a.py", line 3, in {function}\n{dispatch}'
+    matches = match_evidence(Evidence(message=message, traceback=traceback))
     assert [match.entry.id for match in matches if match.grade == "known"] == [entry]
 
 

@@ -11,7 +11,13 @@ import math
 import re
 from collections.abc import Iterator
 
-from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
+from fsdp_doctor.check.framework import (
+    FsdpFramework,
+    ModelReading,
+    VersionRange,
+    load_facts,
+    not_under_fsdp,
+)
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
@@ -19,6 +25,9 @@ from fsdp_doctor.matrix.cases import Scenario
 
 _ROLES: tuple[Role, ...] = ("actor", "critic", "ref", "model")
 _ALLOCATION = "allocation_mode"
+# In parentheses are the degrees of a part of the model: megatron:(attn:d2p1t4|ffn:d1p1e8).
+_BETWEEN_PARTS = re.compile(r"[+|](?![^()]*\))")
+_DEGREES = re.compile(r"(?:[a-z]\d+)+")
 
 
 class Areal(FsdpFramework[VersionRange]):
@@ -44,14 +53,14 @@ class Areal(FsdpFramework[VersionRange]):
 
     def read(self, role: Role) -> ModelReading:
         row, allocation = _read_allocation(self.settings, role)
-        engine = allocation.partition(":")[0]
-        if engine == "archon":
-            raise Unreadable(f"{row}: the Archon engine has an FSDP of its own, which is not read")
-        if engine == "megatron" or (engine != "fsdp" and _parse_degrees(allocation).get("p", 1) > 1):
-            return not_under_fsdp(role, row)
         if row is None:
             raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")
-        return self.reading(role)
+        # Without an engine's name Megatron trains where there are pipeline stages.
+        default = "megatron" if _parse_degrees(allocation).get("p", 1) > 1 else "fsdp"
+        engine = default if _DEGREES.fullmatch(allocation) else allocation.partition(":")[0]
+        if engine not in ("fsdp", "megatron"):
+            raise Unreadable(f"{row}: this engine is not known, or has an FSDP of its own, which is not read")
+        return self.reading(role) if engine == "fsdp" else not_under_fsdp(role, row)
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
         return {
@@ -74,7 +83,7 @@ class Areal(FsdpFramework[VersionRange]):
 def _read_allocation(settings: Settings, role: Role) -> tuple[Setting | None, str]:
     """The setting that says how the model is trained, and the training's part of it."""
     row = settings.first(f"{role}.backend", _ALLOCATION)
-    parts = re.split(r"[+|]", str(row.value).strip()) if row else []
+    parts = _BETWEEN_PARTS.split(str(row.value).strip()) if row else []
     training = [part for part in parts if not part.startswith(("sglang", "vllm"))]
     return row, training[-1] if training else ""
 

@@ -54,12 +54,11 @@ _RESUME: dict[tuple[int, str], tuple[str, ...]] = {
     (2, "SHARDED_STATE_DICT"): ("dcp.load.model+optimizer",),
 }
 # By the words of torch.distributed.fsdp.ShardingStrategy; accelerate takes its numbers, too.
+_FULL = ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")
 _SHARDING: dict[str, Sharding] = {
-    "HYBRID_SHARD": Sharding.HSDP,
-    "HYBRID_SHARD_ZERO2": Sharding.HSDP,
-    "NO_SHARD": Sharding.SIZE1,
+    **dict.fromkeys(("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "4", "5"), Sharding.HSDP),
+    **dict.fromkeys(("NO_SHARD", "3"), Sharding.SIZE1),
 }
-_SHARDING_NUMBERS: dict[str, Sharding] = {"4": Sharding.HSDP, "5": Sharding.HSDP, "3": Sharding.SIZE1}
 
 
 def _keys(name: str) -> Keys:
@@ -151,6 +150,16 @@ class FsdpConfigFramework(FsdpFramework[V]):
             yield conflict("accelerate rejects LOCAL_STATE_DICT with fsdp_version 2", local)
         if reshard and str(reshard.value).lower() not in ("true", "false"):
             yield conflict("reshard_after_forward must be true or false with fsdp_version 2", reshard)
+
+
+def _read_sharding(row: Setting) -> Chosen:
+    """FSDP1's sharding strategy. Raises Unreadable for one that torch does not have."""
+    word = str(row.value).upper()
+    if word in _FULL:
+        return Chosen(Sharding.FULL)
+    if word not in _SHARDING:
+        raise Unreadable(f"{row} is not a sharding strategy of FSDP1")
+    return Chosen(_SHARDING[word], row)
 
 
 # accelerate
@@ -259,8 +268,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
         row = self.settings.first(*_keys("sharding_strategy"))
         if row is None or self.configured_version(default=1) == 2:
             return Chosen(Sharding.FULL)
-        sharding = (_SHARDING | _SHARDING_NUMBERS).get(str(row.value).upper())
-        return Chosen(sharding, row) if sharding else Chosen(Sharding.FULL)
+        return _read_sharding(row)
 
     def configured_model(self, role: Role) -> ConfiguredModel:
         model = self.model_of_all_ranks(role)
@@ -493,6 +501,11 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
     def configured_model(self, role: Role) -> ConfiguredModel:
         return self.model_of_all_ranks(role)
 
+    def ranges(self) -> Sequence[_AxolotlVersions]:
+        """Without a version, those that can read the file: fsdp_version came with v0.9."""
+        is_newer = self.version is None and "fsdp_version" in self.settings
+        return [versions for versions in super().ranges() if versions.reads_version or not is_newer]
+
     def fsdp_version(self, versions: _AxolotlVersions) -> FsdpVersion:
         return self.configured_version(default=1, before=("fsdp_version",)) if versions.reads_version else 1
 
@@ -526,9 +539,10 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
                 else Chosen(Sharding.FULL)
             )
         row = self.settings.first(*_keys("sharding_strategy"))
-        words = [str(row.value)] if row else self._read_options()
-        sharding = next((_SHARDING[word.upper()] for word in words if word.upper() in _SHARDING), None)
-        return Chosen(sharding, row or self.settings.first("fsdp")) if sharding else Chosen(Sharding.FULL)
+        if row is not None:
+            return _read_sharding(row)
+        sharding = next((_SHARDING[word.upper()] for word in self._read_options() if word.upper() in _SHARDING), None)
+        return Chosen(sharding, self.settings.first("fsdp")) if sharding else Chosen(Sharding.FULL)
 
     def _read_options(self) -> list[str]:
         row = self.settings.first("fsdp")

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdp_doctor.check.findings import note
-from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
+from fsdp_doctor.check.framework import (
+    FsdpFramework,
+    ModelReading,
+    VersionRange,
+    load_facts,
+    not_under_fsdp,
+    trains_with_fsdp,
+)
 from fsdp_doctor.check.settings import Settings
 from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy, Transfer
@@ -53,7 +60,7 @@ class SkyRl(FsdpFramework[_Versions]):
 
     def read(self, role: Role) -> ModelReading:
         row = self.settings.first(_STRATEGY)
-        if row is not None and str(row.value) not in ("fsdp", "fsdp2"):
+        if row is not None and not trains_with_fsdp(row, ("fsdp", "fsdp2"), ("megatron", "deepspeed", "jax")):
             return not_under_fsdp(role, row)
         policy = self.settings.first_true(*self.keys(role).policy)
         has_fsdp1 = any(self._read_strategy(versions).version == 1 for versions in self.ranges())

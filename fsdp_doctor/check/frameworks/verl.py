@@ -26,6 +26,7 @@ from fsdp_doctor.check.framework import (
     load_facts,
     matching,
     not_under_fsdp,
+    trains_with_fsdp,
 )
 from fsdp_doctor.check.launch_commands import SCRIPT
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
@@ -36,11 +37,12 @@ from fsdp_doctor.matrix.cases import Scenario
 _Trainer: TypeAlias = Literal["ppo", "sft", "old_sft"]
 
 _STRATEGIES: dict[str, Strategy] = {"fsdp": Strategy.FSDP1, "fsdp2": Strategy.FSDP2}
-# The engines other than verl's own FSDP. The first two are Megatron; the others have an FSDP2 that is not read.
-_OTHER_ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan", "automodel")
-_WITHOUT_FSDP = _OTHER_ENGINES[:2]
+# The engines other than verl's own FSDP: those without one, and those whose FSDP is not read.
+_WITHOUT_FSDP = ("megatron", "mindspeed", "mindspeedllm", "deepspeed")
+_OTHER_ENGINES = (*_WITHOUT_FSDP, "veomni", "torchtitan", "automodel", "hyperparallel", "fsdp_turbo")
+# The names of verl's FSDP among the choices of Hydra and among the strategies.
+_WITH_FSDP = ("fsdp", "fsdp2", "dp")
 _ENGINE_KEYS = ("strategy", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size", "use_orig_params")
-_ENGINE_CHOICES = ("model_engine", "engine", "config_name", "defaults")
 # verl's own configurations, whose defaults are known.
 _VERL_CONFIGS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "ppo_megatron_trainer")
 _OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
@@ -163,7 +165,7 @@ class Verl(FsdpFramework[VerlVersions]):
     def models(self) -> dict[Role, tuple[str, ...]]:
         if engine := _other_engine(self.settings):
             if _words(f"{engine.key} {engine.value}").isdisjoint(_WITHOUT_FSDP):
-                raise Unreadable(f"{engine}: this engine of verl has an FSDP of its own, which is not read")
+                raise Unreadable(f"{engine}: this engine is not known, or has an FSDP of its own, which is not read")
             return {"actor" if _is_ppo(self.settings) else "model": ()}
         if config := _unknown_config(self.settings):
             raise Unreadable(f"{config}: what that configuration sets is not known; give its file beside the command")
@@ -179,9 +181,10 @@ class Verl(FsdpFramework[VerlVersions]):
         model = self.keys(role)
         ranges = self._ranges_of(model)
         strategy = model.strategy(self.settings)
-        if strategy is None:
-            conflicts = self._find_offload_conflicts(model, strategy)
-            return not_under_fsdp(role, model.strategy_setting(self.settings), *conflicts)
+        if strategy is None and (row := model.strategy_setting(self.settings)):
+            trains_with_fsdp(row, (), _WITHOUT_FSDP)
+            return not_under_fsdp(role, row, *self._find_offload_conflicts(model, strategy))
+        assert strategy is not None
         if not ranges:
             raise Unreadable("that version of verl does not know what these settings ask for")
         if all(versions.fsdp1_only for versions in ranges):
@@ -494,7 +497,10 @@ def _unknown_config(settings: Settings) -> Setting | None:
 
 def _other_engine(settings: Settings) -> Setting | None:
     """The setting that chooses another engine than FSDP: one of Hydra's choices, or an engine's own section."""
-    for row in map(settings.first, _ENGINE_CHOICES):
+    for row in map(settings.first, ("model_engine", "engine")):
+        if row is not None and isinstance(row.value, str) and row.value not in _WITH_FSDP:
+            return row
+    for row in map(settings.first, ("config_name", "defaults")):
         if row is not None and _names_other_engine(str(row.value)):
             return row
     if _ACTOR.outer_strategy(settings) is not None or settings.below("actor_rollout_ref.actor.fsdp_config"):
@@ -509,4 +515,4 @@ def _names_other_engine(text: str) -> bool:
 
 
 def _words(text: str) -> set[str]:
-    return set(re.split(r"[^A-Za-z0-9]+", text))
+    return set(re.split(r"[^A-Za-z0-9]+", text)) | set(re.split(r"[^A-Za-z0-9_]+", text))

@@ -1,0 +1,55 @@
+"""The bytes of a file, a named pipe or standard input, for which nobody waits without end or in silence."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import select
+import stat
+import sys
+from collections.abc import Iterator
+
+from fsdp_doctor.errors import UsageError
+
+_MESSAGE_AFTER_S = 1.0
+_GIVE_UP_AFTER_S = 60.0
+
+
+def read_parts(path: pathlib.Path | None, *, size: int = 1 << 20, patient: bool = False) -> Iterator[bytes]:
+    """The content part by part, of at most ``size`` bytes each; ``None`` is standard input.
+
+    patient: whether to wait as long as it takes for what standard input or a device writes; a named pipe is given up
+    after a minute of silence all the same. Raises OSError, and UsageError for a standard input that is closed and for
+    what is given up.
+    """
+    name = "standard input" if path is None else str(path)
+    if path is None:
+        if sys.stdin is None:
+            raise UsageError("standard input is closed; give a file instead of -")
+        try:
+            descriptor = os.dup(sys.stdin.fileno())
+        except OSError:  # A stream in memory, as a caller may have put in its place.
+            yield from iter(lambda: sys.stdin.buffer.read(size), b"")
+            return
+    else:
+        # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        is_patient = patient and not (path is not None and stat.S_ISFIFO(mode))
+        while part := _read_part(descriptor, name, size, waits=not stat.S_ISREG(mode), is_patient=is_patient):
+            yield part
+    finally:
+        os.close(descriptor)
+
+
+def _read_part(descriptor: int, name: str, size: int, *, waits: bool, is_patient: bool) -> bytes:
+    if waits:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(_MESSAGE_AFTER_S * 1000):
+            waiting = f"fsdp-doctor: waiting for {name}, to which nothing is written"
+            print(waiting, file=sys.stderr, flush=True)  # noqa: T201, a silent minute would look like a hang
+            if not poll.poll(None if is_patient else (_GIVE_UP_AFTER_S - _MESSAGE_AFTER_S) * 1000):
+                raise UsageError(f"cannot read {name}: nothing was written to it for {_GIVE_UP_AFTER_S:.0f} s")
+    return os.read(descriptor, size)
