@@ -33,10 +33,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from host_time import sharded
 
 from fsdp_doctor import load_full_tensors
-from fsdp_doctor.extract.host_copies import HostCopies, threads_of_a_rank
+from fsdp_doctor.extract.host_copies import HostCopies, count_threads
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.load import full_load
-from fsdp_doctor.load.portions import OwnParts
+from fsdp_doctor.load.portions import LocalParts
 
 _MIB = 1 << 20
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,emulated:emulated"}
@@ -72,9 +72,9 @@ def main() -> None:
 
 
 def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -> None:
-    shards = [private.local_tensor(tensor.tensor) for tensor in reader.read(model).tensors()]
+    shards = [private.read_local_tensor(tensor.tensor) for tensor in reader.read(model).list_tensors()]
     nbytes = sum(shard.nbytes for shard in shards)
-    threads = threads_of_a_rank()
+    threads = count_threads()
     say(f"{len(shards)} tensors, {nbytes / 1e6:.0f} MB a rank, {dist.get_world_size()} ranks, {threads} threads each")
     memory = torch.zeros(nbytes, dtype=torch.uint8)
     plain = taken(lambda: in_threads(threads, nbytes, functools.partial(read, path, memory)), options)
@@ -92,16 +92,16 @@ def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -
 
 def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
     """Returns the seconds that the main thread computes before the threads read, and in all."""
-    finish = OwnParts.finish
+    finish = LocalParts.finish
     begins: list[float] = []
 
-    def noted(own: OwnParts) -> None:
+    def noted(own: LocalParts) -> None:
         begins.append(time.thread_time())
         finish(own)
 
     start = time.thread_time()
     with (
-        mock.patch.object(OwnParts, "finish", noted),
+        mock.patch.object(LocalParts, "finish", noted),
         mock.patch.object(full_load, "HostCopies", functools.partial(HostCopies, chunk_bytes=chunk_bytes)),
     ):
         load_full_tensors(model, path)

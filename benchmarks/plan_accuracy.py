@@ -16,9 +16,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_doctor.ledgers.ledger import LedgerFile, MemoryClass, StageLedger, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
+from fsdp_doctor.memory_use.records import MemoryClass, MemoryFile, StageMemory, read_memory_file
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
@@ -75,18 +75,18 @@ def _deviation(predicted: int, measured: int, nothing: int = 0) -> float:
 
 def job_of(name: str, options: argparse.Namespace) -> Job:
     if options.model:
-        scenario = scenario_of({AXIS_OF_VALUE[value]: value for value in name.split("/")})
+        scenario = make_scenario({AXIS_OF_VALUE[value]: value for value in name.split("/")})
         return Job(
             options.model, None, scenario, options.batch, options.sequence, options.checkpointing, of_benchmark=False
         )
     shape, layers, strategy, offload, size, kept = name.split("/")
     batch, sequence = map(int, size.split("x"))
     staging = "staged" if "param" in offload else "unstaged"
-    scenario = scenario_of({"strategy": strategy, "offload": offload, "staging": staging})
+    scenario = make_scenario({"strategy": strategy, "offload": offload, "staging": staging})
     return Job(shape, int(layers), scenario, batch, sequence, kept == "checkpointing", of_benchmark=True)
 
 
-def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared]:
+def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared]:
     predictor = functools.cache(Predictor)
     ranks = 1 + max(ledger.rank for ledger in file.ledgers)
     jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
@@ -109,13 +109,13 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
         predicted = {
             (ledger.stage, ledger.path): ledger
             for path in dict.fromkeys(ledger.path for ledger in measured)
-            for ledger in predictor(job.model, job.layers).ledgers(replace(setup, path=path))
+            for ledger in predictor(job.model, job.layers).predict_stages(replace(setup, path=path))
         }
         yield from _of_stages(name, measured, predicted)
 
 
 def _of_stages(
-    name: str, measured: Sequence[StageLedger], predicted: dict[tuple[str, str], StageLedger]
+    name: str, measured: Sequence[StageMemory], predicted: dict[tuple[str, str], StageMemory]
 ) -> Iterator[Compared]:
     for ledger in measured:
         ours = predicted[ledger.stage, ledger.path]
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=16)
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
-    file = ledgers_from_json(options.file.read_text())
+    file = read_memory_file(options.file.read_text())
     rows = list(compared(file, options))
     width = max(len(row.title) for row in rows)
     others = [name for name in _OTHERS if any(name in said for said in file.estimates.values())]

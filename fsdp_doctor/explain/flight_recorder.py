@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_doctor.errors import UsageError, first_line
+from fsdp_doctor.errors import UsageError, read_first_line
 from fsdp_doctor.explain.hangs import Waiting
 
 _MAX_PICKLE = 32 << 20
@@ -76,18 +76,18 @@ def read_dump(path: pathlib.Path, index: int) -> Dump | None:
     if not isinstance(entries, list):
         raise UsageError(f"{path} is no dump of torch's flight recorder: it has no list of entries")
     rank = _RANK.search(path.name)
-    return Dump(int(rank[1]) if rank else index, _by_group(entries))
+    return Dump(int(rank[1]) if rank else index, _group_calls(entries))
 
 
-def ranks_where_dumps_differ(dumps: Sequence[Dump]) -> list[Waiting]:
+def find_waiting_ranks(dumps: Sequence[Dump]) -> list[Waiting]:
     """Each rank at the first collective that differs, in the first group that has one; else in what did not end."""
     groups = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     for name in groups:
         members = [dump for dump in dumps if name in dump.groups]
-        if (number := _first_difference([dump.groups[name] for dump in members])) is not None:
-            return [_waiting_at(dump, name, number) for dump in members]
+        if (number := _find_first_difference([dump.groups[name] for dump in members])) is not None:
+            return [_find_waiting(dump, name, number) for dump in members]
     return [
-        _waiting(dump, name, call)
+        _make_waiting(dump, name, call)
         for name in groups
         for dump in dumps
         if (call := next((call for call in dump.groups.get(name, {}).values() if not call.ended), None))
@@ -106,7 +106,9 @@ def _unpickle(path: pathlib.Path, data: bytes) -> Any:
         return _PlainUnpickler(io.BytesIO(data)).load()
     # A damaged pickle makes the unpickler raise nearly anything, MemoryError for a size that it only announces.
     except Exception as error:
-        raise UsageError(f"{path} is a pickle, but no dump of torch's flight recorder: {first_line(error)}") from None
+        raise UsageError(
+            f"{path} is a pickle, but no dump of torch's flight recorder: {read_first_line(error)}"
+        ) from None
 
 
 def _parse_json(path: pathlib.Path, data: bytes) -> Any:
@@ -116,19 +118,19 @@ def _parse_json(path: pathlib.Path, data: bytes) -> Any:
         raise UsageError(f"{path} begins like a flight recorder's dump and is no whole JSON document") from None
 
 
-def _by_group(entries: list[Any]) -> dict[str, dict[int, _Call]]:
+def _group_calls(entries: list[Any]) -> dict[str, dict[int, _Call]]:
     groups: dict[str, dict[int, _Call]] = {}
     for entry in entries[-_MAX_ENTRIES:]:
         if not isinstance(entry, dict) or entry.get("is_p2p"):
             continue
-        number = _number(entry.get("collective_seq_id"))
+        number = _read_number(entry.get("collective_seq_id"))
         if number is not None:
             groups.setdefault(_parse_group(entry), {})[number] = _parse_call(entry, number)
     return groups
 
 
 def _parse_call(entry: Mapping[str, Any], number: int) -> _Call:
-    name = str(_text(entry.get("profiling_name"))).rpartition(":")[2]
+    name = str(_read_text(entry.get("profiling_name"))).rpartition(":")[2]
     ended = entry.get("state") == "completed" or entry.get("retired") is True
     return _Call(
         number,
@@ -142,14 +144,16 @@ def _parse_call(entry: Mapping[str, Any], number: int) -> _Call:
 
 def _parse_group(entry: Mapping[str, Any]) -> str:
     names = entry.get("process_group")
-    texts = [_text(name) for name in names[:2]] if isinstance(names, list | tuple) else []
-    return next(filter(None, reversed(texts)), None) or f"group {_number(entry.get('pg_id')) or 0}"
+    texts = [_read_text(name) for name in names[:2]] if isinstance(names, list | tuple) else []
+    return next(filter(None, reversed(texts)), None) or f"group {_read_number(entry.get('pg_id')) or 0}"
 
 
 def _parse_sizes(value: Any) -> str:
     """``[[4, 8]]`` as ``4x8``, several with a comma."""
     shapes = value[:4] if isinstance(value, list | tuple) else []
-    texts = ["x".join(str(_number(size)) for size in shape[:8]) for shape in shapes if isinstance(shape, list | tuple)]
+    texts = [
+        "x".join(str(_read_number(size)) for size in shape[:8]) for shape in shapes if isinstance(shape, list | tuple)
+    ]
     more = f", {len(value) - 4} more" if isinstance(value, list | tuple) and len(value) > 4 else ""
     return ", ".join(text or "scalar" for text in texts) + more
 
@@ -157,21 +161,22 @@ def _parse_sizes(value: Any) -> str:
 def _parse_frames(value: Any) -> tuple[str, ...]:
     frames = value[:_MAX_FRAMES] if isinstance(value, list | tuple) else []
     return tuple(
-        f'File "{_text(frame.get("filename"))}", line {_number(frame.get("line"))}, in {_text(frame.get("name"))}'
+        f'File "{_read_text(frame.get("filename"))}", line {_read_number(frame.get("line"))}, in '
+        f"{_read_text(frame.get('name'))}"
         for frame in frames
         if isinstance(frame, dict)
     )
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     return value[:200] if isinstance(value, str) else ""
 
 
-def _number(value: Any) -> int | None:
+def _read_number(value: Any) -> int | None:
     return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else None
 
 
-def _first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
+def _find_first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
     """The first number at which one rank calls something else than another, or nothing while another goes on."""
     begin = max(min(of_rank) for of_rank in calls)
     end = max(max(of_rank) for of_rank in calls)
@@ -183,16 +188,16 @@ def _first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
     return None
 
 
-def _waiting_at(dump: Dump, group: str, number: int) -> Waiting:
+def _find_waiting(dump: Dump, group: str, number: int) -> Waiting:
     calls = dump.groups[group]
     if number in calls:
-        return _waiting(dump, group, calls[number])
-    last = _waiting(dump, group, calls[max(calls)])
+        return _make_waiting(dump, group, calls[number])
+    last = _make_waiting(dump, group, calls[max(calls)])
     last.entered = False
     return last
 
 
-def _waiting(dump: Dump, group: str, call: _Call) -> Waiting:
+def _make_waiting(dump: Dump, group: str, call: _Call) -> Waiting:
     calls = dump.groups[group]
     return Waiting(
         rank=dump.rank,

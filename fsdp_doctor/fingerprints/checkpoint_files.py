@@ -25,8 +25,8 @@ from fsdp_doctor.checkpoints.record import (
     parameter_name,
 )
 from fsdp_doctor.checkpoints.troubles import Trouble
-from fsdp_doctor.extract.local import row_major
-from fsdp_doctor.extract.sources import dtype_name
+from fsdp_doctor.extract.local import compute_row_major_strides
+from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.differences import (
     FingerprintDifference,
     FingerprintVariant,
@@ -34,8 +34,8 @@ from fsdp_doctor.fingerprints.differences import (
     compare_fingerprints,
 )
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint
-from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, grid_block
-from fsdp_doctor.fingerprints.summing import FingerprintSums, swap_halves, unsummed
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, make_grid_block
+from fsdp_doctor.fingerprints.summing import FingerprintSums, make_unsummed, swap_halves
 
 _CHUNK_BYTES = 16 << 20
 # They say nothing of the weights.
@@ -73,8 +73,8 @@ def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | Non
     for name, tensor in weights.tensors.items():
         for part, offsets in weights.parts(tensor):
             cast = part.to(dtype) if dtype is not None and part.is_floating_point() else part
-            blocks = [grid_block(0, cast, offsets, row_major(tensor.shape))]
-            sums.add_blocks(name, unsummed(cast.dtype, tensor.shape, blocks), blocks)
+            blocks = [make_grid_block(0, cast, offsets, compute_row_major_strides(tensor.shape))]
+            sums.add_blocks(name, make_unsummed(cast.dtype, tensor.shape, blocks), blocks)
             sums.flush()
     weights.check_unchanged()
     return Fingerprints(sums.fingerprints().tensors, tuple(weights.ties()))
@@ -118,7 +118,7 @@ def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> F
     if path.suffix != ".json" or not path.is_file():
         return fingerprint_checkpoint(path, dtype=dtype)
     if dtype is not None:
-        raise FingerprintError(f"{path} holds sums, which --dtype {dtype_name(dtype)} cannot be applied to")
+        raise FingerprintError(f"{path} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
     try:
         return Fingerprints.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -157,17 +157,17 @@ def _variants_of(
             detail = f"the halves of dim {dim} are swapped"
             mistakes.append(("halves swapped", detail, functools.partial(_swap_halves, expected, shape, dim)))
     if actual.shape == shape and expected.is_floating_point and other != expected:
-        detail = f"it is {actual.dtype}, not {dtype_name(expected)}: the same values, rounded"
+        detail = f"it is {actual.dtype}, not {name_dtype(expected)}: the same values, rounded"
         mistakes.append(("dtype", detail, functools.partial(_cast, (other,), shape)))
     elif actual.shape == shape and expected.is_floating_point:
         for between in _ROUNDED_TO:
-            detail = f"cast twice: to {dtype_name(between)} and back"
+            detail = f"cast twice: to {name_dtype(between)} and back"
             mistakes.append(("cast twice", detail, functools.partial(_cast, (between, expected), shape)))
     for kind, detail, blocks_of in mistakes:
         sums = FingerprintSums()
         for part, offsets in weights.parts(tensor):
             blocks = blocks_of(part, offsets)
-            sums.add_blocks("", unsummed(expected, shape, blocks), blocks)
+            sums.add_blocks("", make_unsummed(expected, shape, blocks), blocks)
             sums.flush()
         yield FingerprintVariant(kind, detail, sums.fingerprints().tensors[""].lanes)
 
@@ -177,13 +177,13 @@ def _cast(
 ) -> list[IndexedBlock]:
     for dtype in dtypes:
         part = part.to(dtype)
-    return [grid_block(0, part, offsets, row_major(shape))]
+    return [make_grid_block(0, part, offsets, compute_row_major_strides(shape))]
 
 
 def _transpose(
     dtype: torch.dtype, shape: Sequence[int], part: torch.Tensor, offsets: Sequence[int]
 ) -> list[IndexedBlock]:
-    return [grid_block(0, part.to(dtype), offsets, (*row_major(shape)[:-2], 1, shape[-2]))]
+    return [make_grid_block(0, part.to(dtype), offsets, (*compute_row_major_strides(shape)[:-2], 1, shape[-2]))]
 
 
 def _swap_halves(

@@ -7,13 +7,13 @@ from fsdp_doctor.fsdp.private import WRAPPER_NAMES
 _PEFT_ROOT = "base_model.model."
 
 
-def unwrapped(name: str) -> str:
+def unwrap_name(name: str) -> str:
     """``name`` without what FSDP1, activation checkpointing and torch.compile put into it."""
     for wrapper in WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
 
 
-def without_adapters(name: str) -> str:
+def strip_adapters(name: str) -> str:
     """``name`` as in the model that peft was given, for a weight that is no adapter's."""
     return name.removeprefix(_PEFT_ROOT).replace(".base_layer.", ".")

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile
 from fsdp_doctor.checkpoints.safetensors_files import read_header, read_weight_map
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.load.outcome import LoadError
 
 
@@ -77,7 +77,7 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
         index = read_index(path, "safetensors")
         paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
         if absent := [str(file) for file in paths if index and not file.exists()]:
-            raise LoadError(f"the index of {path} names files that are not there: {some(absent)}")
+            raise LoadError(f"the index of {path} names files that are not there: {join_some(absent)}")
         if not paths:
             raise LoadError(f"{path} holds no safetensors file")
     with contextlib.ExitStack() as on_error:
@@ -85,7 +85,7 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
         for each in paths:
             files.append(SafetensorsFile(each))
             on_error.callback(files[-1].close)
-        tensors = dict(_tensors_of(path, files, index))
+        tensors = dict(_list_tensors(path, files, index))
         on_error.pop_all()
         return files, tensors
 
@@ -103,14 +103,14 @@ def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
         return read_weight_map(indexes[0])
 
 
-def _tensors_of(
+def _list_tensors(
     path: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
 ) -> Iterator[tuple[str, FileTensor]]:
     file_of: dict[str, pathlib.Path] = {}
     for file in files:
         names = {name for name, where in index.items() if where == file.path.name} if index else set(file.tensors)
         if lacking := sorted(names - set(file.tensors)):
-            raise LoadError(f"{file.path} does not hold what the index of {path} says: {some(lacking)}")
+            raise LoadError(f"{file.path} does not hold what the index of {path} says: {join_some(lacking)}")
         for name, tensor in file.tensors.items():
             if name in names:
                 if name in file_of:

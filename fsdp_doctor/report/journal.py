@@ -24,13 +24,13 @@ from fsdp_doctor.report.document import (
     SCHEMA_VERSION,
     CaseResult,
     Report,
-    report_from_dict,
-    report_to_dict,
-    result_from_dict,
+    convert_report_to_dict,
+    read_report_dict,
+    read_result_dict,
 )
 
 
-def journal_of(path: pathlib.Path) -> pathlib.Path:
+def name_journal(path: pathlib.Path) -> pathlib.Path:
     """The file that holds the finished cases of a run until its report at ``path`` is complete."""
     return path.with_name(path.name + ".journal")
 
@@ -41,13 +41,13 @@ class Journal:
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
         _start_report(path, report)
-        with writing(journal_of(path)):
-            self._file: IO[str] = open(journal_of(path), "w", encoding="utf-8")
+        with turn_write_errors(name_journal(path)):
+            self._file: IO[str] = open(name_journal(path), "w", encoding="utf-8")
         for result in report.results:
             self.add(result)
 
     def add(self, result: CaseResult) -> None:
-        with writing(journal_of(self._path)):
+        with turn_write_errors(name_journal(self._path)):
             self._file.write(json.dumps(msgspec.to_builtins(result)) + "\n")
             self._file.flush()
 
@@ -62,7 +62,7 @@ def write_report(path: pathlib.Path, report: Report) -> None:
     """Writes a report to ``path``, without a journal beside it. Raises DoctorFault if the disk does not take it."""
     _start_report(path, report)
     with contextlib.suppress(OSError):
-        journal_of(path).unlink()
+        name_journal(path).unlink()
 
 
 def _start_report(path: pathlib.Path, report: Report) -> None:
@@ -71,11 +71,11 @@ def _start_report(path: pathlib.Path, report: Report) -> None:
     A journal beside a report without results is of an older run, and is emptied first. A journal beside any other
     report may be what the report was made from, and stays until the report is there.
     """
-    journal = journal_of(path)
-    with writing(path):
+    journal = name_journal(path)
+    with turn_write_errors(path):
         if not report.results and journal.exists():
             journal.write_text("")
-        replace_file(path, json.dumps(report_to_dict(report), indent=1) + "\n")
+        replace_file(path, json.dumps(convert_report_to_dict(report), indent=1) + "\n")
 
 
 def read_report(path: pathlib.Path) -> Report:
@@ -86,20 +86,20 @@ def read_report(path: pathlib.Path) -> Report:
     data = read_document(path, "report", SCHEMA, SCHEMA_VERSION)
     try:
         if not data["complete"]:
-            data["results"] = _longer_of(data["results"], journal_of(path))
-        return report_from_dict(data)
+            data["results"] = _choose_longer(data["results"], name_journal(path))
+        return read_report_dict(data)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is a damaged report: {type(error).__name__}: {error}") from None
 
 
-def _longer_of(results: list[Any], journal: pathlib.Path) -> list[Any]:
+def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
     """The journal's results if it has more of them; its last line may be half written."""
     in_journal = []
     with contextlib.suppress(OSError):
         for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 data = json.loads(line)
-                result_from_dict(data)
+                read_result_dict(data)
                 in_journal.append(data)
     return in_journal if len(in_journal) > len(results) else results
 
@@ -155,7 +155,7 @@ def replace_file(path: pathlib.Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: pathlib.Path) -> Iterator[None]:
+def turn_write_errors(path: pathlib.Path) -> Iterator[None]:
     """Turns an OSError into a fault of the doctor: results that cannot be written are lost."""
     try:
         yield

@@ -56,8 +56,8 @@ def test_many_unknown_keys_are_said_in_part(tmp_path: pathlib.Path) -> None:
 
 def test_settings_that_replace_one_another_leave_the_last() -> None:
     rows = [Setting(f"x.k{i}", i, "f") for i in range(100)]
-    settings = Settings.of([*rows, *(Setting(key, 1, "f") for _ in range(50) for key in ("a.b.c", "a.b"))])
-    assert [row.key for row in settings.below("a")] == ["a.b"]
+    settings = Settings.from_rows([*rows, *(Setting(key, 1, "f") for _ in range(50) for key in ("a.b.c", "a.b"))])
+    assert [row.key for row in settings.list_below("a")] == ["a.b"]
     settings.remove("x")
     assert [row.key for row in settings] == ["a.b"]
 

@@ -363,7 +363,9 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     ),
     "inf in float16": (
         "tied",
-        tensors(TIED, lambda t: (t.update({n: v.half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))),
+        tensors(
+            TIED, lambda t: (t.update({n: v.reserve_half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))
+        ),
         "nonfinite",
     ),
     "a matrix of zeros": ("tied", tensors(TIED, lambda t: t[DOWN].zero_()), "zero_matrix"),

@@ -227,8 +227,8 @@ def test_what_counts_as_read_is_referred_to_by_no_thread() -> None:
     go_on = threading.Event()
 
     class Paused(host_copies._Submission):
-        def carried(self) -> None:
-            super().carried()
+        def note_done(self) -> None:
+            super().note_done()
             go_on.wait()
 
     before = accelerator().memory_allocated()

@@ -47,7 +47,7 @@ def test_every_tensor_comes_once_with_all_of_its_names() -> None:
     ]
     assert [tensor.names for tensor in held.buffers] == [("scale",)]
     assert [tensor.names for tensor in held.transient_buffers] == [("scratch",)]
-    assert [tensor.names for tensor in held.tensors()] == [t.names for t in (*held.parameters, *held.buffers)]
+    assert [tensor.names for tensor in held.list_tensors()] == [t.names for t in (*held.parameters, *held.buffers)]
     assert (held.fsdp1_units, held.fsdp2_units) == ((), ())
 
 
@@ -96,6 +96,6 @@ def test_a_local_tensor_is_the_memory_that_the_dtensor_wraps() -> None:
     for tensor in reader.read(model).parameters:
         with torch.no_grad():
             public = tensor.tensor.to_local()  # type: ignore[attr-defined]
-        assert private.local_tensor(tensor.tensor).data_ptr() == public.data_ptr()
+        assert private.read_local_tensor(tensor.tensor).data_ptr() == public.data_ptr()
     plain = torch.ones(2)
-    assert private.local_tensor(plain) is plain
+    assert private.read_local_tensor(plain) is plain

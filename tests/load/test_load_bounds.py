@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import load_full_tensors
-from fsdp_doctor.fsdp.names import without_adapters
+from fsdp_doctor.fsdp.names import strip_adapters
 
 _LARGE = {"large_rows": 4 * 1024, "empty": False}
 
@@ -144,7 +144,7 @@ def test_adapters_and_the_weights_below_them_are_loaded_under_their_own_names() 
         report = load_full_tensors(model, on_first(expected))
         assert report.loaded == len(expected)
         factors = {name.replace(".default", ""): t for name, t in expected.items() if "lora_" in name}
-        below = {without_adapters(name): t for name, t in expected.items() if "lora_" not in name}
+        below = {strip_adapters(name): t for name, t in expected.items() if "lora_" not in name}
         assert_same(extracted(model, lora="adapter"), factors)
         assert_same(extracted(model, lora="base"), below)
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Placement, Shard
 
 from fsdp_doctor import LoadError
-from fsdp_doctor.fsdp.shards import held_part
+from fsdp_doctor.fsdp.shards import compute_part
 from fsdp_doctor.load import portions
 from fsdp_doctor.load.portions import InFile
 from fsdp_doctor.load.safetensors_files import SafetensorsFile, open_files, read_index
@@ -172,9 +172,9 @@ def test_any_bytes_of_a_shard_are_read_from_a_file(
         file = SafetensorsFile(tmp_path / "w.safetensors")
         begin = file.tensors["w"].begin
         for placement, rank in itertools.product(placements, range(3)):
-            part = held_part(rank, shape, torch.arange(3), [placement])
+            part = compute_part(rank, shape, torch.arange(3), [placement])
             expected = part.read(full).contiguous().view(-1).view(torch.uint8)
-            portion = InFile(file, [stretch.in_bytes(begin, 2) for stretch in part.stretches(shape)])
+            portion = InFile(file, [stretch.convert_to_bytes(begin, 2) for stretch in part.list_stretches(shape)])
             assert portion.nbytes == expected.numel()
             for start, length in itertools.product((0, 1, 16, 33), (0, 1, 7, 40, 10_000)):
                 wanted = expected[start : start + length]
@@ -191,8 +191,8 @@ def test_columns_are_read_with_few_calls(tmp_path: pathlib.Path, monkeypatch: py
     calls = []
     read = SafetensorsFile.read
     monkeypatch.setattr(SafetensorsFile, "read", lambda self, *arguments: calls.append(read(self, *arguments)))
-    (columns,) = held_part(1, shape, torch.arange(2), [Shard(1)]).stretches(shape)
-    portion = InFile(file, [columns.in_bytes(file.tensors["w"].begin, 4)])
+    (columns,) = compute_part(1, shape, torch.arange(2), [Shard(1)]).list_stretches(shape)
+    portion = InFile(file, [columns.convert_to_bytes(file.tensors["w"].begin, 4)])
     portion.fill(torch.empty(portion.nbytes, dtype=torch.uint8), 0)
     assert len(calls) <= 8
     file.close()

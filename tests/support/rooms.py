@@ -8,7 +8,7 @@ ROOMS = (
         "errors",
         "machine",
         "matrix",
-        "ledgers",
+        "memory_use",
         "verdict",
         "known",
         "report",
@@ -22,7 +22,7 @@ ROOMS = (
 )
 # The command line imports them before it runs anything, so none of their modules imports torch at its top.
 WITHOUT_TORCH = (
-    *("errors", "machine", "matrix", "ledgers", "verdict", "known", "report", "versions", "page"),
+    *("errors", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page"),
     *("checkpoints", "explain", "check", "repro", "bundle", "cli"),
 )
 # It stands alone: it imports nothing of ours.
