@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fsdp_doctor import engines, memory
     from fsdp_doctor.examination import Examination, ModelIsBad, examine
     from fsdp_doctor.extract import (
+        ClosingIterator,
         LocalShard,
         PlanMismatch,
         RankLeft,
@@ -59,8 +60,8 @@ __version__ = "0.1.0"
 # By room, the public names that are imported from it when they are asked for.
 _PUBLIC_NAMES = {
     "examination": "Examination ModelIsBad examine",
-    "extract": "LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors local_shards "
-    "weights_info",
+    "extract": "ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors "
+    "local_shards weights_info",
     "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
     "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart combine_fingerprints "
     "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants",
@@ -68,6 +69,7 @@ _PUBLIC_NAMES = {
     "matrix.contracts": "promises",
 }
 __all__ = [
+    "ClosingIterator",
     "Examination",
     "FingerprintDifference",
     "FingerprintError",

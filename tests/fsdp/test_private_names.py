@@ -48,6 +48,10 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_value_"  # of enum, which documents it
 
 
+# Public, whatever they begin with.
+_OF_NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")
+
+
 def private_uses(tree: ast.Module) -> Iterator[str]:
     """Imports of undocumented modules; underscore names, imported, asked of another object or given to getattr."""
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -64,7 +68,7 @@ def private_uses(tree: ast.Module) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             documented = node.module in _DOCUMENTED
             yield from (name for name in names if not documented or any(map(_is_private, name.split("."))))
-        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in _OF_NAMED_TUPLES:
             if node.attr not in attributes | own and ast.unparse(node) not in _OF_OTHERS:
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):

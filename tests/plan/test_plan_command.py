@@ -129,7 +129,7 @@ def test_the_ledgers_of_the_first_and_the_last_rank_are_written(tmp_path: pathli
             "trainer.json",
             "verl_grpo.yaml",
         ),
-        *("verl_lora.sh", "verl_sft.yaml", "verl_sft_old.sh", "verl_fsdp1.yaml"),
+        *("verl_lora.sh", "verl_sft.yaml", "verl_sft_old.sh"),
     ],
 )
 def test_every_framework_that_check_reads_is_planned(name: str) -> None:
