@@ -50,7 +50,7 @@ class Metadata(NamedTuple):
 
 def read_metadata(file: OpenFile) -> Metadata:
     """Raises BadFile for a damaged pickle, for one that asks for anything else, and for other classes of metadata."""
-    with open(file.path, "rb") as stream:
+    with open(file.path, "rb") as stream:  # a regular file, since it could be opened as one
         value = load_pickle(stream)
     try:
         return _interpret(value)

@@ -25,6 +25,10 @@ class BadFile(Exception):
         return f"{path}: {self.tensor} {self.what}" if self.tensor else f"{path} {self.what}"
 
 
+class NotRead(BadFile):
+    """What is lawful, and of a kind that is not read."""
+
+
 class Extent(NamedTuple):
     """A range of a file. is_hole: nothing was ever written there, and it reads as zeros."""
 

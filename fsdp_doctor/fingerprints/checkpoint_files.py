@@ -232,7 +232,7 @@ class _Weights:
                 raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {self.path} says more)")
         for name, (file, kind) in checkpoint.unread.items():
             if file in places:
-                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}; fingerprints are of dense tensors")
+                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
 
     def parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         """Contiguous blocks of a tensor with their offsets in it, of at most 16 MiB or a row; each element once."""
