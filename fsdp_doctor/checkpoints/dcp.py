@@ -69,7 +69,7 @@ def _interpret(value: Any) -> Metadata:
     items, homeless = [], []
     for name, entry in value.fact("state_dict_metadata").items():
         keys = paths.get(name) if isinstance(paths, dict) else None
-        path = tuple(map(str, keys)) if isinstance(keys, tuple | list) else (name,)
+        path = tuple(map(str, keys)) if isinstance(keys, tuple | list) and keys else (name,)
         for offsets, lengths in _chunks(entry):
             info = places.get((name, offsets)) or (places.get((name, None)) if math.prod(entry_shape(entry)) else None)
             if info is None:

@@ -190,7 +190,7 @@ def tensors_of(file: str, read: TorchFile, rank: int | None = None) -> TorchTens
         match leaf:
             case bool():
                 pass
-            case int() | float():
+            case int() | float() if path:
                 found.numbers[path] = leaf
             case Pickled():
                 _Reader(file, read.storages, rank, found).add(path, leaf)

@@ -47,6 +47,12 @@ def test_every_program_s_checkpoints_are_sound(originals: pathlib.Path) -> None:
         assert found.unchecked
 
 
+@pytest.mark.parametrize("value", [torch.ones(3, 3), [torch.ones(3)], 5, {}, {"step": 1}, "text"], ids=str)
+def test_any_value_that_torch_saves_is_read(tmp_path: pathlib.Path, value: Any) -> None:
+    torch.save(value, tmp_path / "model.pt")
+    assert verification.verify(tmp_path).answer == "sound"
+
+
 def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) -> None:
     from fsdp_doctor.checkpoints.reading import read_checkpoint
     from fsdp_doctor.checkpoints.record import parameter_name
