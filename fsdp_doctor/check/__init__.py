@@ -35,6 +35,8 @@ from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
+from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.machine.versions import installed_versions
 from fsdp_doctor.matrix.cases import Case
 
 VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
@@ -48,11 +50,15 @@ _NEWEST = Version("9999")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedVersion:
-    """The version that a configuration is checked for. of: a distribution. version: None for every version."""
+    """The version that a configuration is checked for. of: a distribution. version: None for every version.
+
+    asked: whether an option says so.
+    """
 
     of: str
     version: Version | None = None
     source: VersionSource = "not known"
+    asked: bool = False
 
     def __str__(self) -> str:
         return f"{self.of} {self.version}, {self.source}" if self.version else f"every version of {self.of}"
@@ -64,7 +70,8 @@ class CheckResult:
 
     version, torch: what it was read for. world_size: the number of ranks that it was read for: given, or of the
     configuration, or the framework's default; None where nothing says it, and then the predictions are for two.
-    read_in: the versions of the framework whose sources the reading rests on. settings: all that was read. models: by
+    read_in: the versions of the framework whose sources the reading rests on. packages: those of other distributions
+    that it was read for, where they are known. settings: all that was read. models: by
     role, the model that the settings name.
     """
 
@@ -75,6 +82,7 @@ class CheckResult:
     torch: CheckedVersion
     read_in: str
     world_size: int | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     models: Mapping[Role, ConfiguredModel] = field(default_factory=dict)
 
@@ -174,7 +182,9 @@ def _check_as(
         findings = [unknown(str(error))]
     if facts.cpu_collectives:
         findings += find_missing_backends(uses)
-    run = ConfiguredRun(torch=str(torch.version or ""), world_size=ranks or _DEFAULT_RANKS)
+    run = ConfiguredRun(
+        torch=str(torch.version or ""), world_size=ranks or _DEFAULT_RANKS, packages=_find_packages(version)
+    )
     findings += [*find_known_failures(uses, run), *find_replaced_values(settings), *_find_not_read(settings)]
     if version.version is None and len({use.role for use in uses}) < len(uses):
         findings.append(note(f"what this amounts to depends on the version of {version.of}: give --framework-version"))
@@ -186,9 +196,21 @@ def _check_as(
         torch=torch,
         read_in=facts.read_in,
         world_size=ranks,
+        packages=run.packages,
         settings=settings,
         models=models,
     )
+
+
+def _find_packages(version: CheckedVersion) -> dict[str, str]:
+    """The versions of what failures depend on: of the framework as it is checked, else what is installed here.
+
+    Empty where every version was asked for.
+    """
+    if version.source == "not known" and version.asked:
+        return {}
+    names = {name for entry in known_failures() for name in entry.versions}
+    return installed_versions(names) | ({version.of: str(version.version)} if version.version else {})
 
 
 def with_ranks(result: CheckResult, world_size: int) -> CheckResult:
@@ -232,7 +254,9 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
     """
     if given is not None:
         version = parse_version(given, option)
-        return CheckedVersion(of=distributions[0], version=version, source="given" if version else "not known")
+        return CheckedVersion(
+            of=distributions[0], version=version, source="given" if version else "not known", asked=True
+        )
     for distribution in distributions:
         try:
             version = Version(importlib.metadata.version(distribution))

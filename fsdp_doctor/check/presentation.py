@@ -12,6 +12,7 @@ from fsdp_doctor.check import CheckResult, cases
 from fsdp_doctor.check.findings import ConfigFinding, FindingKind
 from fsdp_doctor.check.use import VERSIONS_BETWEEN, Use
 from fsdp_doctor.known import catalogue
+from fsdp_doctor.known.failures import KnownFailure
 
 _WIDTH = 120
 _HEADINGS: dict[FindingKind, str] = {
@@ -45,8 +46,8 @@ def as_json(result: CheckResult) -> str:
 
     A use has ``role``, ``versions``, ``scenario`` (an id or null), ``why_not``, ``reasons`` (``axis``, ``value``,
     ``because``) and ``extractions`` (``purpose``, ``case``); a finding ``kind``, ``sentence``, ``settings``, ``entry``
-    (empty but for ``known``), ``cases``, ``holds_for``, and of an entry ``verdict``, ``cause``, ``remedy``,
-    ``references``.
+    (empty but for ``known``), ``cases``, ``holds_for``, ``decides``, and of an entry ``verdict``, ``cause``,
+    ``remedy``, ``references``, ``conditions``, and ``remedy_here`` for the user of that framework.
     """
     data = {
         "framework": result.framework,
@@ -57,7 +58,7 @@ def as_json(result: CheckResult) -> str:
         "exit_code": result.exit_code,
         "cases": [case.id for case in cases(result)],
         "uses": [_use_as_dict(use) for use in result.uses],
-        "findings": [_finding_as_dict(finding) for finding in result.findings],
+        "findings": [_finding_as_dict(finding, result) for finding in result.findings],
     }
     return json.dumps(data, indent=1) + "\n"
 
@@ -119,19 +120,38 @@ def _finding_lines(finding: ConfigFinding, result: CheckResult) -> Iterator[str]
     yield from _wrap(f"- {f'{entry.id}: ' if entry else ''}{finding.sentence}", 2)
     if finding.bad:
         every = f"every version of {result.framework} that reads these settings"
+        if result.version.version:
+            every = f"{result.version.of} {result.version.version}"
         titles = [title if "," in title else f"{title}, {every}" for title in finding.holds_for] or [every]
         yield from _wrap(f"holds for: {' | '.join(titles)}", 4)
     if entry is None:
         for line in (*finding.settings, *finding.cases):
             yield from _wrap(line, 4)
         return
-    yield from _wrap(f"torch: {entry.torch or 'every version'}", 4)
+    for condition in _conditions(entry, result):
+        yield from _wrap(condition, 4)
     yield from _wrap(f"cause: {entry.cause}", 4)
+    if special := entry.remedies.get(result.version.of):
+        yield from _wrap(f"in {result.framework}: {special}", 4)
     yield from _wrap(f"remedy: {entry.remedy}", 4)
     if entry.references:
         yield from _wrap(f"see {', '.join(entry.references)}", 4)
     for case in finding.cases:
         yield f"    {case}"
+
+
+def _conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
+    """The versions and ranks that a failure depends on, with what is known of them here; and where it was measured."""
+    yield f"torch: {entry.torch or 'every version that was tried'}"
+    for name, versions in entry.versions.items():
+        yield f"only with {name} {versions} ({result.packages.get(name, 'which is not known here')})"
+    groups = [trigger.shard_group for trigger in entry.triggers]
+    if groups and (most := max(group.max or 0 for group in groups)) and all(group.max for group in groups):
+        yield f"only where a parameter is sharded over at most {most} rank{'s' * (most > 1)}"
+    elif groups and (least := min(group.min for group in groups)) > 1:
+        yield f"only where a parameter is sharded over {least} ranks or more"
+    if entry.measured:
+        yield f"measured with torch, by device: {'; '.join(entry.measured)}"
 
 
 def _wrap(text: str, indent: int) -> list[str]:
@@ -156,9 +176,13 @@ def _use_as_dict(use: Use) -> dict[str, object]:
     }
 
 
-def _finding_as_dict(finding: ConfigFinding) -> dict[str, object]:
+def _finding_as_dict(finding: ConfigFinding, result: CheckResult) -> dict[str, object]:
     data: dict[str, object] = dataclasses.asdict(finding)
     if finding.entry:
         entry = catalogue.known_failure(finding.entry)
         data |= {name: getattr(entry, name) for name in ("verdict", "cause", "remedy", "references")}
+        data |= {
+            "conditions": list(_conditions(entry, result)),
+            "remedy_here": entry.remedies.get(result.version.of, ""),
+        }
     return data

@@ -9,6 +9,7 @@ import pytest
 from support.checked import CONFIGS, FSDP2, GOOD, checked, entry, flag, of_kind
 from support.inside import doctor
 
+from fsdp_doctor import check as check_package
 from fsdp_doctor.check import cases, presentation
 from fsdp_doctor.known import catalogue
 
@@ -34,8 +35,8 @@ def test_the_json_has_what_its_documentation_says() -> None:
     assert set(data["uses"][0]) == {"role", "versions", "scenario", "why_not", "reasons", "extractions"}
     plain = {"kind", "sentence", "settings", "entry", "cases", "holds_for", "decides"}
     for finding in data["findings"]:
-        more = {"verdict", "cause", "remedy", "references"} if finding["kind"] == "known" else set()
-        assert set(finding) == plain | more
+        of_entry = {"verdict", "cause", "remedy", "references", "conditions", "remedy_here"}
+        assert set(finding) == (plain | of_entry if finding["kind"] == "known" else plain)
     assert data["cases"] == [case.id for case in cases(result)]
     assert data["exit_code"] == 1
 
@@ -71,3 +72,20 @@ def test_the_command_ends_with_the_right_code_and_no_traceback(
     assert (finished.code, "Traceback" in finished.stderr) == (code, False), finished.stderr
     assert re.search(stdout, finished.stdout)
     assert re.search(stderr, finished.stderr.strip())
+
+
+@pytest.mark.parametrize(("peft", "shown"), [("0.20.0", False), ("0.21.0", True), (None, True)])
+def test_a_failure_of_some_releases_of_peft_names_them_and_the_one_that_is_here(
+    peft: str | None, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured with peft 0.18.1, 0.20.0 and 0.21.0: the adapter is empty from 0.21.0 on."""
+    monkeypatch.setattr(check_package, "installed_versions", lambda _: {"peft": peft} if peft else {})
+    result = check_package.check([str(CONFIGS / "verl_lora.sh")], framework_version="0.7.1")
+    conditions = [line for line in presentation.as_text(result).splitlines() if "only with peft >=0.21" in line]
+    assert bool(conditions) == shown
+    assert all((peft or "not known") in line for line in conditions)
+
+
+def test_a_finding_says_first_what_the_user_of_that_framework_sets() -> None:
+    text = presentation.as_text(checked("verl_policy.sh", version="0.7.1"))
+    assert text.index("in verl: Install verl 0.8.0") < text.index("remedy: ")
