@@ -50,6 +50,7 @@ _FSDP = re.compile(
 # than it is launched, and every write to a full disk fails.
 _ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota exceeded|Read-only file system")
 _INNERMOST = 3
+_CALLS = ("in forward", "in _call_impl", "in _wrapped_call_impl")
 _GATHERING = re.compile(r"state_dict|full_tensor|summon_full_params|save_pretrained|save_model|save_checkpoint")
 
 
@@ -343,7 +344,9 @@ def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> boo
     """
     if is_raised_anywhere(message):
         return False
-    is_named = any(_FSDP.search(text) for text in (message, *frames[-_INNERMOST:]))
+    # Every call of a module under FSDP1 goes through its forward.
+    telling = [*(frame for frame in frames[:-1] if not frame.endswith(_CALLS)), *frames[-1:]]
+    is_named = any(_FSDP.search(text) for text in (message, *telling[-_INNERMOST:]))
     return is_named or (under_fsdp and any(map(_gathers, frames)))
 
 

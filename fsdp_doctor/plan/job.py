@@ -292,6 +292,11 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
         raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(about or unknown)}")
     if deciding := [f"{', '.join(one.settings)}: {one.sentence}" for one in result.findings if one.decides]:
         raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(deciding)}")
+    try:
+        # Where a size cannot be read, `check` says what holds for every one; a plan needs the size.
+        with_ranks(result, result.world_size or 1)
+    except Unreadable as error:
+        raise CannotRun(f"the job cannot be determined from this configuration: {error}") from None
     if all(use.scenario is None for use in result.uses):
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
