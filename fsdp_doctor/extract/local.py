@@ -39,7 +39,7 @@ from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, R
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
-from fsdp_doctor.fsdp.shards import HeldPart, held_part
+from fsdp_doctor.fsdp.shards import HeldPart, held_part, row_major
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -371,15 +371,6 @@ def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -
                 yield from _read_unit(source, local)
             case _:
                 assert_never(source)
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that shape."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
 
 
 def _place_on_mesh(source: Rows | Placed, local: torch.Tensor, offset: int | None) -> ShardPlace:

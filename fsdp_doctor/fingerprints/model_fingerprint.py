@@ -29,7 +29,6 @@ from fsdp_doctor.extract.local import (
     loaded_shards,
     refuse_unknown,
     request_of,
-    row_major,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import Plan, signature
@@ -39,6 +38,7 @@ from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerpri
 from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock
 from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, swap_halves, unsummed
 from fsdp_doctor.fsdp.decorators import without_autograd
+from fsdp_doctor.fsdp.shards import row_major
 
 _INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -139,6 +139,11 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Tells the storages of tensors apart, also on the meta device, where all begin at 0: ``UntypedStorage._cdata``."""
+    return int(get(tensor.untyped_storage(), "_cdata"))
+
+
 def hooks_of_a_step(module: nn.Module) -> list[Any]:
     """Returns the hooks of a forward or a backward by their numbers: no public name lists what is registered."""
     return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
