@@ -24,6 +24,7 @@ from typing_extensions import assert_never
 from fsdp_doctor.errors import first_line, some
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import without_autograd
+from fsdp_doctor.fsdp.names import without_adapters
 from fsdp_doctor.names.views import NamesError, TensorView, check_one_to_one
 
 NameChoice = Literal["auto", "model", "hub"]
@@ -115,6 +116,8 @@ def check_names(names: Names) -> None:
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
     """As :func:`read_hub_view`, of tensors of these names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
+    if any(name != without_adapters(name) for name in shapes):
+        raise HubNamesUnknown("the model has adapters: its tensors are not those that the Hub has of the model below")
     own = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     name_of = {private.storage_key(tensor): name for name, tensor in own.items()}
     try:
@@ -141,7 +144,7 @@ def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
     pretrained = next(_unwrapped(model))
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(pretrained, transformers.PreTrainedModel):
-        raise HubNamesUnknown(f"{type(pretrained).__name__} is no model of transformers, which alone knows Hub names")
+        raise HubNamesUnknown("the model is no model of transformers, which alone says what the Hub's names are")
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
