@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -31,9 +30,7 @@ class SourceNames:
     @property
     def word(self) -> str:
         """Empty for the model's names, else the same on ranks that have the same names."""
-        if self._hub is None:
-            return ""
-        return hashlib.blake2b("\n".join(self._hub.describe()).encode(), digest_size=8).hexdigest()
+        return self._hub.digest if self._hub is not None else ""
 
     def follow(self, word: str) -> None:
         """Takes the names of the rank that said the word. Raises LoadError if they are others here."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,9 +60,11 @@ class HubNames:
             parts[self.views[name]._replace(name=names[0])].append(name)
         return [(tuple(its_names), view) for view, its_names in parts.items()]
 
-    def describe(self) -> list[str]:
-        """A line for each name that is not the model's: what all ranks must have alike."""
-        return [f"{name} = {view}" for name, view in self.views.items() if name != view.name]
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for the same names of the same parts."""
+        lines = (f"{name} = {view}\n" for name, view in self.views.items())
+        return hashlib.blake2b("".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def read_hub_view(model: nn.Module) -> dict[str, TensorView]:

@@ -48,21 +48,27 @@ class TensorView(NamedTuple):
 class Box:
     """The indices ``[begin, begin + length)`` of each dim of a tensor, which are those of a view.
 
-    order: the view's dims in the order of the tensor's.
+    dims: of the tensor, for each of the view's; -1 for one of length 1. None for a view of other dims, whose elements
+    follow one another.
     """
 
     begins: tuple[int, ...]
     lengths: tuple[int, ...]
-    order: tuple[int, ...]
+    dims: tuple[int, ...] | None
 
     @property
     def is_in_order(self) -> bool:
         """Whether the view's elements follow one another as the tensor's do."""
-        return self.order == tuple(range(len(self.order)))
+        return self.dims is None or self._order == [*range(len(self.dims))]
+
+    @property
+    def _order(self) -> list[int]:
+        dims = self.dims or ()
+        return sorted(range(len(dims)), key=lambda dim: dims[dim])
 
     def arrange(self, view: torch.Tensor) -> torch.Tensor:
         """The view with the tensor's dims."""
-        return view.permute(self.order).reshape(self.lengths)
+        return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
     def cut(self, held: HeldPart) -> tuple[HeldPart, Slices]:
         """What a rank has of the box: as indices of the box, and in the rank's shard. held: its part of the tensor."""
@@ -75,12 +81,21 @@ class Box:
             places.append(slice(first, first + sum(map(len, inside))))
         return HeldPart(tuple(runs)), tuple(places)
 
+    def restore(self, cut: HeldPart, block: torch.Tensor) -> tuple[HeldPart, torch.Tensor]:
+        """What a rank has of the box, with the view's dims: as indices of the view, and the elements."""
+        assert self.dims is not None
+        runs = [cut.runs[dim] if dim >= 0 else (range(1),) for dim in self.dims]
+        if not cut.shape.numel() and runs:
+            runs[0] = (range(0),)
+        shape = HeldPart(tuple(runs)).shape
+        arranged = block.reshape([shape[dim] for dim in self._order])
+        return HeldPart(tuple(runs)), arranged.permute([self._order.index(dim) for dim in range(len(shape))])
+
 
 def find_box(view: TensorView, shape: Sequence[int]) -> Box | None:
     """Where the view lies in a tensor of that shape; None for one that is no box of it, or not in it."""
-    same_order = tuple(range(len(view.shape)))
     if view.is_whole(shape):
-        return Box((0,) * len(shape), view.shape, same_order)
+        return Box((0,) * len(shape), view.shape, tuple(range(len(shape))))
     strides, numel = row_major(shape), math.prod(view.shape)
     if not numel or not math.prod(shape) or view.offset < 0 or len(view.shape) != len(view.stride):
         return None
@@ -88,19 +103,24 @@ def find_box(view: TensorView, shape: Sequence[int]) -> Box | None:
     for stride in strides:
         begin, rest = divmod(rest, stride)
         begins.append(begin)
-    if view.is_contiguous:
-        lengths = [max(min(numel // stride, length), 1) for stride, length in zip(strides, shape, strict=True)]
-        order = same_order
-    else:
-        lengths, of_dim = [1] * len(shape), {}
-        for dim, (length, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
-            found = [at for at, step in enumerate(strides) if step == stride and shape[at] > 1]
-            if length > 1 and found:
-                of_dim[found[0]], lengths[found[0]] = dim, length
-        moved = [of_dim[at] for at in sorted(of_dim)]
-        order = (*(dim for dim in same_order if dim not in moved), *moved)
-    fits = all(b + length <= whole for b, length, whole in zip(begins, lengths, shape, strict=True))
-    return Box(tuple(begins), tuple(lengths), order) if fits and math.prod(lengths) == numel else None
+    dims = [
+        next((at for at, of_dim in enumerate(strides) if of_dim == step and shape[at] > 1), -1) if length > 1 else -1
+        for length, step in zip(view.shape, view.stride, strict=True)
+    ]
+    lengths = [1] * len(shape)
+    for dim, length in zip(dims, view.shape, strict=True):
+        if dim >= 0:
+            lengths[dim] = length
+    box = Box(tuple(begins), tuple(lengths), tuple(dims))
+    if view.is_contiguous and not _fits(box, numel, shape):
+        in_rows = [max(min(numel // stride, length), 1) for stride, length in zip(strides, shape, strict=True)]
+        box = Box(tuple(begins), tuple(in_rows), None)
+    return box if _fits(box, numel, shape) else None
+
+
+def _fits(box: Box, numel: int, shape: Sequence[int]) -> bool:
+    ends = (begin + length for begin, length in zip(box.begins, box.lengths, strict=True))
+    return math.prod(box.lengths) == numel and all(end <= length for end, length in zip(ends, shape, strict=True))
 
 
 def check_one_to_one(views: Mapping[str, TensorView], shapes: Mapping[str, Sequence[int]]) -> None:
