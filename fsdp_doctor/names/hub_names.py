@@ -78,11 +78,15 @@ def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
     and a quantized model; NamesError (ValueError) with names for tensors that are no views of one of the model's, such
     as a projection that the Hub has fused and the model has not.
     """
-    held = reader.read(model)
+    return revert_names(model, list_shapes(reader.read(model)))
+
+
+def list_shapes(held: reader.HeldModel) -> dict[str, torch.Size]:
+    """Of each parameter and each buffer of a state dict, by all of its names."""
     shapes = {name: tensor.tensor.shape for tensor in held.tensors() for name in tensor.names}
     for unit in held.fsdp1_units:
         shapes |= {name: shape for names, shape in zip(unit.names, unit.shapes, strict=True) for name in names}
-    return revert_names(model, shapes)
+    return shapes
 
 
 def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size]) -> HubNames | None:
