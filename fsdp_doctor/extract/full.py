@@ -345,6 +345,7 @@ class Pipeline:
         together = [*(pending.bucket for pending in self._pending), bucket]
         units = {unit for each in together for unit in each.units} & self._call.units.keys()
         held = sum(each.nbytes for each in together) + sum(self._call.units[unit].held_bytes() for unit in units)
+        held += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
         return not self._pending or held + last_bytes <= self._plan.most_bytes
 
     # Reading shards.

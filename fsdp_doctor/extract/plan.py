@@ -120,7 +120,7 @@ class Plan:
         beside, last_bytes = 0, self.buckets[first - 1].last_bytes if first else 0
         for count, (bucket, following) in enumerate(itertools.pairwise(self.buckets[first : first + wanted]), 1):
             beside = max(beside, last_bytes + bucket.nbytes)
-            if beside + following.launched_bytes > self.most_bytes:
+            if beside + following.launched_bytes + following.rounding_bytes > self.most_bytes:
                 return count
             last_bytes = bucket.last_bytes
         return wanted
