@@ -273,7 +273,7 @@ def divide_shard(names: OutputNames, shard: LoadedShard) -> Iterator[LoadedShard
     Raises NamesError for a part of which a rank has elements that are neither a range of it nor of its dims.
     """
     for part, view in names.list_parts(shard.spec):
-        yield shard._replace(spec=part) if view is None else _cut(shard, part, view)
+        yield LoadedShard(part, *shard[1:]) if view is None else _cut(shard, part, view)
 
 
 def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:

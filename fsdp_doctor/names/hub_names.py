@@ -57,7 +57,7 @@ class HubNames:
         """(its names, the view) of each part of one tensor. names: all that the tensor has in the model."""
         parts: dict[TensorView, list[str]] = collections.defaultdict(list)
         for name in itertools.chain.from_iterable(self._by_tensor.get(name, ()) for name in names):
-            parts[self.views[name]._replace(name=names[0])].append(name)
+            parts[TensorView(names[0], *self.views[name][1:])].append(name)
         return [(tuple(its_names), view) for view, its_names in parts.items()]
 
     @functools.cached_property
@@ -167,7 +167,8 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     """The model inside of FSDP1, DDP, checkpointing, torch.compile and peft."""
     while True:
         model = reader.innermost(model)
-        inner = [model._modules[name] for key in private.WRAPPER_NAMES if (name := key[:-1]) in model._modules]
+        children = private.child_modules(model)
+        inner = [children[name] for key in private.WRAPPER_NAMES if (name := key[:-1]) in children]
         get_base_model: Any = getattr(model, "get_base_model", None)  # of a PeftModel
         if not inner and get_base_model is not None:
             inner = [get_base_model()]
@@ -187,7 +188,8 @@ def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Modul
         original: Any = next(kind for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
         copy = copied[id(inner)] = original.__new__(original)
         children = {
-            name: None if child is None else _copy_unwrapped(child, copied) for name, child in inner._modules.items()
+            name: None if child is None else _copy_unwrapped(child, copied)
+            for name, child in private.child_modules(inner).items()
         }
         copy.__dict__.update(inner.__dict__ | {"_modules": children})
     return copied[id(inner)]
@@ -201,7 +203,7 @@ class _CopiesAreViews(private.OperatorMode):
     ) -> Any:
         if function is torch.ops.aten.clone.default:
             return args[0].detach()
-        if function is torch.ops.aten._unsafe_view.default:
+        if function is private.UNSAFE_VIEW:
             # Of what reshape has cloned because it is no view.
             return torch.empty(args[1], device="meta")
         return function(*args, **(kwargs or {}))

@@ -50,7 +50,7 @@ def test_every_wrapper_has_the_views_of_the_plain_model() -> None:
     assert read_hub_view(_checkpointed(new_family("qwen3-moe"))) == expected
     assert read_hub_view(shard_qwen2(_checkpointed(new_family("qwen3-moe")))) == expected
     for use_orig_params in (True, False):
-        wrapped = shard_qwen1(new_family("qwen3-moe"), use_orig_params=use_orig_params)
+        wrapped = shard_qwen1(_checkpointed(new_family("qwen3-moe")), use_orig_params=use_orig_params)
         assert read_hub_view(wrapped) == expected
 
 
