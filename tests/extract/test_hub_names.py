@@ -133,6 +133,24 @@ def test_adapters_are_merged_under_hub_names() -> None:
     assert isinstance(model, peft.PeftModel)
 
 
+@pytest.mark.filterwarnings("ignore")  # peft warns of the weights that it cannot find for such parameters
+def test_adapters_of_fused_experts_are_refused_by_name_and_the_base_below_them_is_extracted() -> None:
+    plain = new_family(FAMILY)
+    own, of_hub = {name: t.clone() for name, t in plain.state_dict().items()}, _in_hub_names(plain)
+    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = adapted(plain, target_parameters=fused, target_modules=["q_proj"], r=2)
+    for extract in (full_tensors, local_shards, fsdp_doctor.fingerprint):
+        with pytest.raises(
+            NotImplementedError, match=r"model\.layers\.0\.mlp\.experts\.(gate_up|down)_proj: .*ParamWrapper"
+        ):
+            extract(model)  # type: ignore[operator]
+    # Without ranks the tensors are on the CPU.
+    for names, expected in (("model", own), ("hub", of_hub)):
+        tensors = dict(full_tensors(model, lora="base", names=names))  # type: ignore[arg-type]
+        assert {name: t.tolist() for name, t in tensors.items()} == {name: t.tolist() for name, t in expected.items()}
+    assert dict(full_tensors(model, lora="adapter")).keys() == peft.get_peft_model_state_dict(model).keys()
+
+
 @on_ranks(Setting("emulated", 2))
 def test_names_that_do_not_fit_are_an_error_on_every_rank() -> None:
     model = shard_qwen2(new_family(FAMILY))
