@@ -314,6 +314,21 @@ def test_wrapped_layers_have_plain_names() -> None:
 
 
 @on_the_device
+def test_fsdp1_around_a_compiled_model_has_its_root_unit() -> None:
+    """FSDP1's module has the attributes of what it wraps, ``_orig_mod`` too."""
+    for use_orig_params in (True, False):
+        net = all_trainable(new_net(empty=False))
+        expected = tensors_of(net)
+        for index, layer in enumerate(net.layers):
+            net.layers[index] = FullyShardedDataParallel(
+                layer, device_id=this_device(), use_orig_params=use_orig_params
+            )
+        compiled = torch.compile(net)
+        model = FullyShardedDataParallel(compiled, device_id=this_device(), use_orig_params=use_orig_params)  # type: ignore[arg-type]
+        assert_same(extracted(model), expected)
+
+
+@on_the_device
 def test_a_transformer_with_gradient_checkpointing_is_as_before_sharding() -> None:
     model = qwen()
     expected = tensors_of(model)
