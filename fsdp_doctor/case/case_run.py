@@ -11,6 +11,7 @@ import torch
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import built_scenario, checkpoints
+from fsdp_doctor.case.consumers import consume
 from fsdp_doctor.case.extraction import ExtractionSteps
 from fsdp_doctor.case.loading import LoadingSteps
 from fsdp_doctor.case.paths.lookup import (
@@ -100,10 +101,13 @@ class CaseRun:
         trainer = self.prepare(kept)
         if trainer is not None:
             self._side_effects.look_before()
-            self.exercise(trainer, lambda: self._function(self.given), owned=True)
+            self.exercise(trainer, self._call_method, owned=True)
         reusable = self.go_on(trainer)
         self._recorder.clean_up(self._side_effects)
         return reusable
+
+    def _call_method(self) -> Any:
+        return consume(self._scenario.consumer, self._function, self.given, self._recorder.note)
 
     def prepare(self, kept: Trainer | None) -> Trainer | None:
         """Builds and trains the model, or takes the kept one; offloads and stages it. None where that failed."""

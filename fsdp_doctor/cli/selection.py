@@ -62,6 +62,7 @@ class SelectionOptions:
     init: Annotated[list[str] | None, axis_option("init")] = None
     checkpoint: Annotated[list[str] | None, axis_option("checkpoint")] = None
     context: Annotated[list[str] | None, axis_option("context")] = None
+    consumer: Annotated[list[str] | None, axis_option("consumer")] = None
     model: Annotated[
         list[str] | None,
         word_list(help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),

@@ -21,6 +21,7 @@ from fsdp_doctor.matrix.axes import (
     AXIS_OF_VALUE,
     Backend,
     CheckpointFit,
+    Consumer,
     Context,
     Dims,
     FsdpVersion,
@@ -60,6 +61,7 @@ class Scenario:
     init: Init = Init.MATERIALIZED
     checkpoint: CheckpointFit = CheckpointFit.EXACT
     context: Context = Context.ORDINARY
+    consumer: Consumer = Consumer.ALONE
 
     @functools.cached_property
     def values(self) -> Mapping[str, str]:

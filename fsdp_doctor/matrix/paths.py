@@ -29,6 +29,7 @@ class Path(Method):
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
     without_mesh: FSDP1 has it only for a model that was given no device mesh.
     offloads: it moves the shards off the device before it yields, and so promises their memory back.
+    sends: its user sends what it yields, so it is tried with every consumer.
     optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
     """
 
@@ -39,11 +40,13 @@ class Path(Method):
     undoes_staging: bool = False
     without_mesh: bool = False
     offloads: bool = False
+    sends: bool = False
     optimizer_first: bool = False
 
     def applies(self, scenario: Scenario) -> bool:
         """Whether it makes sense there at all; whether it works is for the probe to say."""
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
+        suits = suits and (self.sends or not scenario.consumer.needs_sender)
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
@@ -98,7 +101,7 @@ def impossible(path: Path, scenario: Scenario) -> str:
 def find_path(name: str, fsdp: int) -> Path:
     """The method of that name for FSDP1 or FSDP2; a ``module:function`` becomes one with the default contract."""
     if is_user_path(name):
-        return Path(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)")
+        return Path(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
     return next(path for path in PATHS if path.name == name and fsdp in path.fsdp)
 
 

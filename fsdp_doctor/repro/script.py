@@ -66,6 +66,8 @@ def _path(case: Case) -> Path:
     scenario = case.scenario
     if is_user_path(case.path):
         raise UsageError(f"case {case.id!r}: {case.path} is your own; a script has torch's functions alone")
+    if scenario.consumer.needs_sender:
+        raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
     path = find_path(case.path, scenario.version)

@@ -20,7 +20,8 @@ def values(cases, axis):
 
 
 def is_plain(case):
-    return (case.scenario.precision, case.scenario.context) == ("bf16-compute", "ordinary")
+    scenario = case.scenario
+    return (scenario.precision, scenario.context, scenario.consumer) == ("bf16-compute", "ordinary", "alone")
 
 
 def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
@@ -169,7 +170,7 @@ def test_fix_adds_the_fix_once_to_each_scenario():
     assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
     fixes = {(c.scenario, fix_for(c.path, c.scenario.version)) for c in without}
-    shards = {(scenario, "local_shards") for scenario, path in fixes if path == FIX}
+    shards = {(s, "local_shards") for s, path in fixes if path == FIX and not s.consumer.needs_sender}
     assert fixes | shards == {(c.scenario, c.path) for c in added}
 
 
